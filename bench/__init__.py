@@ -1,0 +1,1 @@
+"""Benchmarks: what Holdfast costs beside its peers and beside the machine's own limits."""

@@ -1,0 +1,75 @@
+"""Holdfast: checkpoints that do not hang, for mixture-of-experts training with PyTorch.
+
+    import holdfast
+
+    holdfast.save(state, "run/step-100")      # no collective; durable on return
+    holdfast.load(state, "run/step-100")      # in place, any layout, every byte verified
+
+    ckpt = holdfast.Checkpoints("run/", keep=3)
+    ckpt.restore(state)                       # newest committed step, or None
+    ckpt.save(step, state)
+
+Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are
+in `holdfast.testing`. Importing holdfast imports nothing else until a name is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.adapters.tensors import PerRank, Shard
+    from holdfast.errors import HoldfastError
+    from holdfast.flow.checkpoints import Checkpoints
+    from holdfast.flow.load import LoadReport, load
+    from holdfast.flow.retention import latest
+    from holdfast.flow.save import SaveReport, save
+    from holdfast.layout.grid import Grid
+    from holdfast.options import Options
+
+_WHERE = {
+    "Checkpoints": "holdfast.flow.checkpoints",
+    "Grid": "holdfast.layout.grid",
+    "HoldfastError": "holdfast.errors",
+    "LoadReport": "holdfast.flow.load",
+    "Options": "holdfast.options",
+    "PerRank": "holdfast.adapters.tensors",
+    "SaveReport": "holdfast.flow.save",
+    "Shard": "holdfast.adapters.tensors",
+    "latest": "holdfast.flow.retention",
+    "load": "holdfast.flow.load",
+    "save": "holdfast.flow.save",
+}
+_MODULES = ("errors", "events", "testing")
+
+__all__ = [
+    "Checkpoints",
+    "Grid",
+    "HoldfastError",
+    "LoadReport",
+    "Options",
+    "PerRank",
+    "SaveReport",
+    "Shard",
+    "errors",
+    "events",
+    "latest",
+    "load",
+    "save",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(import_module(_WHERE[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return import_module(f"holdfast.{name}")
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

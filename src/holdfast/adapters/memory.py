@@ -1,0 +1,70 @@
+"""Tensors as bytes: addresses where they lie right, copies where they don't.
+
+`address` is a raw pointer into a tensor that the object keeps alive. It is used because wrapping
+a tensor in NumPy costs ten times as much as everything else we do with a small one, and because
+bfloat16 and float8 have no NumPy type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from holdfast.buffers import Buffer
+from holdfast.layout.box import Box
+
+
+class TensorMemory:
+    """A tensor whose shape is that of the shard's box."""
+
+    __slots__ = ("address", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        direct = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+        self.address = tensor.data_ptr() if direct else 0
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        part = self.tensor.detach()[box.slices()]
+        target = _wrap(out, part.dtype).view(part.shape)
+        target.copy_(part)
+
+    def scatter(self, box: Box, data: Buffer) -> None:
+        with torch.no_grad():
+            part = self.tensor.detach()[box.slices()]
+            part.copy_(_wrap(data, part.dtype).view(part.shape))
+
+
+def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+class BytesMemory:
+    """An object's encoded bytes; loading replaces them."""
+
+    __slots__ = ("_keep", "address", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.load(data)
+
+    def load(self, data: bytes) -> None:
+        self.data = data
+        self._keep = ctypes.create_string_buffer(data, max(len(data), 1))
+        self.address = ctypes.addressof(self._keep)
+
+    def resize(self, size: int) -> None:
+        """Make room for `size` bytes that are about to be read in."""
+        self._keep = ctypes.create_string_buffer(max(size, 1))
+        self.address = ctypes.addressof(self._keep)
+
+    def value(self, size: int) -> bytes:
+        return self._keep.raw[:size]
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        start = box.offset[0]
+        memoryview(out).cast("B")[: box.shape[0]] = self._keep.raw[start : start + box.shape[0]]
+
+    def scatter(self, box: Box, data: Buffer) -> None:
+        start = box.offset[0]
+        ctypes.memmove(self.address + start, bytes(data), box.shape[0])

@@ -1,0 +1,87 @@
+"""What a user says of a value that its type does not say: `Shard` and `PerRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.adapters.memory import TensorMemory
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box, whole
+from holdfast.layout.tensor import TensorSpec, dtype_code
+from holdfast.plan.holding import Holding
+
+
+class Shard:
+    """A local tensor declared as a box of a global one.
+
+    `tensor` (any device) holds the indices from `offset` on, in its own shape, of a tensor of
+    shape `global_shape`. `replica=(index, count)` says that `count` ranks hold this very box and
+    this is the index-th of them; they share the writing. The default (0, 1) says that only this
+    rank holds it. Several Shards of one global tensor go into a list under one name.
+    """
+
+    __slots__ = ("global_shape", "offset", "replica", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        replica: tuple[int, int] = (0, 1),
+    ) -> None:
+        self.tensor = tensor
+        self.global_shape = tuple(int(s) for s in global_shape)
+        self.offset = tuple(int(o) for o in offset)
+        self.replica = (int(replica[0]), int(replica[1]))
+        if not isinstance(tensor, torch.Tensor):
+            raise BadInput(f"Shard takes a tensor, not {type(tensor).__name__}.")
+        if not len(self.global_shape) == len(self.offset) == tensor.dim():
+            raise BadInput(
+                f"Shard: the tensor has {tensor.dim()} dimensions, global_shape {len(self.global_shape)} and "
+                f"offset {len(self.offset)}; they must be equal (use tensor[None] for a leading axis)."
+            )
+        if not 0 <= self.replica[0] < self.replica[1]:
+            raise BadInput(f"Shard: replica={self.replica} must be (index, count) with 0 <= index < count.")
+
+    def __repr__(self) -> str:
+        return f"Shard({tuple(self.tensor.shape)} at {self.offset} of {self.global_shape}, replica={self.replica})"
+
+
+class PerRank:
+    """A value of which every rank has its own: RNG state, data-loader position, timers.
+
+    It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank
+    that has none (the world has grown) keeps the present value if `optional`, else the load
+    fails. After a load, `value` holds what was read.
+    """
+
+    __slots__ = ("optional", "value")
+
+    def __init__(self, value: Any, optional: bool = False) -> None:
+        self.value = value
+        self.optional = optional
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        raise BadInput(f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first.")
+    if tensor.device.type == "meta":
+        raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")
+    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(shape))
+
+
+def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
+    """A plain tensor: this rank holds all of it; who else does is undeclared."""
+    spec = spec_of(name, tensor, tensor.shape)
+    held.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
+
+
+def add_shard(held: Holding, name: str, shard: Shard) -> None:
+    spec = spec_of(name, shard.tensor, shard.global_shape)
+    held.add(spec, Box(shard.offset, tuple(shard.tensor.shape)), shard.replica, False, TensorMemory(shard.tensor))

@@ -1,0 +1,93 @@
+"""How long to wait, for what, and by which clock. Nothing else in Holdfast waits.
+
+A `Deadline` is absolute. A `StallTimer` is reset by progress: slow is not dead. Both read a
+`Clock`, so that a test turns an hour into a microsecond (`holdfast.testing.ManualClock`).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Protocol
+
+from holdfast.errors import BadInput, DeadlineExceeded
+
+
+class Clock(Protocol):
+    """Monotonic seconds, and a way to pass them. This is all that is asked of a clock."""
+
+    def now(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class RealClock:
+    """The machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+REAL_CLOCK = RealClock()
+
+
+def check_seconds(name: str, value: float) -> float:
+    """A positive, finite number of seconds, or one sentence about what was given instead."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise BadInput(f"{name} must be a positive, finite number of seconds, not {value!r}.")
+    return float(value)
+
+
+class Deadline:
+    """A point in time by which a call returns."""
+
+    def __init__(self, seconds: float, clock: Clock = REAL_CLOCK) -> None:
+        self.seconds = check_seconds("timeout", seconds)
+        self.clock = clock
+        self.started = clock.now()
+        self.at = self.started + self.seconds
+
+    def left(self) -> float:
+        """Seconds until it passes; never negative."""
+        return max(0.0, self.at - self.clock.now())
+
+    def passed(self) -> bool:
+        return self.clock.now() >= self.at
+
+    def elapsed(self) -> float:
+        return self.clock.now() - self.started
+
+    def wait(self, ready: threading.Event, what: str, grace: float = 0.0) -> None:
+        """Wait for an event, at most until the deadline plus `grace`; `what` names it in the error.
+
+        Waits in slices, so that Ctrl-C is taken at once on every platform.
+        """
+        while not ready.wait(min(0.5, max(0.001, self.left() + grace))):
+            if self.clock.now() >= self.at + grace:
+                raise DeadlineExceeded(f"Waited {self.elapsed():.1f} s for {what}, which did not happen.")
+
+
+class StallTimer:
+    """Has a thing made progress within `seconds`? Any change of its mark counts as progress."""
+
+    def __init__(self, seconds: float, clock: Clock = REAL_CLOCK) -> None:
+        self.seconds = check_seconds("stall_timeout", seconds)
+        self.clock = clock
+        self.mark: object = None
+        self.since = clock.now()
+
+    def see(self, mark: object) -> None:
+        """Note the thing's present mark; one unlike the last resets the timer."""
+        if mark != self.mark:
+            self.mark = mark
+            self.since = self.clock.now()
+
+    def quiet_for(self) -> float:
+        return self.clock.now() - self.since
+
+    def stalled(self) -> bool:
+        return self.quiet_for() >= self.seconds

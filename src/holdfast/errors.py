@@ -1,0 +1,189 @@
+"""What can go wrong, as one small tree.
+
+    HoldfastError
+    ├── BadInput(ValueError)     the call itself can't be honoured; nothing was started
+    ├── SaveFailed               this save did not become a checkpoint, on any rank
+    │   ├── CoverageError        the shards of all ranks do not tile a tensor exactly once
+    │   ├── ReplicaMismatch      ranks hold different bytes under one name
+    │   ├── Vanished             tensors that the previous step (or `expected=`) had are gone
+    │   └── Conflict             another save committed into the same folder meanwhile
+    ├── LoadFailed               the state was not restored
+    │   ├── NotCommitted         there is no committed checkpoint there
+    │   ├── MissingTensors       the state asks for names that the checkpoint does not hold
+    │   └── ShapeMismatch        same name, other shape or dtype
+    ├── CorruptCheckpoint        bytes on disk are not what was written
+    ├── RankFailed               another rank raised, died or stopped making progress
+    │   └── DeadlineExceeded     the time given for the call has passed
+    ├── CommitUnconfirmed        the save may or may not have been committed; look with `latest`
+    ├── RosterLost               the message store is gone, so ranks can't agree any more
+    └── StorageError(OSError)    the file system or object store refused
+
+Every error survives pickling, carries its story as fields, and travels between ranks as
+JSON (`to_message` and `from_message`), so that all ranks raise the same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """Where a rank was when it was last heard of."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    phase: str = ""
+    seconds_since_seen: float | None = None
+    note: str = ""
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank}"
+        if self.host:
+            who += f" (host {self.host}, pid {self.pid})"
+        if self.phase:
+            who += f", last seen in phase {self.phase!r}"
+            if self.seconds_since_seen is not None:
+                who += f" {self.seconds_since_seen:.1f} s ago"
+        else:
+            who += ", which has not been heard of"
+        return f"{who}: {self.note}" if self.note else who
+
+
+class HoldfastError(Exception):
+    """The root. `message` is one clear sentence or two; the other fields are for programs.
+
+    Fields: `step` (int or None), `phase` (str), `rank` (the rank that caused it, or None),
+    `missing` (tuple of RankInfo), `hint` (what to do next), `details` (a dict of JSON values).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int | None = None,
+        phase: str = "",
+        rank: int | None = None,
+        missing: tuple[RankInfo, ...] = (),
+        hint: str = "",
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.step = step
+        self.phase = phase
+        self.rank = rank
+        self.missing = tuple(missing)
+        self.hint = hint
+        self.details = dict(details or {})
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_rebuild, (type(self), self.to_message()))
+
+    def to_message(self) -> dict[str, Any]:
+        """The error as plain JSON values."""
+        return {
+            "kind": type(self).__name__,
+            "message": self.message,
+            "step": self.step,
+            "phase": self.phase,
+            "rank": self.rank,
+            "missing": [msgspec.to_builtins(info) for info in self.missing],
+            "hint": self.hint,
+            "details": self.details,
+        }
+
+
+class BadInput(HoldfastError, ValueError):
+    """The call can't be honoured as it stands; nothing was started and nothing written."""
+
+
+class SaveFailed(HoldfastError):
+    """The save did not become a checkpoint. The folder holds what it held before."""
+
+
+class CoverageError(SaveFailed):
+    """Shards leave a gap, overlap, or disagree on a tensor's shape or dtype."""
+
+
+class ReplicaMismatch(SaveFailed):
+    """Ranks hold different bytes, shapes or dtypes under one name."""
+
+
+class Vanished(SaveFailed):
+    """Names that the previous committed step, or `expected=`, has are not in this save."""
+
+
+class Conflict(SaveFailed):
+    """Another save committed into the same folder since this one began."""
+
+
+class LoadFailed(HoldfastError):
+    """The state was not restored; it may be partly overwritten."""
+
+
+class NotCommitted(LoadFailed):
+    """There is no committed checkpoint at that place."""
+
+
+class MissingTensors(LoadFailed):
+    """The state asks for names that the checkpoint does not hold."""
+
+
+class ShapeMismatch(LoadFailed):
+    """A name is in the checkpoint with another shape, dtype or kind."""
+
+
+class CorruptCheckpoint(HoldfastError):
+    """Bytes in storage are not what was written: which file, where, and what was expected."""
+
+
+class RankFailed(HoldfastError):
+    """Another rank raised, died, stopped, or never came."""
+
+
+class DeadlineExceeded(RankFailed):
+    """The time given for the call has passed; `missing` says who did not arrive."""
+
+
+class CommitUnconfirmed(HoldfastError):
+    """This rank can't tell whether the save was committed. It will never be half-committed."""
+
+
+class RosterLost(HoldfastError):
+    """The message store (its host process, mostly rank 0) can't be reached any more."""
+
+
+class StorageError(HoldfastError, OSError):
+    """The file system or object store refused: full, read-only, failing."""
+
+
+def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
+    found = {root.__name__: root}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+    return found
+
+
+def from_message(message: dict[str, Any]) -> HoldfastError:
+    """The inverse of `HoldfastError.to_message`; an unknown kind becomes its root."""
+    kind = _tree(HoldfastError).get(str(message.get("kind")), HoldfastError)
+    return _rebuild(kind, message)
+
+
+def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastError:
+    infos = tuple(msgspec.convert(info, RankInfo) for info in message.get("missing") or ())
+    return kind(
+        str(message.get("message", "")),
+        step=message.get("step"),
+        phase=str(message.get("phase") or ""),
+        rank=message.get("rank"),
+        missing=infos,
+        hint=str(message.get("hint") or ""),
+        details=message.get("details") or {},
+    )

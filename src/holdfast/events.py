@@ -1,0 +1,60 @@
+"""What happens, as it happens: one hook for logs, progress bars, timelines and tests.
+
+`subscribe(callback)` is told every event of this process. A callback runs on the thread that
+emits; what it raises is logged and otherwise ignored, because watching must not break a save.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+log = logging.getLogger("holdfast")
+
+
+class Event(msgspec.Struct, frozen=True):
+    """One thing that happened. `at` is wall-clock seconds, for people; order is per thread."""
+
+    name: str
+    """`save.` or `load.` or `prune.` and a phase from the protocol table, as `save.writing`."""
+    rank: int
+    step: int | None
+    path: str
+    at: float
+    fields: dict[str, Any]
+
+
+Callback = Callable[[Event], None]
+_callbacks: list[Callback] = []
+_lock = threading.Lock()
+
+
+def subscribe(callback: Callback) -> Callable[[], None]:
+    """Call `callback(event)` for every event; returns a function that ends it."""
+    with _lock:
+        _callbacks.append(callback)
+
+    def unsubscribe() -> None:
+        with _lock:
+            if callback in _callbacks:
+                _callbacks.remove(callback)
+
+    return unsubscribe
+
+
+def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: Any) -> None:
+    """Tell all subscribers. Costs nothing to speak of when there is none."""
+    if not _callbacks and not log.isEnabledFor(logging.DEBUG):
+        return
+    event = Event(name, rank, step, path, time.time(), fields)
+    log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
+    for callback in list(_callbacks):
+        try:
+            callback(event)
+        except Exception:
+            log.exception("An event callback raised on %s; the save or load goes on.", name)

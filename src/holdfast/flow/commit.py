@@ -1,0 +1,171 @@
+"""The committer's work: read back what every rank wrote, check it, make the index, publish it."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from holdfast.deadline import Deadline
+from holdfast.errors import CommitUnconfirmed, Conflict, CorruptCheckpoint, HoldfastError, SaveFailed, StorageError
+from holdfast.flow.write import WrittenFile
+from holdfast.format.container import safe_data_name
+from holdfast.format.index import Columns, Index, encode
+from holdfast.plan.merge import Merger, check_vanished
+from holdfast.roster.base import Message
+from holdfast.store.base import TAIL, NotFound, Reader, Store
+
+INDEX = "index.safetensors"
+VISIBLE_WITHIN = 20.0
+"""Seconds that a network file system may take to show another host's file."""
+
+
+def open_index(store: Store, path: str = INDEX) -> Index:
+    """The committed index in a folder; NotFound if there is none."""
+    reader = store.open(path)
+    return Index(reader.read, reader.size, f"{store.url}/{path}")
+
+
+def present_tail(store: Store) -> bytes | None:
+    """What tells the index that is there now from another, or None."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        return None
+    try:
+        return reader.read(max(reader.size - TAIL, 0), TAIL)
+    finally:
+        reader.close()
+
+
+def embedded_index(store: Store, file: WrittenFile) -> Columns:
+    """The index that a data file carries of itself, read back from storage and verified."""
+    reader = store.open(file.name)
+    try:
+        where = f"{store.url}/{file.name}"
+        if reader.size != file.size:
+            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
+        index = Index(_part(reader, file.index_start), file.index_size, f"the embedded index of {where}")
+        return index.witnesses(index.select())
+    finally:
+        reader.close()
+
+
+def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
+    return lambda at, length: reader.read(start + at, length)
+
+
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint; for people."""
+    found = {"python": platform.python_version()}
+    for name in ("holdfast", "torch", "numpy"):
+        try:
+            found[name] = version(name)
+        except Exception:
+            found[name] = "unknown"
+    return found
+
+
+@dataclass
+class Commit:
+    """One commit; the phases are called in order by the protocol."""
+
+    store: Store
+    title: str
+    deadline: Deadline
+    about: dict[str, Any]
+    replacing: bytes | None
+    expected: Sequence[str] | None
+    """Names that must be there, or None."""
+    expected_from: str
+    last_writer: Callable[[str], list[int]]
+    tick: Callable[[], None]
+    keep_name: Callable[[str], bool] = lambda name: True
+    replaced_files: set[str] = field(default_factory=set)
+    """Data files of the checkpoint that this one replaces."""
+    data: bytes = b""
+    file_names: list[str] = field(default_factory=list)
+
+    def prepare(self, written: dict[int, Message]) -> None:
+        """Everything that can be wrong is found here, before anything is visible."""
+        self._check_agreement(written)
+        merger = Merger()
+        for rank in sorted(written):
+            for raw in written[rank]["files"]:
+                file = WrittenFile(*raw)
+                if not safe_data_name(file.name):
+                    raise SaveFailed(f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank)
+                merger.add(rank, self._read_back(rank, file))
+                self.tick()
+        columns = merger.finish(self.tick)
+        if self.expected is not None:
+            check_vanished(columns.names, filter(self.keep_name, self.expected), self.expected_from, self.last_writer)
+        self.tick()
+        if not columns.names:
+            raise SaveFailed(f"{self.title}: no rank holds anything to save.")
+        self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
+        self.data = encode(columns, self.about)
+        self.file_names = columns.file_names
+        self.tick()
+
+    def _check_agreement(self, written: dict[int, Message]) -> None:
+        lead = min(written)
+        for what in ("step", "grid"):
+            for rank, message in sorted(written.items()):
+                if message[what] != written[lead][what]:
+                    raise SaveFailed(
+                        f"{self.title}: rank {lead} saves {what} {written[lead][what]!r}, rank {rank} {message[what]!r}.",
+                        rank=rank,
+                        hint="All ranks must save the same step of the same run.",
+                    )
+
+    def _read_back(self, rank: int, file: WrittenFile) -> Columns:
+        ends = self.deadline.clock.now() + min(VISIBLE_WITHIN, self.deadline.left())
+        while True:
+            try:
+                return embedded_index(self.store, file)
+            except NotFound:
+                if self.deadline.clock.now() >= ends:
+                    raise SaveFailed(
+                        f"{self.title}: rank {rank} wrote {file.name}, but it is not to be seen in {self.store.url} from here.",
+                        rank=rank,
+                        hint="All ranks must write to one shared file system.",
+                    ) from None
+                self.deadline.clock.sleep(0.05)
+            except (CorruptCheckpoint, StorageError) as error:
+                error.rank = rank
+                raise
+
+    def publish(self) -> Message:
+        """The index comes into being, at once and durably; from here on the checkpoint exists."""
+        try:
+            self.store.publish(INDEX, self.data, self.replacing)
+        except Conflict:
+            raise
+        except HoldfastError as error:
+            if self._is_there():
+                raise CommitUnconfirmed(
+                    f"{self.title}: the index is in place, but storage could not confirm that it is durable ({error.message})",
+                    rank=error.rank,
+                    hint="It may be gone after a power cut; look with `holdfast latest`.",
+                ) from error
+            raise
+        return {"state": "committed", "index": self.data[-TAIL:].hex()}
+
+    def _is_there(self) -> bool:
+        try:
+            return present_tail(self.store) == self.data[-TAIL:]
+        except HoldfastError:
+            return False
+
+
+def names_files(store: Store, names: Iterable[str]) -> bool:
+    """Does the committed index name one of these data files?"""
+    try:
+        index = open_index(store)
+        return not set(names).isdisjoint(index.file_names())
+    except (NotFound, StorageError, CorruptCheckpoint):
+        return False

@@ -1,0 +1,259 @@
+"""`load`: from a committed checkpoint into a user's state, in place, in any layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.adapters.memory import BytesMemory
+from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
+from holdfast.errors import HoldfastError, LoadFailed, MissingTensors, NotCommitted, ShapeMismatch
+from holdfast.flow.commit import open_index
+from holdfast.flow.protocol import LOAD_TRANSITIONS, load_steps
+from holdfast.flow.operation import Operation, read_state
+from holdfast.flow.read import plan_read, read_into
+from holdfast.flow.world import find_roster, the_place
+from holdfast.format import objects
+from holdfast.format.index import Columns, Index
+from holdfast.layout.box import whole
+from holdfast.layout.tensor import KINDS, OBJECT
+from holdfast.options import Options
+from holdfast.plan.holding import Holding, describe
+from holdfast.plan.merge import what
+from holdfast.roster.base import Message, Roster
+from holdfast.store.base import NotFound, Store
+from holdfast.store.local import open_store
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did on this rank."""
+
+    path: str
+    step: int | None
+    tensors: int
+    """Names that were filled, objects included."""
+    bytes_needed: int
+    """Of the checkpoint's tensors, by this rank."""
+    bytes_read: int
+    """By this rank, the index included."""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """Names that the state has and the checkpoint does not; they kept their values (strict=False)."""
+
+
+@dataclass
+class _Work:
+    """The load of one rank, as the protocol wants it."""
+
+    store: Store
+    held: Holding
+    strict: bool
+    options: Options
+    operation: Operation
+    leaves: list[Leaf] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    """Per row of `held`, its leaf."""
+    trouble: HoldfastError | None = None
+    index: Index | None = None
+    needed: int = 0
+    bytes_read: int = 0
+    missing: list[str] = field(default_factory=list)
+    filled: list[int] = field(default_factory=list)
+    """Leaves that were filled."""
+    sizes: dict[int, int] = field(default_factory=dict)
+    """Bytes of each object that was read, by leaf."""
+
+    def choose(self) -> Message:
+        if self.trouble is not None:
+            raise self.trouble
+        self.index = self._open()
+        return {"identity": self.index.identity, "step": self.index.about.get("step")}
+
+    def _open(self) -> Index:
+        try:
+            return open_index(self.store)
+        except NotFound:
+            raise NotCommitted(
+                f"{self.store.url} holds no committed checkpoint: there is no index.safetensors.",
+                hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
+            ) from None
+
+    def read(self, chosen: Message) -> Message:
+        if self.trouble is not None:
+            raise self.trouble
+        index = self.index or self._same_version(chosen["identity"])
+        self.index = index
+        rows = index.find([spec.name for spec in self.held.specs])
+        keep = self._check_missing(rows, index)
+        held = Holding(self.held.rank)
+        wanted = [self.owner[row] for row in keep]
+        tensors, position = np.unique(rows[keep], return_inverse=True)
+        columns = index.select(tensors)
+        for place, row in enumerate(keep):
+            self._take(held, row, columns, int(position[place]))
+        plan = plan_read(held, position, columns, index.where)
+        self.needed = plan.bytes_needed
+        read = read_into(self.store, held, columns, plan, self.options.writer_threads, lambda moved: self.operation.progress(moved, self.needed))
+        self.bytes_read = read + index.bytes_read
+        self.filled = wanted
+        self.sizes = {owner: held.specs[place].shape[0] for place, owner in enumerate(wanted) if held.specs[place].kind == OBJECT}
+        return {"bytes": self.bytes_read}
+
+    def _same_version(self, identity: str) -> Index:
+        """The version that the committer chose; a network file system may show it late."""
+        deadline = self.operation.at.deadline
+        while True:
+            with suppress(NotFound):
+                index = open_index(self.store)
+                if index.identity == identity:
+                    return index
+            self.operation.still_wanted()
+            if deadline.passed():
+                raise LoadFailed(
+                    f"{self.store.url} does not show rank {self.held.rank} the version of the checkpoint that the other ranks load.",
+                    hint="It was replaced during the load, or this host sees another file system.",
+                )
+            deadline.clock.sleep(0.05)
+
+    def _check_missing(self, rows: Any, index: Index) -> list[int]:
+        """Rows of the holding that the checkpoint has; the others are an error unless excused."""
+        gone = [row for row in range(len(self.held)) if rows[row] < 0]
+        names = list(dict.fromkeys(self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional))
+        if names and self.strict:
+            have = index.names()
+            near = {name: get_close_matches(name, have, 1) for name in names[:10]}
+            shown = "; ".join(f"{name!r}" + (f" (nearest: {found[0]!r})" if (found := near[name]) else "") for name in names[:10])
+            raise MissingTensors(
+                f"{self.store.url} does not hold {len(names)} of the names in the state: {shown}{'; and more' if len(names) > 10 else ''}.",
+                hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass strict=False to keep "
+                "present values.",
+                details={"missing": names[:100]},
+            )
+        self.missing = names
+        return [row for row in range(len(self.held)) if rows[row] >= 0]
+
+    def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
+        """A row to fill, once what the checkpoint holds fits it."""
+        spec, memory = self.held.specs[row], self.held.memory[row]
+        kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
+        if spec.kind == OBJECT and kind == OBJECT:
+            assert isinstance(memory, BytesMemory)
+            memory.resize(shape[0])
+            held.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
+            return
+        stored = what(kind, int(columns.dtype[tensor]), shape)
+        if spec.kind != kind or spec.shape != shape or spec.dtype != int(columns.dtype[tensor]):
+            raise ShapeMismatch(
+                f"{spec.name!r}: the checkpoint holds {stored}, the state wants {describe(spec)}.",
+                hint=f"{KINDS[kind]} and {KINDS[spec.kind]} can't be exchanged." if spec.kind != kind else "Build the model as it was saved, or leave this name out with exclude=.",
+                details={"tensor": spec.name},
+            )
+        held.add(spec, self.held.boxes[row], (0, 1), False, memory)
+
+    def give_back(self) -> None:
+        """Objects into the state; tensors are there already."""
+        rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
+        for owner in self.filled:
+            leaf, memory = self.leaves[owner], self.held.memory[rows[owner]]
+            if isinstance(memory, BytesMemory):
+                value = objects.decode(memory.value(self.sizes[owner]), leaf.name)
+                try:
+                    leaf.put(value)
+                except TypeError:
+                    raise LoadFailed(f"{leaf.name!r} stands in a tuple, which can't be filled in place; use a list.") from None
+
+
+def load(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
+
+    Tensors are overwritten where they lie, objects are replaced in their dict or list, stateful
+    values get their `load_state_dict`. Every byte is verified. Nothing in a checkpoint is
+    executed. All participants load the same version, and if one fails all raise its error (the
+    state may then be partly overwritten).
+
+    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
+    The other arguments are those of `save`.
+    """
+    return load_from(
+        open_store(the_place(path, checkpoint_id)),
+        state,
+        roster=find_roster(roster, no_dist),
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        options=options,
+    )
+
+
+def load_from(
+    store: Store,
+    state: Mapping[str, Any],
+    *,
+    roster: Roster,
+    participants: Iterable[int] | None,
+    process_group: Any,
+    timeout: float,
+    stall_timeout: float,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    strict: bool,
+    options: Options | None,
+) -> LoadReport:
+    """`load` from a store."""
+    operation = Operation(
+        "load",
+        f"load of {store.url}",
+        store.url,
+        None,
+        roster,
+        participants,
+        process_group,
+        timeout,
+        stall_timeout,
+        LOAD_TRANSITIONS,
+    )
+    flat = Flat()
+    work = _Work(store, Holding(roster.rank), strict, options or Options(), operation)
+
+    def read() -> None:
+        taken = flatten(state, roster.rank)
+        flat.after = taken.after
+        work.leaves = select(taken.leaves, include, exclude)
+        work.held, work.owner = hold(work.leaves, roster.rank, operation.at.participants, for_load=True)
+
+    work.trouble = read_state(read, roster.rank)
+    operation.run(lambda: load_steps(operation.at, work))
+    work.give_back()
+    for finish in flat.after:
+        finish()
+    step = work.index.about.get("step") if work.index is not None else None
+    return LoadReport(
+        store.url, step, len(set(work.filled)), work.needed, work.bytes_read, operation.seconds(), tuple(work.missing)
+    )
+

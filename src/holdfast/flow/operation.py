@@ -1,0 +1,137 @@
+"""One call of one rank: its meeting place, its presence, its context, and how it is run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from holdfast import events
+from holdfast.deadline import REAL_CLOCK, check_seconds
+from holdfast.errors import HoldfastError
+from holdfast.flow.protocol import CHOICE_TRANSITIONS, Context, Steps, Table, choice_steps
+from holdfast.flow.run import Cancelled, run
+from holdfast.flow.world import find_participants, meeting_key
+from holdfast.roster.base import Roster
+from holdfast.roster.presence import Presence
+
+
+class Operation:
+    """A save, load or choice that this rank enters with the other participants."""
+
+    def __init__(
+        self,
+        kind: str,
+        title: str,
+        place: str,
+        step: int | None,
+        roster: Roster,
+        participants: Iterable[int] | None,
+        process_group: Any,
+        timeout: float,
+        stall_timeout: float,
+        table: Table,
+    ) -> None:
+        check_seconds("timeout", timeout)
+        check_seconds("stall_timeout", stall_timeout)
+        everyone = find_participants(roster, participants, process_group)
+        self.kind, self.place, self.step, self.roster = kind, place, step, roster
+        self.begun = time.monotonic()
+        self.cancel = threading.Event()
+        key = meeting_key(kind, place, step, everyone, roster)
+        self.presence = Presence(roster, key, title, min(1.0, stall_timeout / 5))
+        me = self.presence.identity
+        self.clocks = {"entered": self.begun}
+        self.at = Context(
+            roster.rank,
+            everyone,
+            key,
+            title,
+            REAL_CLOCK,
+            timeout,
+            stall_timeout,
+            table=table,
+            step=step,
+            on_phase=self._on_phase,
+            on_wait=lambda waiting: setattr(self.presence, "waiting", waiting),
+            who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+        )
+        self.emit("entered")
+
+    def emit(self, name: str, **fields: Any) -> None:
+        events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
+
+    def _on_phase(self, phase: str) -> None:
+        self.clocks[phase] = time.monotonic()
+        self.presence.phase = phase
+        with suppress(HoldfastError):  # a beat that is late is no reason to fail
+            self.presence.send()
+        self.emit(phase)
+
+    def progress(self, moved: int, total: int = 0) -> None:
+        """Note `moved` bytes; raises if the operation was given up meanwhile."""
+        self.still_wanted()
+        self.presence.progress += moved
+        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=total)
+
+    def tick(self) -> None:
+        """Progress that is not bytes."""
+        self.still_wanted()
+        self.presence.progress += 1
+
+    def still_wanted(self) -> None:
+        if self.cancel.is_set():
+            raise Cancelled("The operation was given up.")
+
+    def run(self, make: Callable[[], Steps]) -> Any:
+        """Run the protocol to its end; returns or raises by the deadline."""
+        try:
+            return run(make, self.at, self.roster, self.presence, self.cancel)
+        except HoldfastError as error:
+            self.emit("raised", error=type(error).__name__, message=str(error))
+            raise
+        finally:
+            self.presence.phase = f"idle since {self.presence.phase}"
+            self.presence.waiting = False
+            with suppress(HoldfastError):
+                self.presence.send()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    def phases(self) -> dict[str, float]:
+        """Seconds spent in each phase so far."""
+        marks = [*self.clocks.items(), ("", time.monotonic())]
+        return {name: round(after - start, 6) for (name, start), (_, after) in zip(marks, marks[1:], strict=False)}
+
+
+def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
+    """Run user code on the caller's thread; what it raises becomes an error for all ranks to hear."""
+    try:
+        read()
+    except HoldfastError as error:
+        return error
+    except Exception as error:
+        trouble = HoldfastError(f"The state could not be read: {type(error).__name__}: {error}", rank=rank)
+        trouble.__cause__ = error
+        return trouble
+    return None
+
+
+def agree(
+    title: str,
+    place: str,
+    choose: Callable[[], Any],
+    roster: Roster,
+    participants: Iterable[int] | None,
+    process_group: Any,
+    timeout: float,
+    stall_timeout: float,
+) -> Any:
+    """The lowest participant's answer, a JSON value, on every participant."""
+    operation = Operation(
+        "choice", title, place, None, roster, participants, process_group, timeout, stall_timeout, CHOICE_TRANSITIONS
+    )
+    return operation.run(lambda: choice_steps(operation.at, choose))

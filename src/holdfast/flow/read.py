@@ -1,0 +1,277 @@
+"""Read what a rank wants, straight to where it belongs, and verify every byte on the way.
+
+A block that lies in one piece in both file and target is read into the target and hashed there
+while in cache. Any other block that holds wanted bytes is read into scratch, hashed, and its
+wanted part is copied over. Blocks that hold none are not read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.buffers import Buffer
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.digest import digest
+from holdfast.format.index import Array, Columns, unpad
+from holdfast.layout.box import Box, from_flat_range
+from holdfast.layout.coverage import first_problem
+from holdfast.plan.holding import Holding, contiguous_at
+from holdfast.plan.read import Overlaps, overlaps
+from holdfast.store.base import Reader, Store
+
+BATCH = 2 << 20
+BATCH_BUFFERS = 512
+Progress = Callable[[int], None]
+
+
+class ReadPlan(NamedTuple):
+    """The pairs to copy, and what it will take."""
+
+    pairs: Overlaps
+    bytes_needed: int
+
+
+def plan_read(held: Holding, rows: Array, columns: Columns, where: str) -> ReadPlan:
+    """Which chunks fill which rows of the holding; `rows` gives each one's tensor in `columns`.
+
+    Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
+    """
+    tables = held.tables()
+    dims = max(tables.dims, columns.dims)
+    shape, offset, size = _widen(columns.shape, dims, 1), _widen(columns.offset, dims, 0), _widen(columns.size, dims, 1)
+    tensor = columns.tensor_of_chunk()
+    problem = first_problem(shape, tensor, offset, size)
+    if problem is not None:
+        name = columns.names[problem.tensor]
+        raise CorruptCheckpoint(
+            f"{where} does not describe {name!r} completely: {problem.kind} from index "
+            f"{list(unpad(np.asarray(problem.place), int(columns.ndim[problem.tensor])))} on.",
+            details={"tensor": name},
+        )
+    found = overlaps(
+        len(columns.names), rows, _widen(tables.offset, dims, 0), _widen(tables.size, dims, 1), tensor, offset, size
+    )
+    volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
+    return ReadPlan(found, int((volume * tables.itemsize[found.wanted]).sum()))
+
+
+def _widen(values: Array, dims: int, fill: int) -> Array:
+    missing = dims - values.shape[1]
+    return np.pad(values, ((0, 0), (missing, 0)), constant_values=fill) if missing else values
+
+
+class _Block(NamedTuple):
+    """One digest block to read. `buffer` is target memory, or None for scratch."""
+
+    position: int
+    length: int
+    buffer: Buffer | None
+    digest: int
+    chunk: int
+    start: int
+    """Bytes from the start of the chunk."""
+
+
+@dataclass
+class _Job:
+    """The shared state of one load's reading."""
+
+    store: Store
+    held: Holding
+    columns: Columns
+    plan: ReadPlan
+    progress: Progress
+
+    def run(self, threads: int) -> int:
+        """Read everything; returns the bytes read from data files."""
+        columns, pairs = self.columns, self.plan.pairs
+        if not len(pairs.chunk):
+            return 0
+        chunks, first = np.unique(pairs.chunk, return_index=True)
+        self.first = dict(zip(chunks.tolist(), first.tolist(), strict=True))
+        self.last = dict(zip(chunks.tolist(), [*first[1:].tolist(), len(pairs.chunk)], strict=True))
+        self.tensor = columns.tensor_of_chunk()
+        self.nbytes = columns.chunk_bytes()
+        self.itemsize: list[int] = columns.itemsizes().tolist()
+        self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
+        self.lock = threading.Lock()
+        order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
+        done = 0
+        for file in np.unique(columns.file[order]).tolist():
+            mine = order[columns.file[order] == file]
+            name = columns.file_names[file]
+            reader = self.store.open(name)
+            try:
+                if reader.size != int(columns.file_size[file]):
+                    raise CorruptCheckpoint(
+                        f"{self.store.url}/{name} has {reader.size} bytes, but was written with {int(columns.file_size[file])}: "
+                        "it is truncated or replaced.",
+                        details={"file": name},
+                    )
+                done += self._file(reader, name, mine, threads)
+            finally:
+                reader.close()
+        return done
+
+    def _file(self, reader: Reader, name: str, chunks: Array, threads: int) -> int:
+        if threads == 1 or len(chunks) < 2:
+            return self._some(reader, name, chunks)
+        before = np.cumsum(self.nbytes[chunks])
+        cuts = np.searchsorted(before, np.linspace(0, before[-1], 4 * threads + 1)[1:-1])
+        edges = np.unique(np.concatenate([[0], cuts, [len(chunks)]])).tolist()
+        with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
+            parts = [pool.submit(self._some, reader, name, chunks[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+            return sum(part.result() for part in parts)
+
+    def _some(self, reader: Reader, name: str, chunks: Array) -> int:
+        """Read chunks of one file in order, in batches of neighbouring blocks."""
+        batch: list[_Block] = []
+        size, total = 0, 0
+        for chunk in chunks.tolist():
+            for block in self._blocks(chunk):
+                if batch and (
+                    size >= BATCH or len(batch) >= BATCH_BUFFERS or batch[-1].position + batch[-1].length != block.position
+                ):
+                    total += self._flush(reader, name, batch)
+                    batch, size = [], 0
+                batch.append(block)
+                size += block.length
+        return total + (self._flush(reader, name, batch) if batch else 0)
+
+    def _blocks(self, chunk: int) -> list[_Block]:
+        """The blocks of a chunk that hold wanted bytes."""
+        columns = self.columns
+        position, block = int(columns.position[chunk]), int(columns.block[chunk])
+        nbytes, base = int(self.nbytes[chunk]), int(self.digest_start[chunk])
+        first, last = self.first[chunk], self.last[chunk]
+        target = self._direct(chunk, first) if last - first == 1 else None
+        if target is not None and nbytes <= block and target[1] == 0 and target[2] == nbytes:
+            buffer = (ctypes.c_ubyte * nbytes).from_address(target[0])
+            return [_Block(position, nbytes, buffer, int(columns.digests[base]), chunk, 0)]
+        wanted: set[int] = set()
+        for pair in range(first, last):
+            wanted |= self._touched(chunk, pair, block)
+        out = []
+        for number in sorted(wanted):
+            start = number * block
+            length = min(block, nbytes - start)
+            buffer = None
+            if target is not None and target[1] <= start and start + length <= target[2]:
+                buffer = (ctypes.c_ubyte * length).from_address(target[0] + start - target[1])
+            out.append(_Block(position + start, length, buffer, int(columns.digests[base + number]), chunk, start))
+        return out
+
+    def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
+        """The chunk's shape, the common box in it, and the element size."""
+        tensor = int(self.tensor[chunk])
+        ndim = int(self.columns.ndim[tensor])
+        shape = unpad(self.columns.size[chunk], ndim)
+        box = Box(unpad(self.plan.pairs.offset[pair], ndim), unpad(self.plan.pairs.size[pair], ndim))
+        return shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
+
+    def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
+        """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""
+        row = int(self.plan.pairs.wanted[pair])
+        memory = self.held.memory[row]
+        if not memory.address:
+            return None
+        shape, inner, itemsize = self._relative(chunk, pair)
+        start = contiguous_at(shape, inner)
+        if start is None:
+            return None
+        outer = self.held.boxes[row]
+        ndim = len(outer.shape)
+        box = Box(unpad(self.plan.pairs.offset[pair], ndim), inner.shape).relative_to(outer.offset)
+        at = contiguous_at(outer.shape, box)
+        if at is None:
+            return None
+        return memory.address + at * itemsize, start * itemsize, (start + inner.volume) * itemsize
+
+    def _touched(self, chunk: int, pair: int, block: int) -> set[int]:
+        """Numbers of the blocks that hold bytes of the common box."""
+        shape, box, itemsize = self._relative(chunk, pair)
+        if not shape:
+            return {0}
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        axis = len(shape)  # from the last axis that the box cuts on, it is made of contiguous runs
+        while axis > 1 and box.shape[axis - 1] == shape[axis - 1]:
+            axis -= 1
+        axis -= 1
+        starts = np.asarray([_flat(shape, box.offset)], np.int64)
+        for lead in range(axis):
+            starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
+        run = math.prod(box.shape[axis:]) * itemsize
+        low = starts * itemsize // block
+        counts = -(-(starts * itemsize + run) // block) - low
+        return set((np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))).tolist())
+
+    def _flush(self, reader: Reader, name: str, batch: list[_Block]) -> int:
+        buffers = [bytearray(block.length) if block.buffer is None else block.buffer for block in batch]
+        wanted = batch[-1].position + batch[-1].length - batch[0].position
+        got = reader.read_into(batch[0].position, buffers)
+        if got != wanted:
+            raise CorruptCheckpoint(f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.", details={"file": name})
+        for block, buffer in zip(batch, buffers, strict=True):
+            if digest(buffer) != block.digest:
+                tensor = self.columns.names[int(self.tensor[block.chunk])]
+                raise CorruptCheckpoint(
+                    f"{self.store.url}/{name} is damaged: bytes {block.position} to {block.position + block.length}, part of "
+                    f"{tensor!r}, do not match the digest they were written with.",
+                    hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
+                    details={"file": name, "tensor": tensor, "position": block.position},
+                )
+            if block.buffer is None:
+                self._scatter(block, buffer)
+        with self.lock:
+            self.progress(wanted)
+        return wanted
+
+    def _scatter(self, block: _Block, data: bytearray) -> None:
+        """Copy what is wanted of a verified block to where it is wanted."""
+        view = memoryview(data)
+        for pair in range(self.first[block.chunk], self.last[block.chunk]):
+            shape, inner, itemsize = self._relative(block.chunk, pair)
+            row = int(self.plan.pairs.wanted[pair])
+            outer = self.held.boxes[row]
+            low, high = block.start // itemsize, (block.start + block.length) // itemsize
+            for part in from_flat_range(shape, low, high):
+                common = part.intersect(inner) if shape else part
+                if common is None:
+                    continue
+                inside = common.relative_to(part.offset)
+                base = _flat(shape, part.offset) - low
+                piece = view[base * itemsize : (base + part.volume) * itemsize]
+                if inside.shape != part.shape:
+                    piece = _cut(piece, part.shape, inside, itemsize)
+                ndim = len(shape)
+                origin = unpad(self.columns.offset[block.chunk], ndim)
+                place = Box(tuple(a + b for a, b in zip(common.offset, origin, strict=True)), common.shape)
+                self.held.memory[row].scatter(place.relative_to(outer.offset), piece)
+
+
+def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
+    at = 0
+    for size, o in zip(shape, offset, strict=True):
+        at = at * size + o
+    return at
+
+
+def _cut(data: memoryview, shape: tuple[int, ...], box: Box, itemsize: int) -> memoryview:
+    """The row-major bytes of a sub-box of a row-major block."""
+    array = np.frombuffer(data, np.uint8).reshape(*shape, itemsize)
+    return memoryview(np.ascontiguousarray(array[(*box.slices(), slice(None))])).cast("B")
+
+
+def read_into(store: Store, held: Holding, columns: Columns, plan: ReadPlan, threads: int, progress: Progress) -> int:
+    """Execute a plan; returns the bytes read from data files."""
+    return _Job(store, held, columns, plan, progress).run(threads)

@@ -1,0 +1,129 @@
+"""Runs a protocol for real: its effects on a roster and a clock, its waits under a bound.
+
+The steps run on a worker thread, because a call into storage or the store may block for ever;
+the caller waits for the worker, at most until the deadline plus a short grace, and takes the
+error that the beat has heard of if the worker is stuck. What is stuck is told to stop (`cancel`)
+and can no longer report `written`, so nothing that was given up can become visible later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.deadline import REAL_CLOCK
+from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
+from holdfast.flow.protocol import Alive, Claim, Context, Do, Get, Pause, Put, Steps
+from holdfast.roster.base import Roster
+from holdfast.roster.presence import Presence
+
+GRACE = 1.5
+"""Seconds past its deadline that a call may take to come back."""
+
+
+class Cancelled(HoldfastError):
+    """The operation was given up while this thread was at work."""
+
+
+def perform(steps: Steps, roster: Roster, presence: Presence, cancel: threading.Event) -> Any:
+    """Drive a protocol to its end on this thread."""
+    result: Any = None
+    error: BaseException | None = None
+    while True:
+        try:
+            effect = steps.throw(error) if error is not None else steps.send(result)
+        except StopIteration as end:
+            return end.value
+        result, error = None, None
+        try:
+            if cancel.is_set():
+                raise Cancelled("The operation was given up.")
+            match effect:
+                case Put(key, message):
+                    roster.put(key, message)
+                case Get(keys):
+                    result = roster.get(keys)
+                case Claim(key, message):
+                    result = roster.claim(key, message)
+                case Pause(key, seconds):
+                    roster.wait(key, seconds)
+                case Alive(message):
+                    result = presence.identity.alive(message)
+                case Do(_, action):
+                    result = action()
+        except Cancelled:
+            steps.close()
+            raise
+        except HoldfastError as raised:
+            error = raised
+        except Exception as raised:  # a bug or a user's object: it must still reach the other ranks
+            wrapped = HoldfastError(f"Rank {roster.rank} failed: {type(raised).__name__}: {raised}", rank=roster.rank)
+            wrapped.__cause__ = raised
+            error = wrapped
+
+
+def run(make: Callable[[], Steps], at: Context, roster: Roster, presence: Presence, cancel: threading.Event) -> Any:
+    """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
+    done = threading.Event()
+    ended: list[Any] = []
+
+    def work() -> None:
+        try:
+            ended.append((perform(make(), roster, presence, cancel), None))
+        except BaseException as error:
+            ended.append((None, error))
+        finally:
+            done.set()
+
+    presence.send()
+    alone = len(at.participants) == 1
+    if not alone:
+        presence.start(at.outcome)
+    thread = threading.Thread(target=work, name="holdfast-operation", daemon=True)
+    thread.start()
+    try:
+        _wait(done, at, presence)
+    except BaseException:
+        cancel.set()
+        if not done.wait(GRACE):
+            raise
+    finally:
+        presence.stop()
+    if not done.is_set():
+        raise AssertionError("unreachable: the wait ended without a result")
+    thread.join(timeout=GRACE)
+    value, error = ended[0]
+    if isinstance(error, Cancelled):
+        raise _stuck(at, presence)
+    if error is not None:
+        raise error
+    return value
+
+
+def _wait(done: threading.Event, at: Context, presence: Presence) -> None:
+    """Until the worker is done; earlier when the others have given up and it does not come back."""
+    heard: float | None = None
+    while not done.wait(0.05 if heard is not None else 0.25):
+        now = REAL_CLOCK.now()
+        if heard is None and presence.noticed.is_set() and presence.seen and presence.seen["state"] == "abandoned":
+            heard = now
+        if now >= at.deadline.at + GRACE / 2 or (heard is not None and now >= heard + GRACE):
+            raise _stuck(at, presence)
+
+
+def _stuck(at: Context, presence: Presence) -> HoldfastError:
+    """This rank's own work does not come back."""
+    if presence.seen and presence.seen["state"] == "abandoned":
+        return from_message(presence.seen["error"])
+    me = presence.identity
+    here = RankInfo(at.rank, me.host, me.pid, f"{at.title}: {at.phase}", 0.0, "stuck in a system call or a callback")
+    kind = CommitUnconfirmed if at.phase in ("written", "committing") else DeadlineExceeded
+    return kind(
+        f"{at.title} did not come back by its deadline of {at.timeout:g} s: {here}.",
+        step=at.step,
+        phase=at.phase,
+        rank=at.rank,
+        missing=(here,),
+        hint="Look at the storage that it writes to; a stack of the thread `holdfast-operation` shows where it is.",
+    )

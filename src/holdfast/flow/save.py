@@ -1,0 +1,327 @@
+"""`save`: from a user's state to a committed checkpoint, or one error that all ranks raise."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from holdfast.adapters.state import flatten, hold, matches, select
+from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
+from holdfast.flow.commit import Commit, names_files, open_index, present_tail
+from holdfast.flow.operation import Operation, read_state
+from holdfast.flow.protocol import TRANSITIONS, Context, save_steps
+from holdfast.flow.retention import step_folder
+from holdfast.flow.world import find_roster, the_place
+from holdfast.flow.write import discard, write_files
+from holdfast.format import objects
+from holdfast.format.digest import digest, hex_digest
+from holdfast.format.index import Index
+from holdfast.layout.grid import Grid
+from holdfast.layout.tensor import OBJECT
+from holdfast.options import Options
+from holdfast.plan.holding import Holding, Replica, describe
+from holdfast.plan.merge import disagreement
+from holdfast.plan.save import plan_save
+from holdfast.roster.base import Message, Roster
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+PREVIOUS = "previous"
+_PRIVATE = re.compile(r"@(\d+)(?:\.|\Z)")
+
+
+class SaveReport(msgspec.Struct, frozen=True):
+    """What a committed save did on this rank."""
+
+    path: str
+    step: int | None
+    tensors: int
+    """Names this rank holds, objects included."""
+    bytes_written: int
+    """By this rank, headers included."""
+    seconds: float
+    phases: dict[str, float]
+    """Seconds spent in each phase of the protocol."""
+
+
+@dataclass
+class _Work:
+    """The save of one rank, as the protocol wants it."""
+
+    store: Store
+    held: Holding
+    options: Options
+    step: int | None
+    grid: Message | None
+    notes: Any
+    operation: Operation
+    commit: Commit | None = None
+    trouble: HoldfastError | None = None
+    made: list[str] = field(default_factory=list)
+    bytes_written: int = 0
+    total: int = 0
+
+    def _undeclared(self) -> list[int]:
+        return [row for row, replica in enumerate(self.held.replicas) if replica is None]
+
+    def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
+        """What identifies each undeclared row, and what must be equal on all that hold it."""
+        keys, specs = [], []
+        for row in rows:
+            spec, plain = self.held.specs[row], self.held.plain[row]
+            keys.append(spec.name if plain else f"{spec.name}@{self.held.boxes[row]}")
+            if spec.kind == OBJECT:
+                data = self.held.memory[row].data  # type: ignore[attr-defined]
+                specs.append(f"the object {objects.preview(data)} (digest {hex_digest(digest(data))})")
+            else:
+                specs.append(describe(spec))
+        return keys, specs
+
+    def claims(self) -> str | None:
+        if self.trouble is not None:
+            raise self.trouble
+        rows = self._undeclared()
+        if not rows:
+            return None
+        keys, specs = self._names(rows)
+        return hex_digest(digest("\0".join([*keys, *specs]).encode()))
+
+    def tell(self) -> Message:
+        keys, specs = self._names(self._undeclared())
+        return {"keys": keys, "specs": specs}
+
+    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
+        holders: dict[str, list[int]] = {}
+        first: dict[str, tuple[int, str]] = {}
+        for rank, message in sorted(told.items()):
+            for key, spec in zip(message["keys"], message["specs"], strict=True):
+                owner, known = first.setdefault(key, (rank, spec))
+                if known != spec:
+                    raise disagreement(key, owner, known, rank, spec)
+                holders.setdefault(key, []).append(rank)
+        return {
+            rank: {"replicas": [(holders[key].index(rank), len(holders[key])) for key in message["keys"]]}
+            for rank, message in told.items()
+        }
+
+    def _settled(self, assigned: Message | None) -> list[Replica]:
+        replicas = list(self.held.replicas)
+        rows = self._undeclared()
+        if assigned is not None and "holders" in assigned:
+            holders = assigned["holders"]
+            mine = (holders.index(self.held.rank), len(holders))
+            for row in rows:
+                replicas[row] = mine
+        elif assigned is not None:
+            for row, (index, count) in zip(rows, assigned["replicas"], strict=True):
+                replicas[row] = (int(index), int(count))
+        return [replica or (0, 1) for replica in replicas]
+
+    def write(self, assigned: Message | None) -> Message:
+        plan = plan_save(self.held, self._settled(assigned), self.options)
+        self.total = int(plan.chunks.nbytes.sum())
+        about = {"step": self.step, "rank": self.held.rank}
+        files, self.made = write_files(self.store, self.held, plan, about, self.options, self._moved)
+        self.bytes_written = sum(file.size for file in files)
+        return {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
+
+    def _moved(self, moved: int) -> None:
+        self.operation.progress(moved, self.total)
+
+    def prepare(self, written: dict[int, Message]) -> None:
+        assert self.commit is not None
+        self.commit.prepare(written)
+
+    def publish(self) -> Message:
+        assert self.commit is not None
+        self.operation.still_wanted()
+        return self.commit.publish()
+
+    def is_committed(self) -> bool:
+        return names_files(self.store, self.made)
+
+
+def save(
+    state: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    expected: str | Iterable[str] | None = PREVIOUS,
+    overwrite: bool = True,
+    grid: Grid | None = None,
+    notes: Any = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> SaveReport:
+    """Save a state from all participants into the folder `path`; it is durable on return.
+
+    Issues no collective. Returns on every rank by `timeout` seconds (plus two at most), and
+    raises the same error on all of them if anything went wrong anywhere; then the folder holds
+    what it held before.
+
+    state: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
+    path, checkpoint_id: the folder (torch DCP's name for it is taken too).
+    participants, process_group: the ranks that take part; default all. Other ranks must not call.
+    timeout: seconds until the call fails, however well it goes.
+    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    expected: names that must be in the save, or "previous": those of the checkpoint that it
+        replaces; None: no such check.
+    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
+    grid, notes: the layout, and any JSON value, kept in the index for whoever reads it.
+
+    Raises `HoldfastError`s only (see `holdfast.errors`), `BadInput` before anything was started.
+    """
+    place = the_place(path, checkpoint_id)
+    return save_into(
+        open_store(place),
+        state,
+        step=step,
+        roster=find_roster(roster, no_dist),
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        include=include,
+        exclude=exclude,
+        expected=expected,
+        previous=None,
+        overwrite=overwrite,
+        grid=grid,
+        notes=notes,
+        options=options,
+    )
+
+
+def save_into(
+    store: Store,
+    state: Mapping[str, Any],
+    *,
+    step: int | None,
+    roster: Roster,
+    participants: Iterable[int] | None,
+    process_group: Any,
+    timeout: float,
+    stall_timeout: float,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    expected: str | Iterable[str] | None,
+    previous: Store | None,
+    overwrite: bool,
+    grid: Grid | None,
+    notes: Any,
+    options: Options | None,
+) -> SaveReport:
+    """`save` into a store; `previous` is where the names to compare with are, if not here."""
+    if step is not None:
+        step_folder(step)  # refuses what is not a step
+    title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
+    operation = Operation(
+        "save", title, store.url, step, roster, participants, process_group, timeout, stall_timeout, TRANSITIONS
+    )
+    at = operation.at
+    options = options or Options()
+    work = _Work(store, Holding(roster.rank), options, step, grid.describe() if grid else None, notes, operation)
+
+    def read() -> None:
+        leaves = select(flatten(state, roster.rank).leaves, include, exclude)
+        work.held, _ = hold(leaves, roster.rank, at.participants)
+        if at.leads:
+            work.commit = _commit(work, expected, previous, overwrite, include, exclude)
+
+    work.trouble = read_state(read, roster.rank)
+    try:
+        operation.run(lambda: save_steps(at, work))
+    except CommitUnconfirmed:
+        raise
+    except HoldfastError:
+        if work.made and not options.keep_failed:
+            discard(store, work.made)
+        raise
+    if work.commit is not None:
+        _tidy(work.commit, roster, at)
+    names = len({spec.name for spec in work.held.specs})
+    return SaveReport(store.url, step, names, work.bytes_written, operation.seconds(), operation.phases())
+
+
+def _commit(
+    work: _Work,
+    expected: str | Iterable[str] | None,
+    previous: Store | None,
+    overwrite: bool,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+) -> Commit:
+    """What the committer knows before the others have written: the version that it may replace."""
+    store, at = work.store, work.operation.at
+    replacing = present_tail(store)
+    if replacing is not None and not overwrite:
+        raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
+    names: list[str] | None = None
+    source, index = "", None
+    if isinstance(expected, str):
+        if expected != PREVIOUS:
+            raise BadInput(f"expected={expected!r}: give a list of names, {PREVIOUS!r}, or None.")
+        index, source = _previous(store if replacing is not None else previous)
+        names = index.names() if index is not None else None
+    elif expected is not None:
+        names, source = list(expected), "expected="
+
+    def keep(name: str) -> bool:
+        private = _PRIVATE.search(name)
+        if private and int(private[1]) not in at.participants:
+            return False  # a rank's own value, and the world is smaller now
+        return (include is None or any(matches(name, p) for p in include)) and not any(matches(name, p) for p in exclude or ())
+
+    about = {"step": work.step, "grid": work.grid, "notes": work.notes}
+    replaced: set[str] = set()
+    if replacing is not None:
+        with suppress(HoldfastError):
+            replaced = set(open_index(store).file_names())
+    return Commit(store, at.title, at.deadline, about, replacing, names, source, _last_writer(index), work.operation.tick, keep, replaced)
+
+
+def _previous(store: Store | None) -> tuple[Index | None, str]:
+    if store is None:
+        return None, ""
+    try:
+        return open_index(store), f"the checkpoint {store.url}"
+    except HoldfastError:
+        return None, ""  # what can't be read can't be compared with; loading it will say so
+
+
+def _last_writer(index: Index | None) -> Any:
+    def ranks(name: str) -> list[int]:
+        if index is None:
+            return []
+        import numpy as np
+
+        row = index.find_one(name)
+        found = index.select(np.asarray([row])) if row >= 0 else None
+        return [] if found is None else sorted(set(found.file_rank[found.file].tolist()))
+
+    return ranks
+
+
+def _tidy(commit: Commit, roster: Roster, at: Context) -> None:
+    """After a commit: data that only the replaced index named, and messages nobody needs."""
+    with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
+        for name in commit.replaced_files - set(commit.file_names):
+            commit.store.delete(name)
+    stages = ("claims", "told", "written")
+    with suppress(HoldfastError):
+        roster.delete([at.said(stage, rank) for stage in stages for rank in at.participants if rank != at.rank])

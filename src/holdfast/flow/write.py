@@ -1,0 +1,298 @@
+"""Write one rank's data files: stream, hash on the way, sync. No torch, so a helper process can.
+
+Bytes go from where they lie to the file in batches small enough to be hashed and written while
+in cache. A file is `header | chunks | embedded index`; the header's size is known beforehand,
+because everything in it but the digests is, and those stand in the embedded index at the end,
+so that a file is written front to back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast.buffers import Buffer
+from holdfast.format.container import encode_header
+from holdfast.format.digest import block_counts, digest, digest_many
+from holdfast.format.index import Array, Columns, encode, unpad
+from holdfast.layout.box import Box, from_flat_range
+from holdfast.layout.tensor import DTYPES
+from holdfast.options import Options
+from holdfast.plan.holding import Holding, contiguous_at
+from holdfast.plan.save import Planned, SavePlan
+from holdfast.store.base import Store, Writer
+
+BATCH = 2 << 20
+BATCH_BUFFERS = 512
+EMBEDDED = "__holdfast__"
+Progress = Callable[[int], None]
+"""Told the bytes moved since the last call; raises to give the work up."""
+
+
+class WrittenFile(NamedTuple):
+    """What a rank tells the committer of a file."""
+
+    name: str
+    size: int
+    index_start: int
+    index_size: int
+
+
+def file_name(rank: int, part: int) -> str:
+    """Unique for ever, so that no attempt touches another's bytes."""
+    suffix = f"-{part:03d}" if part else ""
+    return f"data/{secrets.token_hex(6)}-r{rank:05d}{suffix}.safetensors"
+
+
+def chunk_buffers(held: Holding, plan: Planned, at: int, only: int | None = None) -> Iterator[Buffer]:
+    """The blocks of one chunk, in order, or one of them; memory as it lies where it lies right."""
+    row, nbytes, block = int(plan.row[at]), int(plan.nbytes[at]), int(plan.block[at])
+    spec, held_box, memory = held.specs[row], held.boxes[row], held.memory[row]
+    ndim = len(spec.shape)
+    box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(held_box.offset)
+    itemsize = DTYPES[spec.dtype].size
+    start = contiguous_at(held_box.shape, box) if memory.address else None
+    lows = range(0, nbytes, block) if only is None else (only * block,)
+    if start is not None:
+        base = memory.address + start * itemsize
+        if nbytes <= block:
+            yield (ctypes.c_ubyte * nbytes).from_address(base)
+            return
+        for low in lows:
+            yield (ctypes.c_ubyte * min(block, nbytes - low)).from_address(base + low)
+        return
+    for low in lows:
+        length = min(block, nbytes - low)
+        scratch = bytearray(length)
+        done = 0
+        for part in from_flat_range(box.shape, low // itemsize, (low + length) // itemsize):
+            size = part.volume * itemsize
+            moved = Box(tuple(a + b for a, b in zip(part.offset, box.offset, strict=True)), part.shape)
+            memory.gather(moved, memoryview(scratch)[done : done + size])
+            done += size
+        yield scratch
+
+
+def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
+    """Rows of each file: consecutive chunks up to `limit` bytes, at least one."""
+    ends = np.cumsum(nbytes)
+    cuts, start = [], 0
+    while start < len(nbytes):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        cuts.append((start, stop))
+        start = stop
+    return cuts
+
+
+def write_files(
+    store: Store, held: Holding, plan: SavePlan, about: dict[str, Any], options: Options, progress: Progress
+) -> tuple[list[WrittenFile], list[str]]:
+    """Write everything that the plan says this rank writes. On failure nothing of it is left."""
+    cuts = _split_files(plan.chunks.nbytes, options.max_file_bytes)
+    if not cuts and len(held):
+        cuts = [(0, 0)]  # nothing to write, but names, empty tensors and witnesses to report
+    made: list[WrittenFile] = []
+    for part, (start, stop) in enumerate(cuts):
+        name = file_name(held.rank, part)
+        writer = store.create(name)
+        try:
+            some = Planned(*(column[start:stop] for column in plan.chunks))
+            made.append(_write_file(writer, name, held, plan, some, part == 0, about, options, progress))
+            writer.finish()
+        except BaseException:
+            writer.discard()
+            discard(store, [file.name for file in made])
+            raise
+    return made, [file.name for file in made]
+
+
+def discard(store: Store, names: list[str]) -> None:
+    """Delete this rank's files of a save that failed; never raises."""
+    for name in [*names, "data"]:
+        try:
+            store.delete(name)
+        except Exception:
+            return
+
+
+def _write_file(
+    writer: Writer,
+    name: str,
+    held: Holding,
+    plan: SavePlan,
+    chunks: Planned,
+    first: bool,
+    about: dict[str, Any],
+    options: Options,
+    progress: Progress,
+) -> WrittenFile:
+    columns, order = _columns(held, plan, chunks, name, first)
+    embedded_size = len(encode(columns, about))
+    entries, end = _entries(held, chunks, embedded_size)
+    header = encode_header(entries, {"format": "holdfast-1", "rank": str(held.rank)})
+    data_start = len(header)
+    starts = data_start + np.cumsum(chunks.nbytes) - chunks.nbytes
+    columns.position[:] = starts[order]
+    columns.file_size[:] = data_start + end
+
+    writer.write_at(0, [header])
+    digests = _stream(writer, held, chunks, starts, options.writer_threads, progress)
+    digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
+    columns.digests[:] = _ragged(digests, digest_ends, order)
+    if first:
+        _fill_witnesses(columns, held, plan, progress)
+    embedded = encode(columns, about)
+    if len(embedded) != embedded_size:
+        raise AssertionError("an embedded index must not change its size")
+    writer.write_at(data_start + end - embedded_size, [embedded])
+    return WrittenFile(name, data_start + end, data_start + end - embedded_size, embedded_size)
+
+
+def _columns(held: Holding, plan: SavePlan, chunks: Planned, name: str, first: bool) -> tuple[Columns, Array]:
+    """The embedded index, but for positions and digests; and the chunks' order in it."""
+    names = np.asarray([spec.name for spec in held.specs], dtype=object)
+    if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(held, plan)]))
+    else:
+        listed = np.unique(chunks.row)
+    by_name: dict[str, int] = {}
+    for row in listed.tolist():
+        by_name.setdefault(names[row], row)
+    sorted_names = sorted(by_name)
+    place = {tensor: at for at, tensor in enumerate(sorted_names)}
+    rows = [by_name[tensor] for tensor in sorted_names]
+    tensor_of_row = np.full(len(held), -1, np.int64)
+    for row in listed.tolist():
+        tensor_of_row[row] = place[names[row]]
+    tensor = tensor_of_row[chunks.row]
+    order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
+    tables = held.tables()
+    counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
+    blocks = block_counts(chunks.nbytes, chunks.block)
+    witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
+    columns = Columns(
+        names=sorted_names,
+        dtype=np.asarray([held.specs[row].dtype for row in rows], "u1"),
+        kind=np.asarray([held.specs[row].kind for row in rows], "u1"),
+        ndim=np.asarray([len(held.specs[row].shape) for row in rows], "u1"),
+        shape=tables.shape[rows].astype("<i8"),
+        chunk_end=np.cumsum(counts, dtype="<i8"),
+        offset=chunks.offset[order].astype("<i8"),
+        size=chunks.size[order].astype("<i8"),
+        file=np.zeros(len(order), "<i4"),
+        position=np.zeros(len(order), "<i8"),
+        block=chunks.block[order].astype("<i8"),
+        digest_end=np.cumsum(blocks[order], dtype="<i8"),
+        digests=np.zeros(int(blocks.sum()), "<u8"),
+        file_names=[name],
+        file_size=np.zeros(1, "<i8"),
+        file_rank=np.asarray([held.rank], "<i4"),
+        witness_tensor=tensor_of_row[witnesses.row].astype("<i8"),
+        witness_offset=witnesses.offset.astype("<i8"),
+        witness_size=witnesses.size.astype("<i8"),
+        witness_block=np.zeros(len(witnesses.row), "<i8"),
+        witness_digest=np.zeros(len(witnesses.row), "<u8"),
+    )
+    return columns, order
+
+
+def _silent(held: Holding, plan: SavePlan) -> Array:
+    """Rows that have neither chunk nor witness but must be listed: empty tensors."""
+    return np.asarray([row for row, box in enumerate(held.boxes) if 0 in box.shape], np.int64)
+
+
+def _entries(held: Holding, chunks: Planned, embedded: int) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
+    """The header's rows, and where data ends. A chunk that is all of its tensor has its name."""
+    rows = []
+    ends = np.cumsum(chunks.nbytes).tolist()
+    starts = [0, *ends[:-1]] if ends else []
+    offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
+    taken: set[str] = set()
+    for at, row in enumerate(chunks.row.tolist()):
+        spec = held.specs[row]
+        ndim = len(spec.shape)
+        shape = tuple(sizes[at][len(sizes[at]) - ndim :])
+        name = spec.name
+        if shape != spec.shape:
+            name += "@" + ",".join(map(str, offsets[at][len(offsets[at]) - ndim :]))
+        while name in taken or name == EMBEDDED or name == "__metadata__":
+            name += "'"
+        taken.add(name)
+        dtype = DTYPES[spec.dtype]
+        rows.append((name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), starts[at], ends[at]))
+    end = ends[-1] if ends else 0
+    rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
+    return rows, end + embedded
+
+
+def _stream(writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress) -> Array:
+    """Hash and write all chunks; returns the block digests in file order."""
+    counts = block_counts(chunks.nbytes, chunks.block)
+    ends = np.cumsum(counts)
+    digests = np.zeros(int(counts.sum()), "<u8")
+    lock = threading.Lock()
+
+    def work(start: int, stop: int) -> None:
+        found: list[int] = []
+        batch: list[Buffer] = []
+        size, position = 0, int(starts[start]) if start < stop else 0
+        for at in range(start, stop):
+            for buffer in chunk_buffers(held, chunks, at):
+                found.append(digest(buffer))
+                batch.append(buffer)
+                size += len(buffer)
+                if size >= BATCH or len(batch) >= BATCH_BUFFERS:
+                    writer.write_at(position, batch)
+                    position += size
+                    with lock:
+                        progress(size)
+                    batch, size = [], 0
+        if batch:
+            writer.write_at(position, batch)
+            with lock:
+                progress(size)
+        first = int(ends[start] - counts[start]) if start < stop else 0
+        digests[first : first + len(found)] = np.asarray(found, "<u8")
+
+    if threads == 1 or len(chunks.row) < 2:
+        work(0, len(chunks.row))
+        return digests
+    bytes_before = np.cumsum(chunks.nbytes)
+    cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
+    edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-write") as pool:
+        for done in [pool.submit(work, a, b) for a, b in zip(edges, edges[1:], strict=False)]:
+            done.result()
+    return digests
+
+
+def _ragged(values: Array, ends: Array, order: Array) -> Array:
+    """The groups of `values` that end at `ends`, in another order."""
+    if not len(order):
+        return values
+    counts = np.diff(ends, prepend=0)[order]
+    begin = (ends - np.diff(ends, prepend=0))[order]
+    return values[np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))]
+
+
+def _fill_witnesses(columns: Columns, held: Holding, plan: SavePlan, progress: Progress) -> None:
+    """Digest what this rank holds and others write: every block, or one that the box picks."""
+    seen = plan.witnesses
+    counts = block_counts(seen.nbytes, seen.block)
+    for at in range(len(seen.row)):
+        if plan.witness_full[at]:
+            blocks = np.asarray([digest(buffer) for buffer in chunk_buffers(held, seen, at)], "<u8")
+            columns.witness_block[at], columns.witness_digest[at] = -1, digest_many(blocks)
+        else:
+            wanted = digest(seen.offset[at].tobytes()) % int(counts[at])
+            columns.witness_block[at] = wanted
+            columns.witness_digest[at] = digest(next(chunk_buffers(held, seen, at, int(wanted))))
+        if at % 64 == 0:
+            progress(0)

@@ -1,0 +1,102 @@
+"""The safetensors container: write its header ahead of streamed data, read it with suspicion.
+
+A file is `u64 length | JSON header | data`. We write the header ourselves because data is
+streamed and hashed on its way out, and because the safetensors library neither syncs nor checks.
+What we write, the library opens.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.layout.box import Dims
+
+ALIGN = 64
+MAX_HEADER = 1 << 30
+Read = Callable[[int, int], bytes]
+"""`read(start, length)` gives those bytes of one file, or fewer at its end."""
+
+_DATA_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One tensor of a file; `start` and `stop` count from the end of the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
+    """Length and JSON header for `(name, tag, shape, start, stop)` rows, padded so that data is aligned."""
+    quoted = json.encoder.encode_basestring
+    rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
+    rows += [
+        f'{quoted(name)}:{{"dtype":"{tag}","shape":[{",".join(map(str, shape))}],"data_offsets":[{start},{stop}]}}'
+        for name, tag, shape, start, stop in entries
+    ]
+    text = ("{" + ",".join(rows) + "}").encode()
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    return struct.pack("<Q", len(text)) + text
+
+
+class Header:
+    """A parsed header: `entries`, `metadata`, where data starts, and the raw bytes for digesting."""
+
+    def __init__(self, raw: bytes, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
+        self.raw = raw
+        self.entries = entries
+        self.metadata = metadata
+        self.data_start = len(raw)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"the name {name!r} stands twice")
+            seen.add(name)
+    return found
+
+
+def read_header(read: Read, size: int, where: str) -> Header:
+    """Read and check a header; every way in which it can lie ends in CorruptCheckpoint."""
+    prefix = read(0, 8)
+    if len(prefix) < 8:
+        raise CorruptCheckpoint(f"{where} is {size} bytes long, too short for a safetensors file: it is truncated.")
+    length = struct.unpack("<Q", prefix)[0]
+    if length > min(MAX_HEADER, size - 8):
+        raise CorruptCheckpoint(f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated.")
+    text = read(8, length)
+    try:
+        if len(text) != length:
+            raise ValueError(f"only {len(text)} of {length} bytes are there")
+        values = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
+        entries = msgspec.convert(values, dict[str, Entry])
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise CorruptCheckpoint(f"The header of {where} can't be read: {error}.") from None
+    room = size - 8 - length
+    for name, entry in entries.items():
+        start, stop = entry.data_offsets
+        if not 0 <= start <= stop <= room:
+            raise CorruptCheckpoint(
+                f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or truncated."
+            )
+    return Header(prefix + text, entries, metadata)
+
+
+def safe_data_name(name: str) -> bool:
+    """Is this a file name that an index may refer to? Nothing else is ever opened."""
+    return _DATA_NAME.match(name) is not None

@@ -1,0 +1,106 @@
+"""Python values to bytes and back, such that reading executes nothing.
+
+Plain values (None, bool, numbers, text, bytes, lists, tuples, dicts, sets) become JSON with
+tags for what JSON has no word for; any program can read it, torch is not needed, and equal
+values have equal bytes on every rank. Everything else goes through torch's weights-only
+format, whose reader knows an allow-list of types and calls nothing outside it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from holdfast.errors import BadInput, CorruptCheckpoint
+
+PLAIN, TORCH = b"J", b"T"
+_TAG = "!"
+
+
+class _NotPlain(Exception):
+    pass
+
+
+def _to_json(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
+    if kind is list:
+        return [_to_json(v) for v in value]
+    if kind is dict:
+        if all(type(k) is str for k in value) and _TAG not in value:
+            return {k: _to_json(v) for k, v in value.items()}
+        return {_TAG: "dict", "v": [[_to_json(k), _to_json(v)] for k, v in value.items()]}
+    if kind is tuple:
+        return {_TAG: "tuple", "v": [_to_json(v) for v in value]}
+    if kind in (set, frozenset):
+        return {_TAG: kind.__name__, "v": sorted((_to_json(v) for v in value), key=json.dumps)}
+    if kind in (bytes, bytearray):
+        return {_TAG: kind.__name__, "v": value.hex()}
+    if kind is complex:
+        return {_TAG: "complex", "v": [_to_json(value.real), _to_json(value.imag)]}
+    raise _NotPlain
+
+
+_BUILD: dict[str, Any] = {
+    "float": float,
+    "tuple": lambda v: tuple(_from_json(x) for x in v),
+    "set": lambda v: {_from_json(x) for x in v},
+    "frozenset": lambda v: frozenset(_from_json(x) for x in v),
+    "dict": lambda v: {_from_json(k): _from_json(x) for k, x in v},
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "complex": lambda v: complex(_from_json(v[0]), _from_json(v[1])),
+}
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(v) for v in value]
+    if isinstance(value, dict):
+        if _TAG in value:
+            return _BUILD[value[_TAG]](value["v"])
+        return {k: _from_json(v) for k, v in value.items()}
+    return value
+
+
+def encode(value: Any, name: str) -> bytes:
+    """The bytes that stand for a value; `name` says in an error whose it is."""
+    try:
+        return PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
+    except (_NotPlain, ValueError, RecursionError):
+        pass
+    from holdfast.format import torch_objects
+
+    return TORCH + torch_objects.encode(value, name)
+
+
+def decode(data: bytes, name: str) -> Any:
+    """The value; a value outside the allow-list, or damaged bytes, is CorruptCheckpoint or BadInput."""
+    if data[:1] == PLAIN:
+        try:
+            return _from_json(json.loads(data[1:]))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {error!r}.") from None
+    if data[:1] == TORCH:
+        from holdfast.format import torch_objects
+
+        return torch_objects.decode(data[1:], name)
+    raise CorruptCheckpoint(f"The object {name!r} starts with {data[:1]!r}, which is no encoding that Holdfast knows.")
+
+
+def preview(data: bytes, limit: int = 60) -> str:
+    """One line for people, without torch."""
+    if data[:1] != PLAIN:
+        return f"<{len(data) - 1} bytes, weights-only format>"
+    try:
+        text = repr(_from_json(json.loads(data[1:])))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return "<damaged>"
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+__all__ = ["BadInput", "decode", "encode", "preview"]

@@ -1,0 +1,69 @@
+"""Values that JSON can't carry, in torch's weights-only format.
+
+The reader is torch's restricted unpickler: it builds tensors and the types listed here and in
+`torch.serialization.add_safe_globals`, and refuses everything else before running it. The writer
+reads back what it wrote, so that what can't be loaded is refused while it can still be mended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.errors import BadInput, CorruptCheckpoint
+
+_NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
+_ALLOWED: list[Any] = [
+    argparse.Namespace,
+    collections.OrderedDict,
+    collections.Counter,
+    collections.deque,
+    collections.defaultdict,
+    np.ndarray,
+    np.dtype,
+    np.float64,
+    np.float32,
+    np.int64,
+    np.int32,
+    np.bool_,
+    np.core.multiarray._reconstruct if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core.multiarray._reconstruct,
+    np.core.multiarray.scalar if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core.multiarray.scalar,
+    *_NUMPY_TYPES,
+]
+
+
+def _read(data: bytes) -> Any:
+    with torch.serialization.safe_globals(_ALLOWED):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def encode(value: Any, name: str) -> bytes:
+    """torch's bytes for a value, once they were shown to load again."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        _read(buffer.getvalue())
+    except Exception as error:
+        reason = str(error).split("\n")[0][:200]
+        raise BadInput(
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored so that loading "
+            f"executes nothing ({reason}).",
+            hint="Store its state_dict, a dict or a tensor instead, or allow its type with torch.serialization.add_safe_globals.",
+        ) from None
+    return buffer.getvalue()
+
+
+def decode(data: bytes, name: str) -> Any:
+    """The value, built by the restricted unpickler."""
+    try:
+        return _read(data)
+    except Exception as error:
+        reason = str(error).split("\n")[0][:300]
+        raise CorruptCheckpoint(
+            f"The object {name!r} was not loaded, because it is damaged or asks for code outside the allow-list: {reason}"
+        ) from None

@@ -1,0 +1,108 @@
+"""Boxes: n-dimensional ranges of a tensor's indices. Everything held, stored or wanted is one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from holdfast.errors import BadInput
+
+Dims = tuple[int, ...]
+
+
+class Box(NamedTuple):
+    """The indices `offset[i] <= x[i] < offset[i] + shape[i]`. A 0-d box is one element."""
+
+    offset: Dims
+    shape: Dims
+
+    @property
+    def stop(self) -> Dims:
+        return tuple(o + s for o, s in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def volume(self) -> int:
+        """How many elements; 1 for a 0-d box, 0 if any side is empty."""
+        return math.prod(self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """To index an array of the whole tensor."""
+        return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common indices, or None where there are none."""
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
+        return Box(offset, shape) if all(s > 0 for s in shape) else None
+
+    def within(self, whole: Dims) -> bool:
+        """Does it lie inside a tensor of shape `whole`?"""
+        return len(whole) == len(self.shape) and all(
+            o >= 0 and s >= 0 and o + s <= w for o, s, w in zip(self.offset, self.shape, whole, strict=True)
+        )
+
+    def relative_to(self, origin: Dims) -> Box:
+        """The same indices counted from `origin`."""
+        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
+
+    def subtract(self, other: Box) -> list[Box]:
+        """What is left without `other`: at most 2n disjoint boxes."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.volume else []
+        left: list[Box] = []
+        offset, stop = list(self.offset), list(self.stop)
+        for axis in range(len(self.shape)):
+            for low, high in ((offset[axis], common.offset[axis]), (common.stop[axis], stop[axis])):
+                if low < high:
+                    lows = (*offset[:axis], low, *offset[axis + 1 :])
+                    highs = (*stop[:axis], high, *stop[axis + 1 :])
+                    left.append(Box(lows, tuple(h - o for h, o in zip(highs, lows, strict=True))))
+            offset[axis], stop[axis] = common.offset[axis], common.stop[axis]
+        return left
+
+    def split(self, axis: int, parts: int) -> Iterator[Box]:
+        """Cut into `parts` along `axis`, as evenly as whole indices allow; empty parts are left out."""
+        size = self.shape[axis]
+        for part in range(parts):
+            low, high = size * part // parts, size * (part + 1) // parts
+            if low < high:
+                yield Box(
+                    (*self.offset[:axis], self.offset[axis] + low, *self.offset[axis + 1 :]),
+                    (*self.shape[:axis], high - low, *self.shape[axis + 1 :]),
+                )
+
+
+def whole(shape: Dims) -> Box:
+    """The box that is all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
+    """The row-major elements `[start, stop)` of a tensor as at most 2n-1 boxes, in flat order."""
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise BadInput(f"The flat range [{start}, {stop}) does not lie in a tensor of shape {tuple(shape)}.")
+    boxes: list[Box] = []
+
+    def walk(prefix: Dims, rest: Dims, low: int, high: int) -> None:
+        if low >= high:
+            return
+        ones = (1,) * len(prefix)
+        if len(rest) <= 1:
+            boxes.append(Box((*prefix, low), (*ones, high - low)) if rest else Box(prefix, ones))
+            return
+        row = math.prod(rest[1:])
+        (first, head), (last, tail) = divmod(low, row), divmod(high, row)
+        if first == last:
+            walk((*prefix, first), rest[1:], head, tail)
+            return
+        if head:
+            walk((*prefix, first), rest[1:], head, row)
+            first += 1
+        if last > first:
+            boxes.append(Box((*prefix, first, *(0,) * (len(rest) - 1)), (*ones, last - first, *rest[1:])))
+        walk((*prefix, last), rest[1:], 0, tail)
+
+    walk((), tuple(shape), start, stop)
+    return boxes

@@ -1,0 +1,140 @@
+"""Do boxes tile their tensors exactly once? For any boxes, in O(n log n).
+
+Theory. Let f be the number of boxes that contain an index. f is 1 everywhere inside the tensor
+if and only if its mixed difference is that of the tensor's own box, and the mixed difference of
+a box is +1 or -1 at its 2^d corners and 0 elsewhere. So write down the signed corners of all
+boxes, take away those of the whole, and sort: every corner must cancel. There are no pairs, no
+sweep axis and no grid to assume, so nothing can be quadratic (DCP's and Megatron's checks are,
+for stacked experts). In lexicographic order the first corner left over is where the first gap
+(-1) or overlap (+1) begins, so the place can be named.
+
+Two reductions keep it fast. An axis along which every box spans the whole tensor halves the
+corners if left out. A tensor that is one chunk needs no corners at all, and per-expert
+checkpoints consist of those. Many tensors are checked in one sort, keyed by (tensor, corner).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Int64s = npt.NDArray[np.int64]
+_LIMIT = np.iinfo(np.int64).max // 4
+
+
+class Problem(NamedTuple):
+    """Where a tensor is not covered exactly once."""
+
+    tensor: int
+    """Row of the tensor."""
+    kind: str
+    """`gap`, `overlap` or `outside`."""
+    place: tuple[int, ...]
+    """The first index (row-major) that is missing or doubled; the offset of a box outside."""
+    chunk: int
+    """For `outside`, the row of the box; else -1."""
+
+
+def tiles(shape: tuple[int, ...], offsets: Int64s, sizes: Int64s) -> bool:
+    """True if the boxes (`offsets` and `sizes`, each n x d) cover each index of `shape` exactly once."""
+    rows = np.zeros(len(offsets), np.int64)
+    return first_problem(np.asarray([shape], np.int64).reshape(1, len(shape)), rows, offsets, sizes) is None
+
+
+def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s) -> Problem | None:
+    """The first fault among tensors of one rank d, or None.
+
+    `shapes` is t x d; `tensors` (n) says which row of it each box belongs to; `offsets` and
+    `sizes` are n x d.
+    """
+    count, dims = shapes.shape
+    outside = (offsets < 0) | (sizes < 0) | (offsets + sizes > shapes[tensors])
+    if outside.any():
+        row = int(np.flatnonzero(outside.any(axis=1))[0])
+        return Problem(int(tensors[row]), "outside", tuple(int(o) for o in offsets[row]), row)
+
+    kept = (sizes > 0).all(axis=1)
+    # Single-chunk tensors: the box is the whole or it leaves a gap, which the corners will place.
+    pieces = np.bincount(tensors[kept], minlength=count)
+    filled = (shapes > 0).all(axis=1)
+    exact = kept & (sizes == shapes[tensors]).all(axis=1) & (pieces[tensors] == 1)
+    done = ~filled & (pieces == 0)
+    done[tensors[exact]] = True
+    if done.all():
+        return None
+    open_rows = np.flatnonzero(~done)
+    kept &= ~done[tensors]
+    renumber = np.full(count, -1, np.int64)
+    renumber[open_rows] = np.arange(len(open_rows))
+    found = _corners(shapes[open_rows], renumber[tensors[kept]], offsets[kept], sizes[kept])
+    if found is None:
+        return None
+    tensor, sign, place = found
+    return Problem(int(open_rows[tensor]), "overlap" if sign > 0 else "gap", place, -1)
+
+
+def _corners(
+    shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """The first corner that does not cancel: (tensor row, sign, place)."""
+    count, dims = shapes.shape
+    varying = np.flatnonzero((sizes != shapes[tensors]).any(axis=0)) if len(tensors) else np.arange(dims)
+    spans, starts, widths = shapes[:, varying], offsets[:, varying], sizes[:, varying]
+
+    # Row-major positions on the grid of corner points, (span + 1) of them along each axis.
+    strides = np.ones_like(spans)
+    for axis in range(len(varying) - 2, -1, -1):
+        strides[:, axis] = strides[:, axis + 1] * (spans[:, axis + 1] + 1)
+    points = strides[:, 0] * (spans[:, 0] + 1) if len(varying) else np.ones(count, np.int64)
+    # int64 arithmetic wraps silently, so the bound is computed in floats first.
+    if np.prod(spans.astype(float) + 1, axis=1).sum() > _LIMIT:
+        return _corners_one_by_one(shapes, tensors, offsets, sizes)
+    base = np.concatenate([[0], np.cumsum(points)[:-1]])
+
+    keys = _signed(base[tensors] + (starts * strides[tensors]).sum(axis=1), widths * strides[tensors], 0)
+    whole = _signed(base, spans * strides, 1)
+    every = np.sort(np.concatenate([keys, whole]))  # (corner << 1 | negative): one fast integer sort
+    corner = every >> 1
+    heads = np.flatnonzero(np.concatenate([[True], corner[1:] != corner[:-1]])) if len(every) else np.zeros(0, int)
+    totals = np.add.reduceat(1 - 2 * (every & 1), heads) if len(every) else np.zeros(0, np.int64)
+    left = np.flatnonzero(totals)
+    if not len(left):
+        return None
+    where = int(corner[heads[left[0]]])
+    tensor = int(np.searchsorted(base, where, side="right")) - 1
+    rest, place = where - int(base[tensor]), [0] * dims
+    for axis, stride in zip(varying, strides[tensor], strict=True):
+        place[int(axis)], rest = divmod(rest, int(stride))
+    return tensor, int(totals[left[0]]), tuple(place)
+
+
+def _signed(corner: Int64s, widths: Int64s, negative: int) -> Int64s:
+    """All 2^d corners of boxes as `position << 1 | is_negative`."""
+    keys = (corner << 1) | negative
+    for axis in range(widths.shape[1]):
+        keys = np.concatenate([keys, (keys + (np.tile(widths[:, axis], 2**axis) << 1)) ^ 1])
+    return keys
+
+
+def _corners_one_by_one(
+    shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s
+) -> tuple[int, int, tuple[int, ...]] | None:
+    """For tensors so large that one integer can't number their points: compress the coordinates."""
+    order = np.argsort(tensors, kind="stable")
+    bounds = np.searchsorted(tensors[order], np.arange(len(shapes) + 1))
+    for row in range(len(shapes)):
+        mine = order[bounds[row] : bounds[row + 1]]
+        low, high, ticks = offsets[mine].copy(), (offsets + sizes)[mine], []
+        for axis in range(shapes.shape[1]):
+            tick = np.unique(np.concatenate([low[:, axis], high[:, axis], [0, shapes[row, axis]]]))
+            low[:, axis], high[:, axis] = np.searchsorted(tick, low[:, axis]), np.searchsorted(tick, high[:, axis])
+            ticks.append(tick)
+        small = np.asarray([[len(tick) - 1 for tick in ticks]], np.int64)
+        if np.prod(small.astype(float) + 1) > _LIMIT:
+            raise OverflowError(f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check")
+        found = _corners(small, np.zeros(len(mine), np.int64), low, high - low)
+        if found is not None:
+            return row, found[1], tuple(int(tick[at]) for tick, at in zip(ticks, found[2], strict=True))
+    return None

@@ -1,0 +1,144 @@
+"""Named axes over a span of ranks, in two views: how dense weights lie, and how experts lie.
+
+The same ranks are factored twice, as in Megatron: dense into tp x cp x dp x pp, experts into
+etp x ep x edp x pp. `order` lists the axes from the fastest-varying to the slowest and may be
+any permutation that Megatron takes (`tp-cp-ep-dp-pp` is its default). Pure arithmetic: the
+coordinates and groups of any rank of any world, without a process group.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+
+from holdfast.errors import BadInput
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+DENSE = ("tp", "cp", "dp", "pp")
+EXPERT = ("etp", "ep", "edp", "pp")
+_SLOT = {"etp": "tp", "edp": "dp"}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A layout of `world` ranks. Sizes not given are 1; `dp` and `edp` are what is left."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallelism within an expert; Megatron's default is `tp`."""
+    vpp: int = 1
+    """Model chunks a pipeline rank holds (virtual pipeline); ranks are not affected."""
+    order: str = "tp-cp-ep-dp-pp"
+    first_rank: int = 0
+    dense: dict[str, int] = field(init=False, repr=False, compare=False)
+    expert: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("world", "tp", "pp", "cp", "ep", "vpp"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"Grid {name}={getattr(self, name)} must be at least 1.")
+        names = self.order.split("-")
+        if len(set(names)) != len(names) or not set(names) <= set(AXES):
+            raise BadInput(f"Grid order {self.order!r} must list some of {'-'.join(AXES)}, each once.")
+        etp = self.tp if self.etp is None else self.etp
+        object.__setattr__(self, "etp", etp)
+        sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
+        for name, size in sizes.items():
+            if size > 1 and name not in names:
+                raise BadInput(f"Grid {name}={size}, but order {self.order!r} leaves {name} out.")
+        names += [name for name in AXES if name not in names]  # of size 1, so their place does not matter
+        object.__setattr__(self, "order", "-".join(names))
+        dp = self._rest("tp x cp x pp", self.tp * self.cp * self.pp)
+        edp = self._rest("etp x ep x pp", etp * self.ep * self.pp)
+        if self.pp > 1 and names[-1] != "pp" and edp != dp:
+            raise BadInput(
+                f"With order {self.order!r} dense weights and experts would have different pipeline groups "
+                f"(dp={dp}, edp={edp}); put pp last, as Megatron requires."
+            )
+        object.__setattr__(self, "dense", {"tp": self.tp, "cp": self.cp, "dp": dp, "pp": self.pp})
+        object.__setattr__(self, "expert", {"etp": etp, "ep": self.ep, "edp": edp, "pp": self.pp})
+
+    def _rest(self, what: str, product: int) -> int:
+        if self.world % product:
+            raise BadInput(f"A world of {self.world} ranks is not divisible by {what} = {product}.")
+        return self.world // product
+
+    def _view(self, axes: tuple[str, ...]) -> tuple[dict[str, int], list[str]]:
+        """The view's sizes and its axes from fastest to slowest."""
+        if set(axes) <= set(DENSE):
+            sizes = self.dense
+        elif set(axes) <= set(EXPERT):
+            sizes = self.expert
+        else:
+            raise BadInput(f"Axes {axes} must all be dense ({DENSE}) or all expert ({EXPERT}).")
+        slot = {_SLOT.get(name, name): name for name in sizes}
+        return sizes, [slot[name] for name in self.order.split("-") if name in slot]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands in both views: tp, cp, dp, pp and etp, ep, edp."""
+        place = rank - self.first_rank
+        if not 0 <= place < self.world:
+            raise BadInput(f"Rank {rank} is not in this grid of ranks {self.first_rank} to {self.first_rank + self.world - 1}.")
+        found: dict[str, int] = {}
+        for axes in (EXPERT, DENSE):
+            sizes, fast_to_slow = self._view(axes)
+            rest = place
+            for name in fast_to_slow:
+                rest, found[name] = divmod(rest, sizes[name])
+        return found
+
+    def rank_of(self, **coordinates: int) -> int:
+        """The rank at these coordinates of one view; axes left out are 0."""
+        sizes, fast_to_slow = self._view(tuple(coordinates))
+        rank, stride = 0, 1
+        for name in fast_to_slow:
+            at = coordinates.get(name, 0)
+            if not 0 <= at < sizes[name]:
+                raise BadInput(f"{name}={at} is outside 0..{sizes[name] - 1}.")
+            rank, stride = rank + at * stride, stride * sizes[name]
+        return self.first_rank + rank
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All groups that span `axes` (of one view), each with its ranks in order; Megatron's lists."""
+        sizes, fast_to_slow = self._view(axes)
+        others = [name for name in fast_to_slow if name not in axes]
+        inside = [name for name in fast_to_slow if name in axes]
+        found = []
+        for outer in itertools.product(*(range(sizes[name]) for name in reversed(others))):
+            fixed = dict(zip(reversed(others), outer, strict=True))
+            members = []
+            for inner in itertools.product(*(range(sizes[name]) for name in reversed(inside))):
+                members.append(self.rank_of(**fixed, **dict(zip(reversed(inside), inner, strict=True))))
+            found.append(tuple(members))
+        return found
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The group over `axes` that `rank` belongs to."""
+        here = self.coordinates(rank)
+        sizes, fast_to_slow = self._view(axes)
+        fixed = {name: here[name] for name in fast_to_slow if name not in axes}
+        inside = [name for name in fast_to_slow if name in axes]
+        return tuple(
+            self.rank_of(**fixed, **dict(zip(reversed(inside), inner, strict=True)))
+            for inner in itertools.product(*(range(sizes[name]) for name in reversed(inside)))
+        )
+
+    def replica(self, rank: int, *axes: str) -> tuple[int, int]:
+        """(index, count) of a tensor that is replicated over `axes`: what `Shard(replica=)` takes."""
+        members = self.group(rank, *axes)
+        return members.index(rank), len(members)
+
+    def describe(self) -> dict[str, int | str]:
+        """Plain values for an index header or a message; equal layouts have equal descriptions."""
+        sizes: dict[str, int | str] = {**self.dense, **self.expert}
+        return {"world": self.world, **sizes, "vpp": self.vpp, "order": self.order, "first_rank": self.first_rank}
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one copy of the dense weights."""
+        return math.prod(self.dense[name] for name in ("tp", "pp"))

@@ -1,0 +1,79 @@
+"""What a tensor is to a checkpoint: a name, a dtype, a global shape; and what a rank holds of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box, Dims
+
+
+class DType(NamedTuple):
+    """An element type. Stored types that safetensors has no tag for are written as `tag` with
+    `extra` more elements along a last axis (complex128 is two F64)."""
+
+    name: str
+    size: int
+    tag: str
+    extra: int
+
+
+# The position in this table is the code in index files: append, never reorder (docs/format.md).
+DTYPES: tuple[DType, ...] = (
+    DType("uint8", 1, "U8", 1),
+    DType("float32", 4, "F32", 1),
+    DType("bfloat16", 2, "BF16", 1),
+    DType("float16", 2, "F16", 1),
+    DType("float64", 8, "F64", 1),
+    DType("int64", 8, "I64", 1),
+    DType("int32", 4, "I32", 1),
+    DType("int16", 2, "I16", 1),
+    DType("int8", 1, "I8", 1),
+    DType("bool", 1, "BOOL", 1),
+    DType("uint16", 2, "U16", 1),
+    DType("uint32", 4, "U32", 1),
+    DType("uint64", 8, "U64", 1),
+    DType("float8_e4m3fn", 1, "F8_E4M3", 1),
+    DType("float8_e5m2", 1, "F8_E5M2", 1),
+    DType("float8_e4m3fnuz", 1, "U8", 1),
+    DType("float8_e5m2fnuz", 1, "U8", 1),
+    DType("float8_e8m0fnu", 1, "U8", 1),
+    DType("complex64", 8, "F32", 2),
+    DType("complex128", 16, "F64", 2),
+    DType("complex32", 4, "F16", 2),
+)
+CODE_OF = {dtype.name: code for code, dtype in enumerate(DTYPES)}
+
+TENSOR, OBJECT = 0, 1
+KINDS = ("tensor", "object")
+
+
+def dtype_code(name: str, where: str) -> int:
+    """The code of a dtype by torch's name for it (without `torch.`)."""
+    try:
+        return CODE_OF[name]
+    except KeyError:
+        raise BadInput(f"{where} has dtype {name}, which Holdfast does not store; convert it first.") from None
+
+
+class TensorSpec(NamedTuple):
+    """A logical tensor. The name is global: layer and expert numbers count over the whole model."""
+
+    name: str
+    dtype: int
+    shape: Dims
+    kind: int = TENSOR
+
+
+class HeldShard(NamedTuple):
+    """What one rank holds of one tensor, and which copy it is.
+
+    `replica` is (index, count): `count` ranks hold this very box, and this is the index-th of
+    them. None says that nobody declared it: the holders of the name settle it through the roster.
+    `key` finds the data again (the adapter's business).
+    """
+
+    spec: TensorSpec
+    box: Box
+    replica: tuple[int, int] | None
+    key: int

@@ -1,0 +1,66 @@
+"""Choices with a default, each a frozen sentence. The environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from holdfast.errors import BadInput
+
+CHECKS = ("auto", "full", "sample", "off")
+MiB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to write and read; the defaults suit a node with a few ranks a GPU or core."""
+
+    check_replicas: str = "auto"
+    """`full` hashes every replica (about 0.1 s a GB and core), `sample` one block of each tensor,
+    `off` none. `auto`: plain tensors in full, declared replicas (DTensor, Shard) by sample."""
+
+    writer_threads: int = 1
+    """Threads that hash and write (and read and verify) in this process."""
+
+    max_file_bytes: int = 64 << 30
+    """A rank's data file is continued in another one past this size."""
+
+    split_bytes: int = 1 * MiB
+    """Replicas share the writing of a shard in pieces of at least this size."""
+
+    columns: str = "auto"
+    """`auto` stores a wide matrix as up to eight column panels, so that a tensor-parallel slice
+    along its last axis reads only its own bytes; `off` stores rows as they lie."""
+
+    keep_failed: bool = False
+    """Leave this rank's files of a failed save in place, for a post-mortem."""
+
+    def __post_init__(self) -> None:
+        if self.check_replicas not in CHECKS:
+            raise BadInput(f"check_replicas must be one of {CHECKS}, not {self.check_replicas!r}.")
+        if self.columns not in ("auto", "off"):
+            raise BadInput(f"columns must be 'auto' or 'off', not {self.columns!r}.")
+        for name in ("writer_threads", "max_file_bytes", "split_bytes"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the launcher says of this process (torchrun's names)."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    """Differs between restarts of one job: torchrun keeps its store, and so old messages, over them."""
+
+
+def read_environment() -> Environment:
+    """RANK, WORLD_SIZE and torchrun's restart count, or a world of one."""
+    try:
+        env = os.environ
+        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        return Environment(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")), run)
+    except ValueError as error:
+        raise BadInput(f"RANK and WORLD_SIZE in the environment must be whole numbers ({error}).") from None

@@ -1,0 +1,314 @@
+"""Many ranks' columns into one index, and everything that must agree before it may exist. Pure.
+
+Ranks are added one at a time, so that only numbers stay in memory. Then, over all of them at
+once: same shape and dtype under one name, every tensor covered exactly once, every witness's
+digest equal to the writer's, no name of the previous step gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
+from holdfast.format.digest import digest_many
+from holdfast.format.index import Array, Columns, unpad
+from holdfast.layout.coverage import Problem, first_problem
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
+
+DECLARE = (
+    "If every rank has its own value, wrap it in holdfast.PerRank or give it a name of its own (a global expert "
+    "number); if it is a part of a larger tensor, declare it with holdfast.Shard or as a DTensor."
+)
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+
+
+class _Part(NamedTuple):
+    """One rank's rows, with tensor rows already global."""
+
+    tensor: Array
+    offset: Array
+    size: Array
+    file: Array
+    position: Array
+    block: Array
+    digest_count: Array
+    digests: Array
+    rank: Array
+    witness_tensor: Array
+    witness_offset: Array
+    witness_size: Array
+    witness_block: Array
+    witness_digest: Array
+    witness_rank: Array
+
+
+class Merger:
+    """Collects columns; `finish` checks and returns the columns of the whole checkpoint."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._dtype: list[int] = []
+        self._kind: list[int] = []
+        self._shape: list[tuple[int, ...]] = []
+        self._rank: list[int] = []
+        self._parts: list[_Part] = []
+        self._file_names: list[str] = []
+        self._file_size: list[int] = []
+        self._file_rank: list[int] = []
+        self._dims = 1
+
+    def add(self, rank: int, columns: Columns) -> None:
+        """Take in one data file's embedded index."""
+        place = self._place(rank, columns)
+        base = len(self._file_names)
+        self._file_names += columns.file_names
+        self._file_size += columns.file_size.tolist()
+        self._file_rank += columns.file_rank.tolist()
+        self._dims = max(self._dims, columns.dims)
+        self._parts.append(
+            _Part(
+                tensor=place[columns.tensor_of_chunk()],
+                offset=columns.offset,
+                size=columns.size,
+                file=columns.file + base,
+                position=columns.position,
+                block=columns.block,
+                digest_count=np.diff(columns.digest_end, prepend=0),
+                digests=columns.digests,
+                rank=np.full(len(columns.file), rank, "<i4"),
+                witness_tensor=place[columns.witness_tensor],
+                witness_offset=columns.witness_offset,
+                witness_size=columns.witness_size,
+                witness_block=columns.witness_block,
+                witness_digest=columns.witness_digest,
+                witness_rank=np.full(len(columns.witness_tensor), rank, "<i4"),
+            )
+        )
+
+    def _place(self, rank: int, columns: Columns) -> Array:
+        """The global row of each of a rank's tensors; a name that means something else is refused."""
+        rows, place = self._rows, np.zeros(len(columns.names), np.int64)
+        dtypes, kinds, ndims = columns.dtype.tolist(), columns.kind.tolist(), columns.ndim.tolist()
+        shapes = columns.shape.tolist()
+        for at, name in enumerate(columns.names):
+            shape = tuple(shapes[at][len(shapes[at]) - ndims[at] :])
+            row = rows.setdefault(name, len(self._dtype))
+            if row == len(self._dtype):
+                self._dtype.append(dtypes[at])
+                self._kind.append(kinds[at])
+                self._shape.append(shape)
+                self._rank.append(rank)
+            elif (self._dtype[row], self._kind[row], self._shape[row]) != (dtypes[at], kinds[at], shape):
+                raise disagreement(
+                    name,
+                    self._rank[row],
+                    what(self._kind[row], self._dtype[row], self._shape[row]),
+                    rank,
+                    what(kinds[at], dtypes[at], shape),
+                )
+            place[at] = row
+        return place
+
+    def finish(self, tick: Callable[[], None] = lambda: None) -> Columns:
+        """All checks, then the columns, sorted by name and box."""
+        names = np.asarray(list(self._rows), dtype=object)
+        by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
+        rank_of_row = np.empty(len(names), np.int64)
+        rank_of_row[by_name] = np.arange(len(names))
+        sorted_names = [str(name) for name in names[by_name]]
+        tick()
+
+        joined = self._join(rank_of_row)
+        tick()
+        shapes = np.ones((len(names), self._dims), "<i8")
+        for row, shape in enumerate(self._shape):
+            if shape:
+                shapes[row, self._dims - len(shape) :] = shape
+        shapes = shapes[by_name]
+        ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
+        check_coverage(sorted_names, shapes, ndim, joined)
+        tick()
+
+        # Rows in order: by tensor, then by where the box begins.
+        order = np.lexsort((*joined.offset.T[::-1], joined.tensor))
+        counts = joined.digest_count[order]
+        begin = (np.cumsum(joined.digest_count) - joined.digest_count)[order]
+        gather = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        tick()
+        check_witnesses(sorted_names, joined)
+        tick()
+        kinds = np.asarray(self._kind, "u1")[by_name]
+        return Columns(
+            names=sorted_names,
+            dtype=np.asarray(self._dtype, "u1")[by_name],
+            kind=kinds,
+            ndim=ndim,
+            shape=shapes,
+            chunk_end=np.cumsum(np.bincount(joined.tensor, minlength=len(names)), dtype="<i8"),
+            offset=joined.offset[order],
+            size=joined.size[order],
+            file=joined.file[order].astype("<i4"),
+            position=joined.position[order],
+            block=joined.block[order],
+            digest_end=np.cumsum(counts, dtype="<i8"),
+            digests=joined.digests[gather],
+            file_names=self._file_names,
+            file_size=np.asarray(self._file_size, "<i8"),
+            file_rank=np.asarray(self._file_rank, "<i4"),
+            witness_offset=np.zeros((0, self._dims), "<i8"),
+            witness_size=np.zeros((0, self._dims), "<i8"),
+        )
+
+    def _join(self, renumber: Array) -> _Part:
+        """All parts as one, with tensor rows in sorted order and boxes padded alike. Frees the parts."""
+        parts, self._parts = self._parts, []
+
+        def wide(name: str, fill: int) -> Array:
+            total = sum(len(getattr(part, name)) for part in parts)
+            out = np.full((total, self._dims), fill, "<i8")
+            at = 0
+            for part in parts:
+                value = getattr(part, name)
+                out[at : at + len(value), self._dims - value.shape[1] :] = value
+                at += len(value)
+            return out
+
+        def flat(name: str) -> Array:
+            empty = np.zeros(0, "<u8" if "digest" in name and "count" not in name else "<i8")
+            return np.concatenate([getattr(part, name) for part in parts]) if parts else empty
+
+        found = {}
+        for name in _Part._fields:
+            box = name.endswith(("offset", "size"))
+            found[name] = wide(name, 0 if name.endswith("offset") else 1) if box else flat(name)
+        found["tensor"] = renumber[found["tensor"]]
+        found["witness_tensor"] = renumber[found["witness_tensor"]]
+        return _Part(**found)
+
+
+def what(kind: int, dtype: int, shape: tuple[int, ...]) -> str:
+    """`float32[4, 8]`, or `an object of 12 bytes`."""
+    if kind == OBJECT:
+        return f"an {KINDS[kind]} of {shape[0]} bytes"
+    return f"{DTYPES[dtype].name}{list(shape)}"
+
+
+def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -> ReplicaMismatch:
+    return ReplicaMismatch(
+        f"Ranks disagree on {name!r}: rank {rank} holds {held}, rank {other} {other_held}.",
+        rank=other,
+        hint=DECLARE,
+        details={"tensor": name, "ranks": [rank, other]},
+    )
+
+
+def check_coverage(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
+    """Every tensor is tiled exactly once, or the first fault with its place and ranks."""
+    problem = first_problem(shapes, rows.tensor, rows.offset, rows.size)
+    if problem is None:
+        return
+    name, dims = names[problem.tensor], int(ndim[problem.tensor])
+    mine = np.flatnonzero(rows.tensor == problem.tensor)
+    ranks = sorted(set(rows.rank[mine].tolist()))
+    place = unpad(np.asarray(problem.place), dims)
+    shape = unpad(shapes[problem.tensor], dims)
+    at = f"from index {list(place)} on" if dims else "its one element"
+    sentence, guilty = _say(problem, rows, mine, ranks, at)
+    raise CoverageError(
+        f"Tensor {name!r} of shape {list(shape)} {sentence}.",
+        rank=guilty,
+        hint="Check the offsets, global shapes and replica counts that these ranks declare, and that every rank "
+        "which holds a part takes part in the save.",
+        details={"tensor": name, "kind": problem.kind, "place": list(place), "ranks": ranks[:64]},
+    )
+
+
+def _say(problem: Problem, rows: _Part, mine: Array, ranks: list[int], at: str) -> tuple[str, int | None]:
+    listed = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
+    if problem.kind == "gap":
+        seen = sorted(set(rows.witness_rank[rows.witness_tensor == problem.tensor].tolist()))
+        holders = f"; ranks {', '.join(map(str, seen[:8]))} say they hold copies" if seen else ""
+        wrote = f"ranks {listed} wrote the rest" if ranks else "no rank wrote any of it"
+        return f"is not covered: {at} no rank wrote it, {wrote}{holders}", None
+    place = np.asarray(problem.place)
+    inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]
+    if problem.kind == "overlap":
+        twice = sorted(set(rows.rank[inside].tolist()))
+        who = ", ".join(map(str, twice[:8]))
+        return f"is covered twice: {at} ranks {who} wrote it" if len(twice) > 1 else f"is covered twice {at} by rank {who}", (
+            twice[0] if twice else None
+        )
+    rank = int(rows.rank[problem.chunk])
+    return f"has a shard of rank {rank} that lies outside it, at {list(problem.place)}", rank
+
+
+def _keys(tensor: Array, offset: Array, size: Array) -> Array:
+    """A 64-bit number per box, equal for equal boxes."""
+    with np.errstate(over="ignore"):
+        key = tensor.astype("<u8") * _MIX
+        for column in (*offset.T, *size.T):
+            key = (key ^ (key >> np.uint64(29))) * _MIX + column.astype("<u8")
+    return key
+
+
+def check_witnesses(names: list[str], rows: _Part) -> None:
+    """What replicas hold must be what was written."""
+    if not len(rows.witness_tensor):
+        return
+    keys = _keys(rows.tensor, rows.offset, rows.size)
+    order = np.argsort(keys)
+    wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
+    at = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
+    chunk = order[at] if len(order) else at
+    known = keys[chunk] == wanted if len(keys) else np.zeros(len(wanted), bool)
+    begin = np.cumsum(rows.digest_count) - rows.digest_count
+    part = np.flatnonzero(known & (rows.witness_block >= 0))
+    block = np.minimum(rows.witness_block[part], rows.digest_count[chunk[part]] - 1)
+    differ = part[rows.digests[begin[chunk[part]] + block] != rows.witness_digest[part]].tolist()
+    whole: dict[int, int] = {}
+    for row in np.flatnonzero(known & (rows.witness_block < 0)).tolist():
+        of = int(chunk[row])
+        if of not in whole:
+            whole[of] = digest_many(rows.digests[begin[of] : begin[of] + rows.digest_count[of]])
+        if whole[of] != int(rows.witness_digest[row]):
+            differ.append(row)
+    if not differ:
+        return
+    first = min(differ, key=lambda row: (names[int(rows.witness_tensor[row])], int(rows.witness_rank[row])))
+    tensor, writer = int(rows.witness_tensor[first]), int(rows.rank[chunk[first]])
+    others = sorted({int(rows.witness_rank[row]) for row in differ if int(rows.witness_tensor[row]) == tensor})
+    tensors = sorted({names[int(rows.witness_tensor[row])] for row in differ})
+    more = f" ({len(tensors)} such names, also {', '.join(map(repr, tensors[1:4]))})" if len(tensors) > 1 else ""
+    raise ReplicaMismatch(
+        f"Under the one name {names[tensor]!r} rank {writer} and rank{'s' if len(others) > 1 else ''} "
+        f"{', '.join(map(str, others[:8]))} hold different bytes{more}; saving one of them would lose the others.",
+        rank=others[0],
+        hint=DECLARE,
+        details={"tensor": names[tensor], "ranks": [writer, *others[:64]], "tensors": tensors[:10]},
+    )
+
+
+def check_vanished(names: Iterable[str], before: Iterable[str], whose: str, wrote: Callable[[str], list[int]]) -> None:
+    """Every name of `before` must still be there."""
+    now = set(names)
+    gone = sorted(name for name in before if name not in now)
+    if not gone:
+        return
+    shown = "; ".join(
+        f"{name!r}" + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if (ranks := wrote(name)) else "")
+        for name in gone[:10]
+    )
+    near = get_close_matches(gone[0], now, 1)
+    ranks = wrote(gone[0])
+    raise Vanished(
+        f"{len(gone)} name{'s' if len(gone) > 1 else ''} that {whose} has {'are' if len(gone) > 1 else 'is'} not in this save: "
+        f"{shown}{'; and more' if len(gone) > 10 else ''}.",
+        rank=ranks[0] if ranks else None,
+        hint=(f"The nearest name that is there is {near[0]!r}. " if near else "")
+        + "If they were removed on purpose, say so: expected=None.",
+        details={"names": gone[:100]},
+    )

@@ -1,0 +1,115 @@
+"""Which bytes of which chunks a rank needs: box intersection, never every pair. Pure.
+
+For each tensor the wanted boxes are joined with the stored ones. Few boxes are compared
+directly. Many are joined through a grid: an axis on which the stored boxes' intervals are
+equal or disjoint gives each box an interval number, the numbers of all such axes make a key, and
+a wanted box looks up just the keys that it covers. Axes that are not like that are filtered
+afterwards; if there is none that is, a sweep along the axis that leaves the fewest candidates is used.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.format.index import Array
+
+_DIRECT = 32
+"""Compare all pairs of a tensor while they are at most this many times its boxes."""
+
+
+class Overlaps(NamedTuple):
+    """Pairs of a wanted box and a stored chunk that share elements."""
+
+    wanted: Array
+    chunk: Array
+    offset: Array
+    """Global indices of the common box."""
+    size: Array
+
+
+def overlaps(
+    tensors: int,
+    wanted_tensor: Array,
+    wanted_offset: Array,
+    wanted_size: Array,
+    chunk_tensor: Array,
+    chunk_offset: Array,
+    chunk_size: Array,
+) -> Overlaps:
+    """All pairs that intersect, ordered by chunk. Boxes are padded alike; `*_tensor` ascend for chunks."""
+    begin = np.searchsorted(chunk_tensor, np.arange(tensors))
+    end = np.searchsorted(chunk_tensor, np.arange(tensors), side="right")
+    chunks_of = end - begin
+    wanted_of = np.bincount(wanted_tensor, minlength=tensors)
+    heavy = chunks_of * wanted_of > _DIRECT * (chunks_of + wanted_of)
+    light = np.flatnonzero(~heavy[wanted_tensor])
+    counts = chunks_of[wanted_tensor[light]]
+    lists = [(np.repeat(light, counts), _ranges(begin[wanted_tensor[light]], counts))]
+    for tensor in np.flatnonzero(heavy).tolist():
+        mine = np.flatnonzero(wanted_tensor == tensor)
+        theirs = np.arange(begin[tensor], end[tensor])
+        w, c = _join(wanted_offset[mine], wanted_size[mine], chunk_offset[theirs], chunk_size[theirs])
+        lists.append((mine[w], theirs[c]))
+    wanted = np.concatenate([pair[0] for pair in lists])
+    chunk = np.concatenate([pair[1] for pair in lists])
+    low = np.maximum(wanted_offset[wanted], chunk_offset[chunk])
+    high = np.minimum(wanted_offset[wanted] + wanted_size[wanted], chunk_offset[chunk] + chunk_size[chunk])
+    hit = np.flatnonzero((low < high).all(axis=1))
+    hit = hit[np.argsort(chunk[hit], kind="stable")]
+    return Overlaps(wanted[hit], chunk[hit], low[hit], (high - low)[hit])
+
+
+def _ranges(begin: Array, counts: Array) -> Array:
+    """begin[0], begin[0]+1, … counts[0] of them, then the next."""
+    return np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+
+
+def _join(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
+    """Candidate pairs of one tensor; a superset of those that intersect, and not much larger."""
+    key = np.zeros(len(co), np.int64)
+    cells_key = np.zeros(len(wo), np.int64)
+    owner = np.arange(len(wo))
+    used = False
+    for axis in range(co.shape[1]):
+        starts, number = np.unique(co[:, axis], return_inverse=True)
+        if len(starts) < 2:
+            continue
+        stops = np.zeros(len(starts), np.int64)
+        np.maximum.at(stops, number, co[:, axis] + cs[:, axis])
+        if (co[:, axis] + cs[:, axis] != stops[number]).any() or (stops[:-1] > starts[1:]).any():
+            continue
+        low = np.searchsorted(stops, wo[owner, axis], side="right")
+        high = np.searchsorted(starts, (wo + ws)[owner, axis], side="left")
+        counts = np.maximum(high - low, 0)
+        if int(counts.sum()) > 4 * (len(co) + len(wo)) + len(owner):
+            continue  # a wanted box that spans a sparse grid: leave this axis to the filter
+        owner = np.repeat(owner, counts)
+        cells_key = np.repeat(cells_key, counts) * len(starts) + _ranges(low, counts)
+        key = key * len(starts) + number
+        used = True
+    if not used:
+        return _sweep(wo, ws, co, cs)
+    order = np.argsort(key, kind="stable")
+    left = np.searchsorted(key[order], cells_key, side="left")
+    right = np.searchsorted(key[order], cells_key, side="right")
+    counts = right - left
+    return np.repeat(owner, counts), order[_ranges(left, counts)]
+
+
+def _sweep(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
+    """Candidates by one axis: stored boxes that begin before the wanted one ends, and not too early."""
+    best: tuple[int, Array, Array, Array] | None = None
+    for axis in range(co.shape[1]):
+        order = np.argsort(co[:, axis], kind="stable")
+        starts = co[order, axis]
+        reach = int(cs[:, axis].max(initial=0))
+        left = np.searchsorted(starts, wo[:, axis] - reach, side="right")
+        right = np.searchsorted(starts, wo[:, axis] + ws[:, axis], side="left")
+        counts = np.maximum(right - left, 0)
+        if best is None or int(counts.sum()) < best[0]:
+            best = int(counts.sum()), order, left, counts
+    assert best is not None
+    _, order, left, counts = best
+    return np.repeat(np.arange(len(wo)), counts), order[_ranges(left, counts)]

@@ -1,0 +1,55 @@
+"""The message seam: small JSON messages under keys that all ranks see. This is all of it.
+
+A key is written once, or by one rank only, but for `claim`, the one operation that decides. A
+roster never interprets what it carries, and nothing received is ever unpickled. When the
+place that keeps the messages is gone, every method raises `RosterLost`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.errors import RosterLost
+
+Message = dict[str, Any]
+
+
+class Roster(Protocol):
+    """Which ranks there are, and what they say."""
+
+    rank: int
+    world_size: int
+
+    def put(self, key: str, message: Message) -> None: ...
+
+    def get(self, keys: Sequence[str]) -> list[Message | None]:
+        """The messages that are there now; None for each that is not. Never waits."""
+        ...
+
+    def claim(self, key: str, message: Message) -> Message:
+        """Put the message unless one stands there already; returns the one that stands. Atomic."""
+        ...
+
+    def wait(self, key: str, seconds: float) -> bool:
+        """Until the key is there, at most so long (a real clock's seconds)."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None: ...
+
+    def second(self) -> Roster:
+        """Another client of the same messages, so that one thread's wait holds no other up."""
+        ...
+
+
+def encode(message: Message) -> bytes:
+    return msgspec.json.encode(message)
+
+
+def decode(data: bytes, key: str) -> Message:
+    try:
+        return msgspec.json.decode(data, type=dict[str, Any])
+    except (msgspec.DecodeError, ValueError) as error:
+        raise RosterLost(f"The message {key!r} is not what a rank of Holdfast writes ({error}).") from None

@@ -1,0 +1,52 @@
+"""A roster inside one process: ranks as threads in tests, and the world of one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from holdfast.roster.base import Message, decode, encode
+
+
+class Board:
+    """The messages that the ranks of one world share."""
+
+    def __init__(self) -> None:
+        self.messages: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+
+
+class MemoryRoster:
+    """One rank's view of a board."""
+
+    def __init__(self, rank: int = 0, world_size: int = 1, board: Board | None = None) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.board = board or Board()
+
+    def put(self, key: str, message: Message) -> None:
+        with self.board.changed:
+            self.board.messages[key] = encode(message)
+            self.board.changed.notify_all()
+
+    def get(self, keys: Sequence[str]) -> list[Message | None]:
+        with self.board.changed:
+            found = [self.board.messages.get(key) for key in keys]
+        return [None if data is None else decode(data, key) for key, data in zip(keys, found, strict=True)]
+
+    def claim(self, key: str, message: Message) -> Message:
+        with self.board.changed:
+            standing = self.board.messages.setdefault(key, encode(message))
+            self.board.changed.notify_all()
+        return decode(standing, key)
+
+    def wait(self, key: str, seconds: float) -> bool:
+        with self.board.changed:
+            return self.board.changed.wait_for(lambda: key in self.board.messages, seconds)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with self.board.changed:
+            for key in keys:
+                self.board.messages.pop(key, None)
+
+    def second(self) -> MemoryRoster:
+        return self

@@ -1,0 +1,128 @@
+"""Who a rank is and where it is: one message a rank, refreshed by a beat while it works.
+
+`at/<rank>` says host, pid, operation, phase, bytes moved so far, and whether the rank works or
+waits. That is what an error quotes about a rank that is missing. A beat comes from a thread of
+its own with a client of its own, so it goes on while the rank is deep in a system call; a rank
+that is stopped or gone falls silent. On one host a process that has ended is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+
+from holdfast.errors import RankInfo, RosterLost
+from holdfast.roster.base import Message, Roster
+
+
+def at_key(rank: int) -> str:
+    return f"at/{rank}"
+
+
+def _read(path: str) -> str:
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+        return file.read().strip()
+    return ""
+
+
+def _started(pid: int) -> str:
+    """A process's start time in clock ticks; tells a reused pid from the old one. '' if gone."""
+    stat = _read(f"/proc/{pid}/stat")
+    fields = stat.rpartition(")")[2].split()
+    return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
+
+
+def _machine() -> str:
+    """Equal for two processes that can see each other's pids."""
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
+
+
+class Identity:
+    """What does not change while the process lives."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.pid = rank, os.getpid()
+        self.host, self.machine, self.started = socket.gethostname(), _machine(), _started(os.getpid())
+
+    def alive(self, message: Message) -> bool | None:
+        """Is the process behind a message alive? None where that can't be seen from here."""
+        if not self.started or message.get("machine") != self.machine:
+            return None
+        return _started(int(message.get("pid", 0))) == message.get("started")
+
+
+def describe(rank: int, message: Message | None, note: str = "") -> RankInfo:
+    """A presence message as an error quotes it."""
+    if message is None:
+        return RankInfo(rank, note=note)
+    since = max(0.0, time.time() - float(message.get("wall", 0.0)))
+    return RankInfo(
+        rank, str(message.get("host", "")), int(message.get("pid", 0)), str(message.get("phase", "")), round(since, 2), note
+    )
+
+
+class Presence:
+    """This rank's message: changed by the operation, sent by a beat."""
+
+    def __init__(self, roster: Roster, operation: str, title: str, interval: float) -> None:
+        self.identity = Identity(roster.rank)
+        self.operation, self.title = operation, title
+        self.phase, self.waiting, self.progress = "entered", False, 0
+        self._roster, self._interval = roster, interval
+        self._beats = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.watched: str | None = None
+        self.seen: Message | None = None
+        """The message under `watched`, once the beat has found it."""
+        self.noticed = threading.Event()
+
+    def message(self) -> Message:
+        who = self.identity
+        return {
+            "rank": who.rank,
+            "host": who.host,
+            "pid": who.pid,
+            "machine": who.machine,
+            "started": who.started,
+            "operation": self.operation,
+            "phase": f"{self.title}: {self.phase}",
+            "waiting": self.waiting,
+            "progress": self.progress,
+            "beat": self._beats,
+            "wall": time.time(),
+        }
+
+    def send(self) -> None:
+        self._beats += 1
+        self._roster.put(at_key(self.identity.rank), self.message())
+
+    def start(self, watched: str) -> None:
+        """Begin to beat, and to look for a message under `watched` (the operation's outcome)."""
+        self.watched = watched
+        self._thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
+        self._thread.start()
+
+    def _beat(self) -> None:
+        try:
+            client = self._roster.second()
+            while not self._stop.wait(self._interval):
+                self._beats += 1
+                client.put(at_key(self.identity.rank), self.message())
+                if self.watched and not self.noticed.is_set():
+                    self.seen = client.get([self.watched])[0]
+                    if self.seen is not None:
+                        self.noticed.set()
+        except RosterLost:
+            return  # the operation itself meets the same loss and says so
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)

@@ -1,0 +1,105 @@
+"""The roster over `torch.distributed`'s own key-value store: TCPStore under any launcher.
+
+The store is the one that the default process group was started with, so there is nothing to
+set up; its keys get a prefix of ours. We use clients of our own (`clone`), because one client
+serialises its calls and a wait would hold the training's own use up.
+
+Torch's private names that Holdfast touches stand in this file only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.errors import BadInput, RosterLost
+from holdfast.options import read_environment
+from holdfast.roster.base import Message, decode, encode
+
+
+
+def default_store() -> Any:
+    """The default process group's store (private in torch up to 2.13, hence the guard)."""
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    if getter is None:
+        raise BadInput(
+            "This torch has no accessible default store.",
+            hint="Pass roster=TorchRoster(store, rank, world_size) with a store of your own.",
+        )
+    return getter()
+
+
+class TorchRoster:
+    """One client of a `torch.distributed.Store`."""
+
+    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
+        base = default_store() if store is None else store
+        self._parent = base
+        self._prefix = f"holdfast/{read_environment().incarnation}/"
+        with _Reachable("opening a client"):
+            self._store = base.clone()
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world_size = dist.get_world_size() if world_size is None else world_size
+
+    def put(self, key: str, message: Message) -> None:
+        with _Reachable(f"writing {key!r}"):
+            self._store.set(self._prefix + key, encode(message))
+
+    def get(self, keys: Sequence[str]) -> list[Message | None]:
+        with _Reachable("reading"):
+            names = [self._prefix + key for key in keys]
+            if len(names) > 1 and self._store.check(names):  # one round trip when all are there
+                found: list[bytes | None] = list(self._store.multi_get(names))
+            else:
+                found = [self._store.get(name) if self._store.check([name]) else None for name in names]
+        return [None if data is None else decode(data, key) for key, data in zip(keys, found, strict=True)]
+
+    def claim(self, key: str, message: Message) -> Message:
+        with _Reachable(f"claiming {key!r}"):
+            return decode(self._store.compare_set(self._prefix + key, "", encode(message).decode()), key)
+
+    def wait(self, key: str, seconds: float) -> bool:
+        try:
+            with _Reachable(f"waiting for {key!r}"):
+                self._store.wait([self._prefix + key], timedelta(seconds=max(seconds, 0.001)))
+            return True
+        except RosterLost as error:
+            if error.details.get("timeout"):
+                return False
+            raise
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with suppress(Exception):  # tidying; a store that can't delete keeps a few hundred bytes
+            for key in keys:
+                self._store.delete_key(self._prefix + key)
+
+    def second(self) -> TorchRoster:
+        return TorchRoster(self._parent, self.rank, self.world_size)
+
+
+class _Reachable:
+    """Turns the store's exceptions into RosterLost; a wait's time-out is marked as such."""
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, RuntimeError | ValueError):
+            return
+        text = str(error).split("\n")[0]
+        timeout = isinstance(error, dist.DistStoreError) and ("timeout" in text.lower() or "timed out" in text.lower())
+        raise RosterLost(
+            f"The message store can't be reached ({self._doing}: {text[:200]}).",
+            hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first error.",
+            details={"timeout": timeout},
+        ) from None
+

@@ -1,0 +1,116 @@
+"""The byte seam: what Holdfast asks of a place that keeps files. This is all of it.
+
+A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a
+`StorageError` that says which file and why; a missing file is `NotFound`. The promises that the
+protocol rests on, checked for any implementation by `holdfast.testing.StoreContract`:
+
+- what `Writer.finish` returned from is durable, the name of the file included;
+- `publish` is atomic: a reader, or the next boot, sees the old bytes, or the new ones, whole;
+- of several `publish` calls that replace the same thing, one wins and the others get `Conflict`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from holdfast.errors import BadInput, StorageError
+from holdfast.buffers import Buffer
+
+TAIL = 16
+"""Bytes at the end of a published file that tell one version of it from another."""
+
+
+class NotFound(StorageError):
+    """No such file."""
+
+
+class Reader(Protocol):
+    """An open file. Safe to use from several threads at once."""
+
+    size: int
+
+    def read(self, start: int, length: int) -> bytes:
+        """Those bytes, or fewer at the end of the file."""
+        ...
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Fill writable buffers one after the other from `start`; returns the bytes read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """A new file that nobody sees as complete yet. Safe to use from several threads at once."""
+
+    def write_at(self, start: int, buffers: Sequence[Buffer]) -> None: ...
+
+    def finish(self) -> None:
+        """Make content and name durable, then close. After a failure the file is abandoned: never retry."""
+        ...
+
+    def discard(self) -> None:
+        """Close and delete. Never raises."""
+        ...
+
+
+class Store(Protocol):
+    """A folder of files."""
+
+    url: str
+
+    def open(self, path: str) -> Reader: ...
+
+    def create(self, path: str) -> Writer:
+        """A new file; one that exists already is a `StorageError`, not overwritten."""
+        ...
+
+    def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
+        """Put a small file in place at once. `replacing` is the last TAIL bytes of the version
+        it may replace, None if there must be none; otherwise `Conflict`."""
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or a folder that is empty; one that is not there is no error."""
+        ...
+
+    def list(self, folder: str = "") -> list[str]:
+        """Names right inside a folder, sorted; folders end with `/`. A missing folder is empty."""
+        ...
+
+    def child(self, folder: str) -> Store:
+        """The store of a folder inside this one; it need not exist yet."""
+        ...
+
+
+def checked(path: str) -> str:
+    """A relative path that stays inside, or one sentence."""
+    parts = path.split("/")
+    if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
+        raise BadInput(f"{path!r} is not a path inside a store.")
+    return path
+
+
+@contextmanager
+def storage_errors(doing: str, path: str) -> Iterator[None]:
+    """Turn the system's errors into one sentence that names the file."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
+        hints = {
+            errno.ENOSPC: "Free space there, or prune old steps, and save again.",
+            errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+            errno.EROFS: "Choose a folder that can be written to.",
+            errno.EACCES: "Choose a folder that this user can write to.",
+        }
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raised = kind(f"{doing} {path} failed: {reason}.", hint=hints.get(error.errno or 0, ""), details={"errno": error.errno})
+        raised.errno = error.errno
+        raise raised from None

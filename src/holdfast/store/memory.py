@@ -1,0 +1,103 @@
+"""Files in this process's memory: for tests and simulations, with the same promises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from holdfast.errors import Conflict, StorageError
+from holdfast.buffers import Buffer
+from holdfast.store.base import TAIL, NotFound, checked
+
+
+class MemoryReader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.size = len(data)
+
+    def read(self, start: int, length: int) -> bytes:
+        return self._data[start : start + length]
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        at = start
+        for buffer in buffers:
+            view = memoryview(buffer).cast("B")
+            part = self._data[at : at + len(view)]
+            view[: len(part)] = part
+            at += len(part)
+        return at - start
+
+    def close(self) -> None:
+        pass
+
+
+class MemoryWriter:
+    def __init__(self, store: MemoryStore, name: str) -> None:
+        self._store, self._name = store, name
+        self._data = bytearray()
+        self._lock = threading.Lock()
+
+    def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
+        with self._lock:
+            for buffer in buffers:
+                data = bytes(buffer)
+                if len(self._data) < start:
+                    self._data.extend(bytes(start - len(self._data)))
+                self._data[start : start + len(data)] = data
+                start += len(data)
+
+    def finish(self) -> None:
+        self._store.files[self._name] = bytes(self._data)
+
+    def discard(self) -> None:
+        self._store.files.pop(self._name, None)
+
+
+class MemoryStore:
+    """A dict of files; children share it."""
+
+    def __init__(self, files: dict[str, bytes] | None = None, prefix: str = "", lock: threading.Lock | None = None) -> None:
+        self.files: dict[str, bytes] = {} if files is None else files
+        self._prefix = prefix
+        self._lock = lock or threading.Lock()
+        self.url = f"memory:/{prefix}"
+
+    def _full(self, path: str) -> str:
+        return self._prefix + checked(path)
+
+    def open(self, path: str) -> MemoryReader:
+        try:
+            return MemoryReader(self.files[self._full(path)])
+        except KeyError:
+            raise NotFound(f"Opening {self._full(path)} failed: no such file.") from None
+
+    def create(self, path: str) -> MemoryWriter:
+        name = self._full(path)
+        with self._lock:
+            if name in self.files:
+                raise StorageError(f"Creating {name} failed: it exists.")
+            self.files[name] = b""
+        return MemoryWriter(self, name)
+
+    def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
+        name = self._full(path)
+        with self._lock:
+            present = self.files.get(name)
+            if (None if present is None else present[-TAIL:]) != replacing:
+                raise Conflict(f"{name} was put in place by another save since this one began; that one stands.")
+            self.files[name] = bytes(data)
+
+    def delete(self, path: str) -> None:
+        self.files.pop(self._full(path), None)
+
+    def list(self, folder: str = "") -> list[str]:
+        start = self._prefix + (checked(folder) + "/" if folder else "")
+        found = set()
+        for name in list(self.files):
+            if name.startswith(start):
+                head, slash, _ = name[len(start) :].partition("/")
+                found.add(head + slash)
+        return sorted(found)
+
+    def child(self, folder: str) -> MemoryStore:
+        return MemoryStore(self.files, self._full(folder) + "/", self._lock)
