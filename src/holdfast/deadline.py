@@ -37,7 +37,12 @@ REAL_CLOCK = RealClock()
 
 def check_seconds(name: str, value: float) -> float:
     """A positive, finite number of seconds, or one sentence about what was given instead."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise BadInput(f"{name} must be a positive, finite number of seconds, not {value!r}.")
     return float(value)
 

@@ -53,7 +53,7 @@ def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", *
         return
     event = Event(name, rank, step, path, time.time(), fields)
     log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
-    for callback in list(_callbacks):
+    for callback in _callbacks:
         try:
             callback(event)
         except Exception:

@@ -27,7 +27,10 @@ Run = tuple[int, int]
 
 def is_dtensor(value: Any) -> bool:
     """Told by name, so that plain tensors never import torch.distributed.tensor."""
-    return any(base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed") for base in type(value).__mro__)
+    return any(
+        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
+        for base in type(value).__mro__
+    )
 
 
 def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
@@ -98,18 +101,19 @@ def add_dtensor(held: Holding, name: str, value: Any, everyone: tuple[int, ...])
     cuts, replica = _cuts(value, name)
     runs = [local_runs(size, cut) for size, cut in zip(spec.shape, cuts, strict=True)]
     expected = tuple(sum(length for _, length in axis) for axis in runs)
-    if tuple(local.shape) != expected:
-        if local.numel() or all(expected):
-            raise BadInput(
-                f"{name!r}: the local tensor has shape {tuple(local.shape)}, but its placements {value.placements} "
-                f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
-            )
+    if tuple(local.shape) != expected and (local.numel() or all(expected)):
+        raise BadInput(
+            f"{name!r}: the local tensor has shape {tuple(local.shape)}, but its placements {value.placements} "
+            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
+        )
     # Ranks outside the mesh may hold the same DTensor on a mesh of their own: that is settled by asking.
     declared = replica if covers(value.device_mesh, everyone) else None
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
     any_box = False
     for pick in itertools.product(*(range(len(axis)) for axis in runs)):
-        box = Box(tuple(runs[d][i][0] for d, i in enumerate(pick)), tuple(runs[d][i][1] for d, i in enumerate(pick)))
+        box = Box(
+            tuple(runs[d][i][0] for d, i in enumerate(pick)), tuple(runs[d][i][1] for d, i in enumerate(pick))
+        )
         part = local[tuple(slice(starts[d][i], starts[d][i] + runs[d][i][1]) for d, i in enumerate(pick))]
         held.add(spec, box, declared, False, TensorMemory(part.detach()))
         any_box = True

@@ -22,7 +22,12 @@ class TensorMemory:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        direct = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+        direct = (
+            tensor.is_contiguous()
+            and tensor.device.type == "cpu"
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+        )
         self.address = tensor.data_ptr() if direct else 0
 
     def gather(self, box: Box, out: Buffer) -> None:

@@ -73,7 +73,9 @@ def flatten(state: Mapping[Any, Any], rank: int) -> Flat:
     _walk(state, "", lambda value: None, flat, rank)
     seen: dict[str, Leaf] = {}
     for leaf in flat.leaves:
-        if leaf.name in seen and not (isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)):
+        if leaf.name in seen and not (
+            isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
+        ):
             raise BadInput(
                 f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); rename one."
             )
@@ -81,7 +83,9 @@ def flatten(state: Mapping[Any, Any], rank: int) -> Flat:
     return flat
 
 
-def _walk(value: Any, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False) -> None:
+def _walk(
+    value: Any, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False
+) -> None:
     leaves = flat.leaves
     if isinstance(value, torch.Tensor):
         leaves.append(Leaf(name, value, put, private=private))
@@ -138,7 +142,9 @@ def _attribute(holder: PerRank) -> Callable[[Any], None]:
     return put
 
 
-def select(leaves: Sequence[Leaf], include: Sequence[str] | None, exclude: Sequence[str] | None) -> list[Leaf]:
+def select(
+    leaves: Sequence[Leaf], include: Sequence[str] | None, exclude: Sequence[str] | None
+) -> list[Leaf]:
     """The leaves whose names match some pattern of `include` and none of `exclude` (shell patterns).
 
     A pattern that names a subtree takes all of it: `model` matches `model.layers.0.weight`.
@@ -151,7 +157,9 @@ def select(leaves: Sequence[Leaf], include: Sequence[str] | None, exclude: Seque
             continue
         for pattern in patterns:
             if not any(matches(leaf.name, pattern) for leaf in leaves):
-                raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {_first(leaves)!r}.")
+                raise BadInput(
+                    f"{what}: no name in the state matches {pattern!r}; the first is {_first(leaves)!r}."
+                )
         hit = [any(matches(leaf.name, pattern) for pattern in patterns) for leaf in keep]
         keep = [leaf for leaf, yes in zip(keep, hit, strict=True) if yes == (what == "include")]
     return keep
@@ -165,7 +173,9 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
 
 
-def hold(leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False) -> tuple[Holding, list[int]]:
+def hold(
+    leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False
+) -> tuple[Holding, list[int]]:
     """The leaves as shards; the second list says which leaf each row belongs to."""
     held, owner = Holding(rank), []
     alone = len(everyone) == 1

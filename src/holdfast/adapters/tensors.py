@@ -70,7 +70,9 @@ class PerRank:
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise BadInput(f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first.")
+        raise BadInput(
+            f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first."
+        )
     if tensor.device.type == "meta":
         raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(shape))
@@ -84,4 +86,6 @@ def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[in
 
 def add_shard(held: Holding, name: str, shard: Shard) -> None:
     spec = spec_of(name, shard.tensor, shard.global_shape)
-    held.add(spec, Box(shard.offset, tuple(shard.tensor.shape)), shard.replica, False, TensorMemory(shard.tensor))
+    held.add(
+        spec, Box(shard.offset, tuple(shard.tensor.shape)), shard.replica, False, TensorMemory(shard.tensor)
+    )

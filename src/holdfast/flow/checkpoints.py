@@ -109,10 +109,14 @@ class Checkpoints:
         All ranks load the same step. A step that turns out to be damaged is passed over for the
         one before it, with a warning, unless `fallback=False` or a step was named.
         """
-        report = self.restore_report(state, step, include=include, exclude=exclude, strict=strict, fallback=fallback)
+        report = self.restore_report(
+            state, step, include=include, exclude=exclude, strict=strict, fallback=fallback
+        )
         return None if report is None else report.step
 
-    def restore_report(self, state: Mapping[str, Any], step: int | None = None, **how: Any) -> LoadReport | None:
+    def restore_report(
+        self, state: Mapping[str, Any], step: int | None = None, **how: Any
+    ) -> LoadReport | None:
         """`restore`, returning the whole report."""
         fallback = how.pop("fallback", True) and step is None
         roster = find_roster(self._roster, self._no_dist)
@@ -121,19 +125,26 @@ class Checkpoints:
             chosen = step if step is not None else self._agree_on_newest(roster, rejected)
             if chosen is None:
                 if rejected:
-                    raise CorruptCheckpoint(f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}.")
+                    raise CorruptCheckpoint(
+                        f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
+                    )
                 return None
             try:
-                return load_from(self.store.child(step_folder(chosen)), state, roster=roster, **how, **self._who)
+                return load_from(
+                    self.store.child(step_folder(chosen)), state, roster=roster, **how, **self._who
+                )
             except CorruptCheckpoint as error:
                 if not fallback:
                     raise
                 log.warning("Step %d is damaged and passed over for the one before it: %s", chosen, error)
-                events.emit("load.rejected", rank=roster.rank, step=chosen, path=self.store.url, reason=str(error))
+                events.emit(
+                    "load.rejected", rank=roster.rank, step=chosen, path=self.store.url, reason=str(error)
+                )
                 rejected = (*rejected, chosen)
 
     def _agree_on_newest(self, roster: Roster, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
+
         def newest() -> int | None:
             found = [step for step in committed_steps(self.store) if step not in rejected]
             return found[-1] if found else None

@@ -10,7 +10,14 @@ from importlib.metadata import version
 from typing import Any
 
 from holdfast.deadline import Deadline
-from holdfast.errors import CommitUnconfirmed, Conflict, CorruptCheckpoint, HoldfastError, SaveFailed, StorageError
+from holdfast.errors import (
+    CommitUnconfirmed,
+    Conflict,
+    CorruptCheckpoint,
+    HoldfastError,
+    SaveFailed,
+    StorageError,
+)
 from holdfast.flow.write import WrittenFile
 from holdfast.format.container import safe_data_name
 from holdfast.format.index import Columns, Index, encode
@@ -97,12 +104,16 @@ class Commit:
             for raw in written[rank]["files"]:
                 file = WrittenFile(*raw)
                 if not safe_data_name(file.name):
-                    raise SaveFailed(f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank)
+                    raise SaveFailed(
+                        f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
+                    )
                 merger.add(rank, self._read_back(rank, file))
                 self.tick()
         columns = merger.finish(self.tick)
         if self.expected is not None:
-            check_vanished(columns.names, filter(self.keep_name, self.expected), self.expected_from, self.last_writer)
+            check_vanished(
+                columns.names, filter(self.keep_name, self.expected), self.expected_from, self.last_writer
+            )
         self.tick()
         if not columns.names:
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")

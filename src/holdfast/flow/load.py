@@ -16,8 +16,8 @@ from holdfast.adapters.memory import BytesMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
 from holdfast.errors import HoldfastError, LoadFailed, MissingTensors, NotCommitted, ShapeMismatch
 from holdfast.flow.commit import open_index
-from holdfast.flow.protocol import LOAD_TRANSITIONS, load_steps
 from holdfast.flow.operation import Operation, read_state
+from holdfast.flow.protocol import LOAD_TRANSITIONS, load_steps
 from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.world import find_roster, the_place
 from holdfast.format import objects
@@ -100,10 +100,21 @@ class _Work:
             self._take(held, row, columns, int(position[place]))
         plan = plan_read(held, position, columns, index.where)
         self.needed = plan.bytes_needed
-        read = read_into(self.store, held, columns, plan, self.options.writer_threads, lambda moved: self.operation.progress(moved, self.needed))
+        read = read_into(
+            self.store,
+            held,
+            columns,
+            plan,
+            self.options.writer_threads,
+            lambda moved: self.operation.progress(moved, self.needed),
+        )
         self.bytes_read = read + index.bytes_read
         self.filled = wanted
-        self.sizes = {owner: held.specs[place].shape[0] for place, owner in enumerate(wanted) if held.specs[place].kind == OBJECT}
+        self.sizes = {
+            owner: held.specs[place].shape[0]
+            for place, owner in enumerate(wanted)
+            if held.specs[place].kind == OBJECT
+        }
         return {"bytes": self.bytes_read}
 
     def _same_version(self, identity: str) -> Index:
@@ -125,11 +136,18 @@ class _Work:
     def _check_missing(self, rows: Any, index: Index) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.held)) if rows[row] < 0]
-        names = list(dict.fromkeys(self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional))
+        names = list(
+            dict.fromkeys(
+                self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional
+            )
+        )
         if names and self.strict:
             have = index.names()
             near = {name: get_close_matches(name, have, 1) for name in names[:10]}
-            shown = "; ".join(f"{name!r}" + (f" (nearest: {found[0]!r})" if (found := near[name]) else "") for name in names[:10])
+            shown = "; ".join(
+                f"{name!r}" + (f" (nearest: {found[0]!r})" if (found := near[name]) else "")
+                for name in names[:10]
+            )
             raise MissingTensors(
                 f"{self.store.url} does not hold {len(names)} of the names in the state: {shown}{'; and more' if len(names) > 10 else ''}.",
                 hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass strict=False to keep "
@@ -152,7 +170,9 @@ class _Work:
         if spec.kind != kind or spec.shape != shape or spec.dtype != int(columns.dtype[tensor]):
             raise ShapeMismatch(
                 f"{spec.name!r}: the checkpoint holds {stored}, the state wants {describe(spec)}.",
-                hint=f"{KINDS[kind]} and {KINDS[spec.kind]} can't be exchanged." if spec.kind != kind else "Build the model as it was saved, or leave this name out with exclude=.",
+                hint=f"{KINDS[kind]} and {KINDS[spec.kind]} can't be exchanged."
+                if spec.kind != kind
+                else "Build the model as it was saved, or leave this name out with exclude=.",
                 details={"tensor": spec.name},
             )
         held.add(spec, self.held.boxes[row], (0, 1), False, memory)
@@ -167,7 +187,9 @@ class _Work:
                 try:
                     leaf.put(value)
                 except TypeError:
-                    raise LoadFailed(f"{leaf.name!r} stands in a tuple, which can't be filled in place; use a list.") from None
+                    raise LoadFailed(
+                        f"{leaf.name!r} stands in a tuple, which can't be filled in place; use a list."
+                    ) from None
 
 
 def load(
@@ -254,6 +276,11 @@ def load_from(
         finish()
     step = work.index.about.get("step") if work.index is not None else None
     return LoadReport(
-        store.url, step, len(set(work.filled)), work.needed, work.bytes_read, operation.seconds(), tuple(work.missing)
+        store.url,
+        step,
+        len(set(work.filled)),
+        work.needed,
+        work.bytes_read,
+        operation.seconds(),
+        tuple(work.missing),
     )
-

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 from holdfast import events
@@ -104,7 +105,7 @@ class Operation:
     def phases(self) -> dict[str, float]:
         """Seconds spent in each phase so far."""
         marks = [*self.clocks.items(), ("", time.monotonic())]
-        return {name: round(after - start, 6) for (name, start), (_, after) in zip(marks, marks[1:], strict=False)}
+        return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
 
 
 def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
@@ -132,6 +133,15 @@ def agree(
 ) -> Any:
     """The lowest participant's answer, a JSON value, on every participant."""
     operation = Operation(
-        "choice", title, place, None, roster, participants, process_group, timeout, stall_timeout, CHOICE_TRANSITIONS
+        "choice",
+        title,
+        place,
+        None,
+        roster,
+        participants,
+        process_group,
+        timeout,
+        stall_timeout,
+        CHOICE_TRANSITIONS,
     )
     return operation.run(lambda: choice_steps(operation.at, choose))

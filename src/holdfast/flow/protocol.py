@@ -26,6 +26,7 @@ to all (n^2), deciding by majority (a checkpoint needs every rank's bytes).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -428,10 +429,10 @@ def _publish(at: Context, work: SaveWork) -> Steps:
             raise
         at.enter("failed")
         raise _Settled(error) from None
-    try:
+    with suppress(
+        RosterLost
+    ):  # the index is there: that is what committed means, and the others will find it
         yield Put(at.final, final)
-    except RosterLost:
-        pass  # the index is there: that is what committed means, and the others will find it
     at.enter("committed")
     return final
 
@@ -456,7 +457,9 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
     error.phase = error.phase or at.phase
     at.on_wait(False)
     try:
-        standing = yield Claim(at.outcome, {"state": "abandoned", "rank": at.rank, "error": error.to_message()})
+        standing = yield Claim(
+            at.outcome, {"state": "abandoned", "rank": at.rank, "error": error.to_message()}
+        )
     except RosterLost:
         at.enter("failed")
         return error
@@ -551,7 +554,9 @@ class _Watch:
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         at = self.at
-        shown = "; ".join(str(info) for info in infos[:8]) + (f"; and {len(infos) - 8} more" if len(infos) > 8 else "")
+        shown = "; ".join(str(info) for info in infos[:8]) + (
+            f"; and {len(infos) - 8} more" if len(infos) > 8 else ""
+        )
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         waited = at.deadline.elapsed()
         return kind(

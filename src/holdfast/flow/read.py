@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,11 @@ def plan_read(held: Holding, rows: Array, columns: Columns, where: str) -> ReadP
     """
     tables = held.tables()
     dims = max(tables.dims, columns.dims)
-    shape, offset, size = _widen(columns.shape, dims, 1), _widen(columns.offset, dims, 0), _widen(columns.size, dims, 1)
+    shape, offset, size = (
+        _widen(columns.shape, dims, 1),
+        _widen(columns.offset, dims, 0),
+        _widen(columns.size, dims, 1),
+    )
     tensor = columns.tensor_of_chunk()
     problem = first_problem(shape, tensor, offset, size)
     if problem is not None:
@@ -57,7 +62,13 @@ def plan_read(held: Holding, rows: Array, columns: Columns, where: str) -> ReadP
             details={"tensor": name},
         )
     found = overlaps(
-        len(columns.names), rows, _widen(tables.offset, dims, 0), _widen(tables.size, dims, 1), tensor, offset, size
+        len(columns.names),
+        rows,
+        _widen(tables.offset, dims, 0),
+        _widen(tables.size, dims, 1),
+        tensor,
+        offset,
+        size,
     )
     volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
     return ReadPlan(found, int((volume * tables.itemsize[found.wanted]).sum()))
@@ -128,7 +139,7 @@ class _Job:
         cuts = np.searchsorted(before, np.linspace(0, before[-1], 4 * threads + 1)[1:-1])
         edges = np.unique(np.concatenate([[0], cuts, [len(chunks)]])).tolist()
         with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
-            parts = [pool.submit(self._some, reader, name, chunks[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+            parts = [pool.submit(self._some, reader, name, chunks[a:b]) for a, b in pairwise(edges)]
             return sum(part.result() for part in parts)
 
     def _some(self, reader: Reader, name: str, chunks: Array) -> int:
@@ -138,7 +149,9 @@ class _Job:
         for chunk in chunks.tolist():
             for block in self._blocks(chunk):
                 if batch and (
-                    size >= BATCH or len(batch) >= BATCH_BUFFERS or batch[-1].position + batch[-1].length != block.position
+                    size >= BATCH
+                    or len(batch) >= BATCH_BUFFERS
+                    or batch[-1].position + batch[-1].length != block.position
                 ):
                     total += self._flush(reader, name, batch)
                     batch, size = [], 0
@@ -163,10 +176,12 @@ class _Job:
         for number in sorted(wanted):
             start = number * block
             length = min(block, nbytes - start)
-            buffer = None
+            buffer: Buffer = None
             if target is not None and target[1] <= start and start + length <= target[2]:
                 buffer = (ctypes.c_ubyte * length).from_address(target[0] + start - target[1])
-            out.append(_Block(position + start, length, buffer, int(columns.digests[base + number]), chunk, start))
+            out.append(
+                _Block(position + start, length, buffer, int(columns.digests[base + number]), chunk, start)
+            )
         return out
 
     def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
@@ -213,14 +228,19 @@ class _Job:
         run = math.prod(box.shape[axis:]) * itemsize
         low = starts * itemsize // block
         counts = -(-(starts * itemsize + run) // block) - low
-        return set((np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))).tolist())
+        return set(
+            (np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))).tolist()
+        )
 
     def _flush(self, reader: Reader, name: str, batch: list[_Block]) -> int:
         buffers = [bytearray(block.length) if block.buffer is None else block.buffer for block in batch]
         wanted = batch[-1].position + batch[-1].length - batch[0].position
         got = reader.read_into(batch[0].position, buffers)
         if got != wanted:
-            raise CorruptCheckpoint(f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.", details={"file": name})
+            raise CorruptCheckpoint(
+                f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.",
+                details={"file": name},
+            )
         for block, buffer in zip(batch, buffers, strict=True):
             if digest(buffer) != block.digest:
                 tensor = self.columns.names[int(self.tensor[block.chunk])]
@@ -269,9 +289,11 @@ def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
 def _cut(data: memoryview, shape: tuple[int, ...], box: Box, itemsize: int) -> memoryview:
     """The row-major bytes of a sub-box of a row-major block."""
     array = np.frombuffer(data, np.uint8).reshape(*shape, itemsize)
-    return memoryview(np.ascontiguousarray(array[(*box.slices(), slice(None))])).cast("B")
+    return memoryview(array[(*box.slices(), slice(None))].tobytes())
 
 
-def read_into(store: Store, held: Holding, columns: Columns, plan: ReadPlan, threads: int, progress: Progress) -> int:
+def read_into(
+    store: Store, held: Holding, columns: Columns, plan: ReadPlan, threads: int, progress: Progress
+) -> int:
     """Execute a plan; returns the bytes read from data files."""
     return _Job(store, held, columns, plan, progress).run(threads)

@@ -58,12 +58,16 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: threading.
         except HoldfastError as raised:
             error = raised
         except Exception as raised:  # a bug or a user's object: it must still reach the other ranks
-            wrapped = HoldfastError(f"Rank {roster.rank} failed: {type(raised).__name__}: {raised}", rank=roster.rank)
+            wrapped = HoldfastError(
+                f"Rank {roster.rank} failed: {type(raised).__name__}: {raised}", rank=roster.rank
+            )
             wrapped.__cause__ = raised
             error = wrapped
 
 
-def run(make: Callable[[], Steps], at: Context, roster: Roster, presence: Presence, cancel: threading.Event) -> Any:
+def run(
+    make: Callable[[], Steps], at: Context, roster: Roster, presence: Presence, cancel: threading.Event
+) -> Any:
     """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
     ended: list[Any] = []
@@ -106,7 +110,12 @@ def _wait(done: threading.Event, at: Context, presence: Presence) -> None:
     heard: float | None = None
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
-        if heard is None and presence.noticed.is_set() and presence.seen and presence.seen["state"] == "abandoned":
+        if (
+            heard is None
+            and presence.noticed.is_set()
+            and presence.seen
+            and presence.seen["state"] == "abandoned"
+        ):
             heard = now
         if now >= at.deadline.at + GRACE / 2 or (heard is not None and now >= heard + GRACE):
             raise _stuck(at, presence)
@@ -117,7 +126,9 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
     if presence.seen and presence.seen["state"] == "abandoned":
         return from_message(presence.seen["error"])
     me = presence.identity
-    here = RankInfo(at.rank, me.host, me.pid, f"{at.title}: {at.phase}", 0.0, "stuck in a system call or a callback")
+    here = RankInfo(
+        at.rank, me.host, me.pid, f"{at.title}: {at.phase}", 0.0, "stuck in a system call or a callback"
+    )
     kind = CommitUnconfirmed if at.phase in ("written", "committing") else DeadlineExceeded
     return kind(
         f"{at.title} did not come back by its deadline of {at.timeout:g} s: {here}.",

@@ -231,11 +231,22 @@ def save_into(
         step_folder(step)  # refuses what is not a step
     title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
     operation = Operation(
-        "save", title, store.url, step, roster, participants, process_group, timeout, stall_timeout, TRANSITIONS
+        "save",
+        title,
+        store.url,
+        step,
+        roster,
+        participants,
+        process_group,
+        timeout,
+        stall_timeout,
+        TRANSITIONS,
     )
     at = operation.at
     options = options or Options()
-    work = _Work(store, Holding(roster.rank), options, step, grid.describe() if grid else None, notes, operation)
+    work = _Work(
+        store, Holding(roster.rank), options, step, grid.describe() if grid else None, notes, operation
+    )
 
     def read() -> None:
         leaves = select(flatten(state, roster.rank).leaves, include, exclude)
@@ -285,14 +296,28 @@ def _commit(
         private = _PRIVATE.search(name)
         if private and int(private[1]) not in at.participants:
             return False  # a rank's own value, and the world is smaller now
-        return (include is None or any(matches(name, p) for p in include)) and not any(matches(name, p) for p in exclude or ())
+        return (include is None or any(matches(name, p) for p in include)) and not any(
+            matches(name, p) for p in exclude or ()
+        )
 
     about = {"step": work.step, "grid": work.grid, "notes": work.notes}
     replaced: set[str] = set()
     if replacing is not None:
         with suppress(HoldfastError):
             replaced = set(open_index(store).file_names())
-    return Commit(store, at.title, at.deadline, about, replacing, names, source, _last_writer(index), work.operation.tick, keep, replaced)
+    return Commit(
+        store,
+        at.title,
+        at.deadline,
+        about,
+        replacing,
+        names,
+        source,
+        _last_writer(index),
+        work.operation.tick,
+        keep,
+        replaced,
+    )
 
 
 def _previous(store: Store | None) -> tuple[Index | None, str]:
@@ -324,4 +349,6 @@ def _tidy(commit: Commit, roster: Roster, at: Context) -> None:
             commit.store.delete(name)
     stages = ("claims", "told", "written")
     with suppress(HoldfastError):
-        roster.delete([at.said(stage, rank) for stage in stages for rank in at.participants if rank != at.rank])
+        roster.delete(
+            [at.said(stage, rank) for stage in stages for rank in at.participants if rank != at.rank]
+        )

@@ -43,7 +43,9 @@ def _torch_is_up() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def find_participants(roster: Roster, participants: Iterable[int] | None, process_group: Any) -> tuple[int, ...]:
+def find_participants(
+    roster: Roster, participants: Iterable[int] | None, process_group: Any
+) -> tuple[int, ...]:
     """The ranks that take part, ascending; this rank must be one of them."""
     if participants is not None and process_group is not None:
         raise BadInput("Give participants= or process_group=, not both.")
@@ -69,7 +71,9 @@ def find_participants(roster: Roster, participants: Iterable[int] | None, proces
 _attempts: dict[tuple[int, str], int] = {}
 
 
-def meeting_key(kind: str, place: str, step: int | None, participants: tuple[int, ...], roster: Roster) -> str:
+def meeting_key(
+    kind: str, place: str, step: int | None, participants: tuple[int, ...], roster: Roster
+) -> str:
     """The key under which the ranks of one call meet; the same on all of them.
 
     Made of what they call and a count of such calls. A rank that missed some (it raised before

@@ -13,6 +13,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,7 +209,9 @@ def _silent(held: Holding, plan: SavePlan) -> Array:
     return np.asarray([row for row, box in enumerate(held.boxes) if 0 in box.shape], np.int64)
 
 
-def _entries(held: Holding, chunks: Planned, embedded: int) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
+def _entries(
+    held: Holding, chunks: Planned, embedded: int
+) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
     """The header's rows, and where data ends. A chunk that is all of its tensor has its name."""
     rows = []
     ends = np.cumsum(chunks.nbytes).tolist()
@@ -226,13 +229,17 @@ def _entries(held: Holding, chunks: Planned, embedded: int) -> tuple[list[tuple[
             name += "'"
         taken.add(name)
         dtype = DTYPES[spec.dtype]
-        rows.append((name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), starts[at], ends[at]))
+        rows.append(
+            (name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), starts[at], ends[at])
+        )
     end = ends[-1] if ends else 0
     rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
     return rows, end + embedded
 
 
-def _stream(writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress) -> Array:
+def _stream(
+    writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress
+) -> Array:
     """Hash and write all chunks; returns the block digests in file order."""
     counts = block_counts(chunks.nbytes, chunks.block)
     ends = np.cumsum(counts)
@@ -268,7 +275,7 @@ def _stream(writer: Writer, held: Holding, chunks: Planned, starts: Array, threa
     cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
     edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-write") as pool:
-        for done in [pool.submit(work, a, b) for a, b in zip(edges, edges[1:], strict=False)]:
+        for done in [pool.submit(work, a, b) for a, b in pairwise(edges)]:
             done.result()
     return digests
 

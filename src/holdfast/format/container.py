@@ -72,10 +72,14 @@ def read_header(read: Read, size: int, where: str) -> Header:
     """Read and check a header; every way in which it can lie ends in CorruptCheckpoint."""
     prefix = read(0, 8)
     if len(prefix) < 8:
-        raise CorruptCheckpoint(f"{where} is {size} bytes long, too short for a safetensors file: it is truncated.")
+        raise CorruptCheckpoint(
+            f"{where} is {size} bytes long, too short for a safetensors file: it is truncated."
+        )
     length = struct.unpack("<Q", prefix)[0]
     if length > min(MAX_HEADER, size - 8):
-        raise CorruptCheckpoint(f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated.")
+        raise CorruptCheckpoint(
+            f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated."
+        )
     text = read(8, length)
     try:
         if len(text) != length:

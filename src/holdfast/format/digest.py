@@ -11,7 +11,6 @@ tensor-parallel slices (halves, quarters, eighths, of gate and up as well) on bl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -29,7 +28,7 @@ def digest(data: Buffer) -> int:
 
 def digest_many(digests: npt.NDArray[np.uint64]) -> int:
     """One digest that stands for several, in order."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests, "<u8"))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(digests, "<u8").tobytes())
 
 
 def block_size(nbytes: int, row: int) -> int:
@@ -58,11 +57,3 @@ def block_counts(nbytes: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -
 
 def hex_digest(value: int) -> str:
     return f"{value:016x}"
-
-
-def digest_all(buffers: Sequence[Buffer]) -> int:
-    """xxh3-64 of several buffers as if they were one."""
-    state = xxhash.xxh3_64()
-    for buffer in buffers:
-        state.update(buffer)
-    return state.intdigest()

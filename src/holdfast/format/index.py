@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,8 @@ class Columns:
 
     def itemsizes(self) -> Array:
         """T: bytes an element."""
-        return ITEMSIZE[self.dtype]
+        sizes: Array = ITEMSIZE[self.dtype]
+        return sizes
 
     def tensor_of_chunk(self) -> Array:
         """C: the tensor row each chunk belongs to."""
@@ -107,7 +109,7 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
     """Rows of differing length as a rectangle, padded in front."""
     out = np.full((len(values), dims), fill, "<i8")
     lengths = np.fromiter(map(len, values), np.int64, len(values))
-    for length in np.unique(lengths):
+    for length in np.unique(lengths).tolist():
         if length:
             rows = np.flatnonzero(lengths == length)
             out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")
@@ -147,7 +149,11 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     entries.append(("pages", "U64", (len(pages),), at, at + pages.nbytes))
     at += pages.nbytes
     entries.append(("seal", "U64", (2,), at, at + 16))
-    described = {"format": FORMAT, "dims": str(columns.dims), "about": json.dumps(metadata, ensure_ascii=False)}
+    described = {
+        "format": FORMAT,
+        "dims": str(columns.dims),
+        "about": json.dumps(metadata, ensure_ascii=False),
+    }
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
     return b"".join((header, body, pages.tobytes(), seal.tobytes()))
@@ -188,17 +194,23 @@ class Index:
     def _check_seal(self, header: Header) -> str:
         seal = np.frombuffer(self._counted(self.size - 16, 16), "<u8")
         if len(seal) != 2 or int(seal[0]) != digest(header.raw):
-            raise CorruptCheckpoint(f"The header of {self.where} does not match its digest: the file is damaged.")
+            raise CorruptCheckpoint(
+                f"The header of {self.where} does not match its digest: the file is damaged."
+            )
         try:
             start, stop = header.entries["pages"].data_offsets
         except KeyError:
             raise CorruptCheckpoint(f"{self.where} has no page digests: it is not an index.") from None
         raw = self._counted(self._start + start, stop - start)
         if len(raw) % 8 or int(seal[1]) != digest(raw):
-            raise CorruptCheckpoint(f"The page digests of {self.where} do not match theirs: the file is damaged.")
+            raise CorruptCheckpoint(
+                f"The page digests of {self.where} do not match theirs: the file is damaged."
+            )
         self._digests, self._body = np.frombuffer(raw, "<u8"), start
         if len(self._digests) != -(-start // PAGE) or self.size != self._start + stop + 16:
-            raise CorruptCheckpoint(f"{self.where} is {self.size} bytes long, which is not what its header says.")
+            raise CorruptCheckpoint(
+                f"{self.where} is {self.size} bytes long, which is not what its header says."
+            )
         return hex_digest(digest(seal.tobytes()))
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -216,7 +228,9 @@ class Index:
             for page in range(first, last):
                 part = data[(page - first) * PAGE : (page - first + 1) * PAGE] if last - first > 1 else data
                 if digest(part) != int(self._digests[page]):
-                    raise CorruptCheckpoint(f"Page {page} of {self.where} does not match its digest: the file is damaged.")
+                    raise CorruptCheckpoint(
+                        f"Page {page} of {self.where} does not match its digest: the file is damaged."
+                    )
             if last - first == 1 and len(self._pages) < 1024:
                 self._pages[first] = data
         return data[start - first * PAGE : stop - first * PAGE]
@@ -232,7 +246,11 @@ class Index:
         expected |= dict.fromkeys(("offset", "size", "position", "block", "digest_end"), c)
         for name in (*_PLAIN, "name_end", "fence_end", "file_end", "names", "fence", "file_names"):
             entry = self._header.entries[name]
-            like: Array = getattr(empty, name) if name in _PLAIN else np.zeros(0, "u1" if name in (*_HEAPS, "fence") else "<i8")
+            like: Array = (
+                getattr(empty, name)
+                if name in _PLAIN
+                else np.zeros(0, "u1" if name in (*_HEAPS, "fence") else "<i8")
+            )
             tag = _TAGS[like.dtype.newbyteorder("<").str]
             wide = self.dims if like.ndim == 2 else 1
             volume = int(np.prod([int(s) for s in entry.shape], dtype=object))
@@ -254,11 +272,15 @@ class Index:
         rows = int(entry.shape[0])
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
-            raise CorruptCheckpoint(f"{self.where} points at rows {start} to {stop} of column {name!r}, which has {rows}.")
+            raise CorruptCheckpoint(
+                f"{self.where} points at rows {start} to {stop} of column {name!r}, which has {rows}."
+            )
         wide = tuple(int(s) for s in entry.shape[1:])
         step = dtype.itemsize * int(np.prod(wide, dtype=np.int64))
         low = entry.data_offsets[0]
-        return np.frombuffer(self._bytes(low + start * step, low + stop * step), dtype).reshape(stop - start, *wide)
+        return np.frombuffer(self._bytes(low + start * step, low + stop * step), dtype).reshape(
+            stop - start, *wide
+        )
 
     def column_rows(self, name: str, rows: Array) -> Array:
         """Some rows (ascending) of a column: reads only stretches that hold wanted rows."""
@@ -280,17 +302,21 @@ class Index:
         raw = self.column(heap, before, int(ends[-1])).tobytes()
         try:
             cuts = [0, *(ends - before).tolist()]
-            return [raw[a:b].decode() for a, b in zip(cuts, cuts[1:], strict=False)]
+            return [raw[a:b].decode() for a, b in pairwise(cuts)]
         except UnicodeDecodeError:
-            raise CorruptCheckpoint(f"Column {heap!r} of {self.where} holds bytes that are not UTF-8.") from None
+            raise CorruptCheckpoint(
+                f"Column {heap!r} of {self.where} holds bytes that are not UTF-8."
+            ) from None
 
     def names(self, start: int = 0, stop: int | None = None) -> list[str]:
         """The names of tensor rows `start` to `stop`, ascending."""
         stop = self.tensors if stop is None else stop
         before = int(self.column("name_end", start - 1, start)[0]) if start else 0
         found = self._strings("names", self.column("name_end", start, stop), before)
-        if any(a >= b for a, b in zip(found, found[1:], strict=False)):
-            raise CorruptCheckpoint(f"The names in {self.where} do not ascend, so one stands twice or the order is lost.")
+        if any(a >= b for a, b in pairwise(found)):
+            raise CorruptCheckpoint(
+                f"The names in {self.where} do not ascend, so one stands twice or the order is lost."
+            )
         return found
 
     def find(self, wanted: Sequence[str]) -> Array:
@@ -300,7 +326,10 @@ class Index:
             return rows
         fence = self._strings("fence", self.column("fence_end"), 0)
         groups: dict[int, list[int]] = {}
-        starts = np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right") - 1
+        starts = (
+            np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right")
+            - 1
+        )
         for at, group in enumerate(starts.tolist()):
             if group >= 0:
                 groups.setdefault(group, []).append(at)
@@ -321,7 +350,9 @@ class Index:
         found = self._strings("file_names", self.column("file_end"), 0)
         for name in found:
             if name and not safe_data_name(name):
-                raise CorruptCheckpoint(f"{self.where} names the file {name!r}, which is not inside its data folder; it was not opened.")
+                raise CorruptCheckpoint(
+                    f"{self.where} names the file {name!r}, which is not inside its data folder; it was not opened."
+                )
         return found
 
     # -- rows -----------------------------------------------------------------------------
@@ -334,17 +365,27 @@ class Index:
         else:
             names = [name for a, b in _row_runs(rows) for name in self.names(a, b)]
         ends = self.column_rows("chunk_end", rows)
-        before = np.where(rows > 0, self.column_rows("chunk_end", np.maximum(rows - 1, 0)), 0) if len(rows) else ends
+        before = (
+            np.where(rows > 0, self.column_rows("chunk_end", np.maximum(rows - 1, 0)), 0)
+            if len(rows)
+            else ends
+        )
         counts = ends - before
         if (counts < 0).any() or (len(ends) and int(ends.max()) > self.chunks):
             raise CorruptCheckpoint(f"{self.where} counts chunks that do not ascend.")
         chunks = np.repeat(before - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         digest_end = self.column_rows("digest_end", chunks)
-        digest_before = np.where(chunks > 0, self.column_rows("digest_end", np.maximum(chunks - 1, 0)), 0) if len(chunks) else digest_end
+        digest_before = (
+            np.where(chunks > 0, self.column_rows("digest_end", np.maximum(chunks - 1, 0)), 0)
+            if len(chunks)
+            else digest_end
+        )
         digest_counts = digest_end - digest_before
         if (digest_counts < 0).any() or (len(digest_end) and int(digest_end.max()) > self._rows("digests")):
             raise CorruptCheckpoint(f"{self.where} counts digests that do not ascend.")
-        digests = np.repeat(digest_before - np.cumsum(digest_counts) + digest_counts, digest_counts) + np.arange(int(digest_counts.sum()))
+        digests = np.repeat(
+            digest_before - np.cumsum(digest_counts) + digest_counts, digest_counts
+        ) + np.arange(int(digest_counts.sum()))
         found = Columns(
             names=names,
             dtype=self.column_rows("dtype", rows),
@@ -380,8 +421,12 @@ class Index:
         files = len(found.file_names)
         if len(found.file_size) != files or len(found.file_rank) != files:
             raise CorruptCheckpoint(f"{self.where} does not agree with itself on how many files there are.")
-        if len(found.names) and (found.dtype.max() >= len(DTYPES) or found.kind.max() >= len(KINDS) or found.ndim.max() > self.dims):
-            raise CorruptCheckpoint(f"{self.where} uses a dtype, kind or number of dimensions that format {FORMAT} does not have.")
+        if len(found.names) and (
+            found.dtype.max() >= len(DTYPES) or found.kind.max() >= len(KINDS) or found.ndim.max() > self.dims
+        ):
+            raise CorruptCheckpoint(
+                f"{self.where} uses a dtype, kind or number of dimensions that format {FORMAT} does not have."
+            )
         if not len(found.file):
             return
         if found.file.min() < 0 or found.file.max() >= files:

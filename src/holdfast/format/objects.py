@@ -89,7 +89,9 @@ def decode(data: bytes, name: str) -> Any:
         from holdfast.format import torch_objects
 
         return torch_objects.decode(data[1:], name)
-    raise CorruptCheckpoint(f"The object {name!r} starts with {data[:1]!r}, which is no encoding that Holdfast knows.")
+    raise CorruptCheckpoint(
+        f"The object {name!r} starts with {data[:1]!r}, which is no encoding that Holdfast knows."
+    )
 
 
 def preview(data: bytes, limit: int = 60) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from holdfast.errors import BadInput, CorruptCheckpoint
 
+_numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
 _ALLOWED: list[Any] = [
     argparse.Namespace,
@@ -31,8 +33,8 @@ _ALLOWED: list[Any] = [
     np.int64,
     np.int32,
     np.bool_,
-    np.core.multiarray._reconstruct if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core.multiarray._reconstruct,
-    np.core.multiarray.scalar if np.lib.NumpyVersion(np.__version__) < "2.0.0" else np._core.multiarray.scalar,
+    _numpy.multiarray._reconstruct,
+    _numpy.multiarray.scalar,
     *_NUMPY_TYPES,
 ]
 

@@ -49,7 +49,7 @@ def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64
     `shapes` is t x d; `tensors` (n) says which row of it each box belongs to; `offsets` and
     `sizes` are n x d.
     """
-    count, dims = shapes.shape
+    count = len(shapes)
     outside = (offsets < 0) | (sizes < 0) | (offsets + sizes > shapes[tensors])
     if outside.any():
         row = int(np.flatnonzero(outside.any(axis=1))[0])
@@ -97,7 +97,11 @@ def _corners(
     whole = _signed(base, spans * strides, 1)
     every = np.sort(np.concatenate([keys, whole]))  # (corner << 1 | negative): one fast integer sort
     corner = every >> 1
-    heads = np.flatnonzero(np.concatenate([[True], corner[1:] != corner[:-1]])) if len(every) else np.zeros(0, int)
+    heads = (
+        np.flatnonzero(np.concatenate([[True], corner[1:] != corner[:-1]]))
+        if len(every)
+        else np.zeros(0, int)
+    )
     totals = np.add.reduceat(1 - 2 * (every & 1), heads) if len(every) else np.zeros(0, np.int64)
     left = np.flatnonzero(totals)
     if not len(left):
@@ -106,7 +110,8 @@ def _corners(
     tensor = int(np.searchsorted(base, where, side="right")) - 1
     rest, place = where - int(base[tensor]), [0] * dims
     for axis, stride in zip(varying, strides[tensor], strict=True):
-        place[int(axis)], rest = divmod(rest, int(stride))
+        ahead, rest = divmod(rest, int(stride))
+        place[int(axis)] = ahead
     return tensor, int(totals[left[0]]), tuple(place)
 
 
@@ -129,11 +134,16 @@ def _corners_one_by_one(
         low, high, ticks = offsets[mine].copy(), (offsets + sizes)[mine], []
         for axis in range(shapes.shape[1]):
             tick = np.unique(np.concatenate([low[:, axis], high[:, axis], [0, shapes[row, axis]]]))
-            low[:, axis], high[:, axis] = np.searchsorted(tick, low[:, axis]), np.searchsorted(tick, high[:, axis])
+            low[:, axis], high[:, axis] = (
+                np.searchsorted(tick, low[:, axis]),
+                np.searchsorted(tick, high[:, axis]),
+            )
             ticks.append(tick)
         small = np.asarray([[len(tick) - 1 for tick in ticks]], np.int64)
         if np.prod(small.astype(float) + 1) > _LIMIT:
-            raise OverflowError(f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check")
+            raise OverflowError(
+                f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check"
+            )
         found = _corners(small, np.zeros(len(mine), np.int64), low, high - low)
         if found is not None:
             return row, found[1], tuple(int(tick[at]) for tick, at in zip(ticks, found[2], strict=True))

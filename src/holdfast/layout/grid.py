@@ -83,7 +83,9 @@ class Grid:
         """Where a rank stands in both views: tp, cp, dp, pp and etp, ep, edp."""
         place = rank - self.first_rank
         if not 0 <= place < self.world:
-            raise BadInput(f"Rank {rank} is not in this grid of ranks {self.first_rank} to {self.first_rank + self.world - 1}.")
+            raise BadInput(
+                f"Rank {rank} is not in this grid of ranks {self.first_rank} to {self.first_rank + self.world - 1}."
+            )
         found: dict[str, int] = {}
         for axes in (EXPERT, DENSE):
             sizes, fast_to_slow = self._view(axes)
@@ -111,11 +113,14 @@ class Grid:
         found = []
         for outer in itertools.product(*(range(sizes[name]) for name in reversed(others))):
             fixed = dict(zip(reversed(others), outer, strict=True))
-            members = []
-            for inner in itertools.product(*(range(sizes[name]) for name in reversed(inside))):
-                members.append(self.rank_of(**fixed, **dict(zip(reversed(inside), inner, strict=True))))
-            found.append(tuple(members))
+            found.append(self._members(fixed, inside, sizes))
         return found
+
+    def _members(self, fixed: dict[str, int], inside: list[str], sizes: dict[str, int]) -> tuple[int, ...]:
+        every = itertools.product(*(range(sizes[name]) for name in reversed(inside)))
+        return tuple(
+            self.rank_of(**fixed, **dict(zip(reversed(inside), inner, strict=True))) for inner in every
+        )
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The group over `axes` that `rank` belongs to."""
@@ -123,10 +128,7 @@ class Grid:
         sizes, fast_to_slow = self._view(axes)
         fixed = {name: here[name] for name in fast_to_slow if name not in axes}
         inside = [name for name in fast_to_slow if name in axes]
-        return tuple(
-            self.rank_of(**fixed, **dict(zip(reversed(inside), inner, strict=True)))
-            for inner in itertools.product(*(range(sizes[name]) for name in reversed(inside)))
-        )
+        return self._members(fixed, inside, sizes)
 
     def replica(self, rank: int, *axes: str) -> tuple[int, int]:
         """(index, count) of a tensor that is replicated over `axes`: what `Shard(replica=)` takes."""
@@ -136,7 +138,13 @@ class Grid:
     def describe(self) -> dict[str, int | str]:
         """Plain values for an index header or a message; equal layouts have equal descriptions."""
         sizes: dict[str, int | str] = {**self.dense, **self.expert}
-        return {"world": self.world, **sizes, "vpp": self.vpp, "order": self.order, "first_rank": self.first_rank}
+        return {
+            "world": self.world,
+            **sizes,
+            "vpp": self.vpp,
+            "order": self.order,
+            "first_rank": self.first_rank,
+        }
 
     @property
     def model_ranks(self) -> int:

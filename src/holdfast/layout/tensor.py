@@ -53,7 +53,9 @@ def dtype_code(name: str, where: str) -> int:
     try:
         return CODE_OF[name]
     except KeyError:
-        raise BadInput(f"{where} has dtype {name}, which Holdfast does not store; convert it first.") from None
+        raise BadInput(
+            f"{where} has dtype {name}, which Holdfast does not store; convert it first."
+        ) from None
 
 
 class TensorSpec(NamedTuple):

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast.errors import BadInput
 from holdfast.buffers import Buffer
+from holdfast.errors import BadInput
 from holdfast.format.index import ITEMSIZE, Array, pad
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import TensorSpec

@@ -239,9 +239,9 @@ def _say(problem: Problem, rows: _Part, mine: Array, ranks: list[int], at: str) 
     if problem.kind == "overlap":
         twice = sorted(set(rows.rank[inside].tolist()))
         who = ", ".join(map(str, twice[:8]))
-        return f"is covered twice: {at} ranks {who} wrote it" if len(twice) > 1 else f"is covered twice {at} by rank {who}", (
-            twice[0] if twice else None
-        )
+        return f"is covered twice: {at} ranks {who} wrote it" if len(
+            twice
+        ) > 1 else f"is covered twice {at} by rank {who}", (twice[0] if twice else None)
     rank = int(rows.rank[problem.chunk])
     return f"has a shard of rank {rank} that lies outside it, at {list(problem.place)}", rank
 
@@ -280,9 +280,13 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
         return
     first = min(differ, key=lambda row: (names[int(rows.witness_tensor[row])], int(rows.witness_rank[row])))
     tensor, writer = int(rows.witness_tensor[first]), int(rows.rank[chunk[first]])
-    others = sorted({int(rows.witness_rank[row]) for row in differ if int(rows.witness_tensor[row]) == tensor})
+    others = sorted(
+        {int(rows.witness_rank[row]) for row in differ if int(rows.witness_tensor[row]) == tensor}
+    )
     tensors = sorted({names[int(rows.witness_tensor[row])] for row in differ})
-    more = f" ({len(tensors)} such names, also {', '.join(map(repr, tensors[1:4]))})" if len(tensors) > 1 else ""
+    more = (
+        f" ({len(tensors)} such names, also {', '.join(map(repr, tensors[1:4]))})" if len(tensors) > 1 else ""
+    )
     raise ReplicaMismatch(
         f"Under the one name {names[tensor]!r} rank {writer} and rank{'s' if len(others) > 1 else ''} "
         f"{', '.join(map(str, others[:8]))} hold different bytes{more}; saving one of them would lose the others.",
@@ -292,14 +296,17 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     )
 
 
-def check_vanished(names: Iterable[str], before: Iterable[str], whose: str, wrote: Callable[[str], list[int]]) -> None:
+def check_vanished(
+    names: Iterable[str], before: Iterable[str], whose: str, wrote: Callable[[str], list[int]]
+) -> None:
     """Every name of `before` must still be there."""
     now = set(names)
     gone = sorted(name for name in before if name not in now)
     if not gone:
         return
     shown = "; ".join(
-        f"{name!r}" + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if (ranks := wrote(name)) else "")
+        f"{name!r}"
+        + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if (ranks := wrote(name)) else "")
         for name in gone[:10]
     )
     near = get_close_matches(gone[0], now, 1)

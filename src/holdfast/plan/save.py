@@ -62,15 +62,15 @@ def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) 
     boxes: list[Box] = []
     seen_rows: list[int] = []
     seen_boxes: list[Box] = []
-    for row in np.flatnonzero(full & (count > 1)).tolist():
-        name, box, replica = held.specs[row].name, held.boxes[row], replicas[row]
-        everybody = _witnessed_by_all(held.plain[row], options.check_replicas)
-        for piece, writer in shares(name, box, int(tables.nbytes[row]), replica, options.split_bytes):
+    for shared in np.flatnonzero(full & (count > 1)).tolist():
+        name, box, replica = held.specs[shared].name, held.boxes[shared], replicas[shared]
+        everybody = _witnessed_by_all(held.plain[shared], options.check_replicas)
+        for piece, writer in shares(name, box, int(tables.nbytes[shared]), replica, options.split_bytes):
             if writer == replica[0]:
-                rows.append(row)
+                rows.append(shared)
                 boxes.append(piece)
             elif everybody or (everybody is None and (writer + 1) % replica[1] == replica[0]):
-                seen_rows.append(row)
+                seen_rows.append(shared)
                 seen_boxes.append(piece)
     row = np.concatenate([sole, np.asarray(rows, np.int64)])
     offset = np.concatenate([tables.offset[sole], pad([box.offset for box in boxes], tables.dims, 0)])
@@ -85,7 +85,11 @@ def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) 
         options,
     )
     plain = np.asarray(held.plain, bool)
-    complete = plain[witnesses.row] if options.check_replicas == "auto" else np.full(len(witnesses.row), options.check_replicas == "full")
+    complete = (
+        plain[witnesses.row]
+        if options.check_replicas == "auto"
+        else np.full(len(witnesses.row), options.check_replicas == "full")
+    )
     return SavePlan(tables.dims, _in_order(chunks, tables.itemsize), witnesses, complete)
 
 

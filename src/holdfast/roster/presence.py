@@ -63,7 +63,12 @@ def describe(rank: int, message: Message | None, note: str = "") -> RankInfo:
         return RankInfo(rank, note=note)
     since = max(0.0, time.time() - float(message.get("wall", 0.0)))
     return RankInfo(
-        rank, str(message.get("host", "")), int(message.get("pid", 0)), str(message.get("phase", "")), round(since, 2), note
+        rank,
+        str(message.get("host", "")),
+        int(message.get("pid", 0)),
+        str(message.get("phase", "")),
+        round(since, 2),
+        note,
     )
 
 

@@ -9,9 +9,9 @@ Torch's private names that Holdfast touches stand in this file only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from holdfast.errors import BadInput, RosterLost
 from holdfast.options import read_environment
 from holdfast.roster.base import Message, decode, encode
-
 
 
 def default_store() -> Any:
@@ -65,14 +64,19 @@ class TorchRoster:
             return decode(self._store.compare_set(self._prefix + key, "", encode(message).decode()), key)
 
     def wait(self, key: str, seconds: float) -> bool:
-        try:
-            with _Reachable(f"waiting for {key!r}"):
-                self._store.wait([self._prefix + key], timedelta(seconds=max(seconds, 0.001)))
-            return True
-        except RosterLost as error:
-            if error.details.get("timeout"):
-                return False
-            raise
+        # Asked again and again rather than waited for in the store, whose clients write a warning
+        # to the terminal each time that a wait ends without the key.
+        ends = time.monotonic() + seconds
+        pause = 0.001
+        slowest = max(0.02, 2e-5 * self.world_size)
+        with _Reachable(f"waiting for {key!r}"):
+            while not self._store.check([self._prefix + key]):
+                left = ends - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.5, slowest)
+        return True
 
     def delete(self, keys: Sequence[str]) -> None:
         with suppress(Exception):  # tidying; a store that can't delete keeps a few hundred bytes
@@ -84,7 +88,7 @@ class TorchRoster:
 
 
 class _Reachable:
-    """Turns the store's exceptions into RosterLost; a wait's time-out is marked as such."""
+    """Turns the store's exceptions into RosterLost."""
 
     def __init__(self, doing: str) -> None:
         self._doing = doing
@@ -96,10 +100,7 @@ class _Reachable:
         if error is None or not isinstance(error, RuntimeError | ValueError):
             return
         text = str(error).split("\n")[0]
-        timeout = isinstance(error, dist.DistStoreError) and ("timeout" in text.lower() or "timed out" in text.lower())
         raise RosterLost(
             f"The message store can't be reached ({self._doing}: {text[:200]}).",
             hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first error.",
-            details={"timeout": timeout},
         ) from None
-

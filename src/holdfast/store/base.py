@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from holdfast.errors import BadInput, StorageError
 from holdfast.buffers import Buffer
+from holdfast.errors import BadInput, StorageError
 
 TAIL = 16
 """Bytes at the end of a published file that tell one version of it from another."""
@@ -111,6 +111,10 @@ def storage_errors(doing: str, path: str) -> Iterator[None]:
             errno.EACCES: "Choose a folder that this user can write to.",
         }
         reason = os.strerror(error.errno) if error.errno else str(error)
-        raised = kind(f"{doing} {path} failed: {reason}.", hint=hints.get(error.errno or 0, ""), details={"errno": error.errno})
+        raised = kind(
+            f"{doing} {path} failed: {reason}.",
+            hint=hints.get(error.errno or 0, ""),
+            details={"errno": error.errno},
+        )
         raised.errno = error.errno
         raise raised from None

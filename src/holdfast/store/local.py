@@ -13,10 +13,9 @@ import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
-from holdfast.errors import Conflict, StorageError
 from holdfast.buffers import Buffer
+from holdfast.errors import Conflict, StorageError
 from holdfast.store.base import TAIL, NotFound, checked, storage_errors
 
 _IOV = 1024
@@ -215,7 +214,7 @@ class LocalStore:
         return LocalStore(self._full(folder))
 
 
-def open_store(place: str | Path) -> LocalStore:
+def open_store(place: str | os.PathLike[str]) -> LocalStore:
     """The store at a path. (Object stores will be told by their URL.)"""
     text = os.fspath(place)
     if "://" in text:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from holdfast.errors import Conflict, StorageError
 from holdfast.buffers import Buffer
+from holdfast.errors import Conflict, StorageError
 from holdfast.store.base import TAIL, NotFound, checked
 
 
@@ -56,7 +56,9 @@ class MemoryWriter:
 class MemoryStore:
     """A dict of files; children share it."""
 
-    def __init__(self, files: dict[str, bytes] | None = None, prefix: str = "", lock: threading.Lock | None = None) -> None:
+    def __init__(
+        self, files: dict[str, bytes] | None = None, prefix: str = "", lock: threading.Lock | None = None
+    ) -> None:
         self.files: dict[str, bytes] = {} if files is None else files
         self._prefix = prefix
         self._lock = lock or threading.Lock()
@@ -84,7 +86,9 @@ class MemoryStore:
         with self._lock:
             present = self.files.get(name)
             if (None if present is None else present[-TAIL:]) != replacing:
-                raise Conflict(f"{name} was put in place by another save since this one began; that one stands.")
+                raise Conflict(
+                    f"{name} was put in place by another save since this one began; that one stands."
+                )
             self.files[name] = bytes(data)
 
     def delete(self, path: str) -> None:

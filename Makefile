@@ -1,0 +1,39 @@
+# Every target makes .venv by itself; nothing else needs to be installed first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCHES := planning per_tensor save_load
+
+.PHONY: demo test lint bench soak clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint]'
+	touch $@
+
+$(VENV)/.bench: $(VENV)/.ready
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
+
+demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the run resumes on other layouts
+	$(BIN)/python -m examples.demo
+
+test: $(VENV)/.ready  ## the suite
+	$(BIN)/python -m pytest -m "not soak and not gpu"
+
+lint: $(VENV)/.ready  ## style, types, direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run
+	mkdir -p bench/results
+	set -e; for name in $(BENCHES); do $(BIN)/python -m bench.$$name --json bench/results/$$name.json; done
+	$(BIN)/python -m bench.table
+
+soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
+	$(BIN)/python -m pytest -m soak
+
+clean:
+	rm -rf $(VENV) demo-out
