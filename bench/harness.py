@@ -96,7 +96,7 @@ class Bench:
         ratio = None
         if a is not None and b is not None:
             better, worse = (a, b) if higher_is_better else (b, a)
-            ratio = better / worse if worse else float("inf")
+            ratio = better / worse if worse else None
         self.rows.append(Row(metric, a, b, ratio, limit, unit, len(ours) or len(peer), note))
 
     def target(
@@ -179,7 +179,7 @@ def main(name: str, run: Callable[[Bench], None]) -> int:
     bench = Bench(name, args.quick, args.json)
     try:
         run(bench)
-    except Exception:  # noqa: BLE001 (the rows so far are still worth printing)
+    except Exception:
         traceback.print_exc()
         bench.error("the benchmark stopped: " + traceback.format_exc().strip().splitlines()[-1])
     return bench.finish()
@@ -240,7 +240,7 @@ def measure(call: Callable[[], Any]) -> tuple[Sample, Any]:
     cpu, wall = cpu_seconds(), time.perf_counter()
     value = call()
     wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
-    peak = max(0, status_kib("VmHWM") - resident) * 1024
+    peak = max(4, status_kib("VmHWM") - resident) * 1024  # a page at least: what the kernel can tell
     return Sample(wall, cpu, peak, read_chars() - chars), value
 
 
@@ -271,7 +271,7 @@ def run_ranks(
     function: Callable[..., Any], world: int, args: tuple[Any, ...] = (), *, limit_s: float
 ) -> list[Any]:
     """Calls function(Rank, *args) in `world` processes with a gloo group; gives the results by rank."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -310,13 +310,13 @@ def _enter(
     torch.set_num_threads(1)
     try:
         timeout = timedelta(seconds=limit_s)
-        store = dist.TCPStore("127.0.0.1", port, rank.world, is_master=False, timeout=timeout)
+        store = dist.TCPStore("127.0.0.1", port, rank.world, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=rank.index, world_size=rank.world, timeout=timeout)
         value = function(rank, *args)
         dist.barrier()
         dist.destroy_process_group()
         pipe.send(("ok", value))
-    except BaseException:  # noqa: BLE001 (whatever it is, the parent reports it)
+    except BaseException:
         pipe.send(("error", traceback.format_exc()))
 
 

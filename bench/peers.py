@@ -168,12 +168,12 @@ class Dcp(Side):
     def save(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.save(self.state, checkpoint_id=path)
+        dcp.save(self.state, checkpoint_id=path)  # type: ignore[attr-defined]
 
     def load(self, path: Path) -> None:
         import torch.distributed.checkpoint as dcp
 
-        dcp.load(self.state, checkpoint_id=path)
+        dcp.load(self.state, checkpoint_id=path)  # type: ignore[attr-defined]
 
 
 # --------------------------------------------------------------------------------------- megatron-core
@@ -186,8 +186,8 @@ def mcore_on_cpu() -> None:
     """
     warnings.filterwarnings("ignore")
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *args, **kwargs: None  # type: ignore[assignment]
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.cuda.synchronize = lambda *args, **kwargs: None
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
@@ -260,8 +260,8 @@ def torch_checkpointing_on_cpu() -> None:
     """Its metadata exchange is written for CUDA; the same exchange over gloo, with no work added."""
     from torch_checkpointing import metadata_manager
 
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
-    metadata_manager.torch = TorchOnCpu()  # type: ignore[assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    metadata_manager.torch = TorchOnCpu()  # type: ignore[attr-defined,assignment]
 
 
 class TorchCheckpointing(Side):

@@ -86,7 +86,7 @@ def exponent(small: float, large: float, growth: float) -> float:
 def attempt(bench: Bench, what: str, call: Callable[[], list[float]]) -> list[float]:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         bench.error(f"{what}: {type(error).__name__}: {error}")
         return []
 

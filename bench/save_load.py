@@ -114,7 +114,7 @@ def prepare(
         side = SIDES[name]() if side is None else side
         side.prepare(plan.model, layout, own, state)
         fault = None
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         out.failed[key] = fault = describe(error)
     return side if agree(rank, fault is None) else None
 

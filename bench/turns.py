@@ -34,7 +34,7 @@ def turn(rank: Rank, out: Outcome, key: tuple[str, ...], call: Any, *, keep: boo
         nonlocal fault
         try:
             return call()
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             fault = describe(error)
         return None
 

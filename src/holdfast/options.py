@@ -28,9 +28,10 @@ class Options:
     split_bytes: int = 1 * MiB
     """Replicas share the writing of a shard in pieces of at least this size."""
 
-    columns: str = "auto"
-    """`auto` stores a wide matrix as up to eight column panels, so that a tensor-parallel slice
-    along its last axis reads only its own bytes; `off` stores rows as they lie."""
+    columns: tuple[str, ...] = ()
+    """Patterns of names whose large matrices are stored as two to eight column panels, so that a
+    tensor-parallel slice along the last axis (Megatron's RowParallelLinear) reads only its own
+    bytes. It makes saving and loading those matrices unsliced about half as fast, so none by default."""
 
     keep_failed: bool = False
     """Leave this rank's files of a failed save in place, for a post-mortem."""
@@ -38,8 +39,10 @@ class Options:
     def __post_init__(self) -> None:
         if self.check_replicas not in CHECKS:
             raise BadInput(f"check_replicas must be one of {CHECKS}, not {self.check_replicas!r}.")
-        if self.columns not in ("auto", "off"):
-            raise BadInput(f"columns must be 'auto' or 'off', not {self.columns!r}.")
+        if not isinstance(self.columns, tuple) or not all(
+            isinstance(pattern, str) for pattern in self.columns
+        ):
+            raise BadInput(f"columns must be a tuple of name patterns, not {self.columns!r}.")
         for name in ("writer_threads", "max_file_bytes", "split_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:

@@ -12,7 +12,7 @@ import ctypes
 import torch
 
 from holdfast.buffers import Buffer
-from holdfast.layout.box import Box
+from holdfast.layout.box import Box, Dims
 
 
 class TensorMemory:
@@ -35,10 +35,10 @@ class TensorMemory:
         target = _wrap(out, part.dtype).view(part.shape)
         target.copy_(part)
 
-    def scatter(self, box: Box, data: Buffer) -> None:
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         with torch.no_grad():
             part = self.tensor.detach()[box.slices()]
-            part.copy_(_wrap(data, part.dtype).view(part.shape))
+            part.copy_(_wrap(data, part.dtype).view(shape)[inside.slices()])
 
 
 def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
@@ -70,6 +70,6 @@ class BytesMemory:
         start = box.offset[0]
         memoryview(out).cast("B")[: box.shape[0]] = self._keep.raw[start : start + box.shape[0]]
 
-    def scatter(self, box: Box, data: Buffer) -> None:
-        start = box.offset[0]
-        ctypes.memmove(self.address + start, bytes(data), box.shape[0])
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        start, length = inside.offset[0], inside.shape[0]
+        ctypes.memmove(self.address + box.offset[0], bytes(memoryview(data)[start : start + length]), length)

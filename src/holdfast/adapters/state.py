@@ -7,7 +7,6 @@ state; on load it gets it back. Everything that is not a tensor is an object.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from holdfast.adapters.tensors import PerRank, Shard, add_shard, add_tensor
 from holdfast.errors import BadInput
 from holdfast.format import objects
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
+from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.holding import Holding
 
 UINT8 = CODE_OF["uint8"]
@@ -167,10 +166,6 @@ def select(
 
 def _first(leaves: Sequence[Leaf]) -> str:
     return leaves[0].name if leaves else ""
-
-
-def matches(name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
 
 
 def hold(

@@ -1,5 +1,68 @@
-"""The command line: one file a command, one library call each."""
+"""The command line: one file a command, one library call each, `--json` on every one.
+
+A command's module is imported when that command runs, so that `holdfast --help` and
+`holdfast latest` start fast. Nothing here may import torch. Exit codes: 0 well, 1 what the
+command asks about is not so (damaged, different, nothing committed), 2 trouble or bad usage.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import click
+
+COMMANDS = {
+    "latest": "Print the newest committed step of a run.",
+    "inspect": "Show what is in a checkpoint, or which steps a run has.",
+    "verify": "Re-read a checkpoint and report all damage.",
+    "explain": "Show where a tensor is stored, and what a reader of a part reads.",
+    "diff": "Compare two checkpoints.",
+    "reindex": "Rebuild a lost index from the data files.",
+    "prune": "Remove what failed saves left behind, and old steps.",
+}
+"""Name and one line; the module in this package has the name, and its `command` the one line."""
+
+
+class LazyGroup(click.Group):
+    """Imports a command when it is used, and turns the library's errors into one sentence."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = import_module(f"holdfast.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            from holdfast.errors import HoldfastError
+
+            if not isinstance(error, HoldfastError):
+                raise
+            from holdfast.cli.output import complain
+
+            complain(str(error))
+            ctx.exit(2)
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="holdfast")
+def cli() -> None:
+    """Look at, check and mend Holdfast checkpoints.
+
+    Exit codes: 0 well; 1 damaged, different or nothing there; 2 trouble.
+    """
 
 
 def main() -> None:
     """Entry point of `holdfast`."""
+    cli(prog_name="holdfast")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -89,7 +90,8 @@ class Operation:
     def run(self, make: Callable[[], Steps]) -> Any:
         """Run the protocol to its end; returns or raises by the deadline."""
         try:
-            return run(make, self.at, self.roster, self.presence, self.cancel)
+            with collector_paused():
+                return run(make, self.at, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             self.emit("raised", error=type(error).__name__, message=str(error))
             raise
@@ -108,10 +110,25 @@ class Operation:
         return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection: ten thousand rows of a plan set it off again and again, and with
+    torch loaded each pass walks a million objects, which costs more than the planning."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
     """Run user code on the caller's thread; what it raises becomes an error for all ranks to hear."""
     try:
-        read()
+        with collector_paused():
+            read()
     except HoldfastError as error:
         return error
     except Exception as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +20,7 @@ import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint
+from holdfast.flow.write import Stage
 from holdfast.format.digest import digest
 from holdfast.format.index import Array, Columns, unpad
 from holdfast.layout.box import Box, from_flat_range
@@ -114,6 +115,7 @@ class _Job:
         self.itemsize: list[int] = columns.itemsizes().tolist()
         self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
         self.lock = threading.Lock()
+        self.simple = self._find_simple(chunks, first)
         order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
         done = 0
         for file in np.unique(columns.file[order]).tolist():
@@ -132,6 +134,33 @@ class _Job:
                 reader.close()
         return done
 
+    def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Block]:
+        """Chunks of one block that fill one target each, as they lie: what MoE has thousands of."""
+        columns, pairs = self.columns, self.plan.pairs
+        tables = self.held.tables()
+        nbytes = self.nbytes[chunks]
+        wanted = pairs.wanted[first]
+        volume = np.prod(pairs.size[first], axis=1)
+        alone = np.diff(np.append(first, len(pairs.chunk))) == 1
+        fits = alone & (nbytes <= columns.block[chunks]) & (tables.nbytes[wanted] == nbytes)
+        fits &= volume * tables.itemsize[wanted] == nbytes
+        rows = np.flatnonzero(fits)
+        memory = self.held.memory
+        return {
+            chunk: _Block(
+                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address), number, chunk, 0
+            )
+            for chunk, position, size, target, number in zip(
+                chunks[rows].tolist(),
+                columns.position[chunks[rows]].tolist(),
+                nbytes[rows].tolist(),
+                wanted[rows].tolist(),
+                columns.digests[self.digest_start[chunks[rows]]].tolist(),
+                strict=True,
+            )
+            if memory[target].address
+        }
+
     def _file(self, reader: Reader, name: str, chunks: Array, threads: int) -> int:
         if threads == 1 or len(chunks) < 2:
             return self._some(reader, name, chunks)
@@ -145,19 +174,21 @@ class _Job:
     def _some(self, reader: Reader, name: str, chunks: Array) -> int:
         """Read chunks of one file in order, in batches of neighbouring blocks."""
         batch: list[_Block] = []
+        stage = Stage()
         size, total = 0, 0
         for chunk in chunks.tolist():
-            for block in self._blocks(chunk):
+            simple = self.simple.get(chunk)
+            for block in (simple,) if simple is not None else self._blocks(chunk):
                 if batch and (
                     size >= BATCH
                     or len(batch) >= BATCH_BUFFERS
                     or batch[-1].position + batch[-1].length != block.position
                 ):
-                    total += self._flush(reader, name, batch)
+                    total += self._flush(reader, name, batch, stage)
                     batch, size = [], 0
                 batch.append(block)
                 size += block.length
-        return total + (self._flush(reader, name, batch) if batch else 0)
+        return total + (self._flush(reader, name, batch, stage) if batch else 0)
 
     def _blocks(self, chunk: int) -> list[_Block]:
         """The blocks of a chunk that hold wanted bytes."""
@@ -166,9 +197,6 @@ class _Job:
         nbytes, base = int(self.nbytes[chunk]), int(self.digest_start[chunk])
         first, last = self.first[chunk], self.last[chunk]
         target = self._direct(chunk, first) if last - first == 1 else None
-        if target is not None and nbytes <= block and target[1] == 0 and target[2] == nbytes:
-            buffer = (ctypes.c_ubyte * nbytes).from_address(target[0])
-            return [_Block(position, nbytes, buffer, int(columns.digests[base]), chunk, 0)]
         wanted: set[int] = set()
         for pair in range(first, last):
             wanted |= self._touched(chunk, pair, block)
@@ -232,8 +260,17 @@ class _Job:
             (np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))).tolist()
         )
 
-    def _flush(self, reader: Reader, name: str, batch: list[_Block]) -> int:
-        buffers = [bytearray(block.length) if block.buffer is None else block.buffer for block in batch]
+    def _flush(self, reader: Reader, name: str, batch: list[_Block], stage: Stage) -> int:
+        """Read a batch, verify every block, and copy over what was not read to where it belongs."""
+        staged = stage.take(sum(block.length for block in batch if block.buffer is None))
+        assert staged is not None
+        buffers, at = [], 0
+        for block in batch:
+            if block.buffer is None:
+                buffers.append(staged[at : at + block.length])
+                at += block.length
+            else:
+                buffers.append(block.buffer)
         wanted = batch[-1].position + batch[-1].length - batch[0].position
         got = reader.read_into(batch[0].position, buffers)
         if got != wanted:
@@ -243,40 +280,59 @@ class _Job:
             )
         for block, buffer in zip(batch, buffers, strict=True):
             if digest(buffer) != block.digest:
-                tensor = self.columns.names[int(self.tensor[block.chunk])]
-                raise CorruptCheckpoint(
-                    f"{self.store.url}/{name} is damaged: bytes {block.position} to {block.position + block.length}, part of "
-                    f"{tensor!r}, do not match the digest they were written with.",
-                    hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
-                    details={"file": name, "tensor": tensor, "position": block.position},
-                )
-            if block.buffer is None:
-                self._scatter(block, buffer)
+                raise self._damaged(block, name)
+        at = 0
+        for blocks in _neighbours(batch):
+            length = sum(block.length for block in blocks)
+            self._scatter(blocks[0].chunk, blocks[0].start, staged[at : at + length])
+            at += length
+        stage.reset()
         with self.lock:
             self.progress(wanted)
         return wanted
 
-    def _scatter(self, block: _Block, data: bytearray) -> None:
-        """Copy what is wanted of a verified block to where it is wanted."""
-        view = memoryview(data)
-        for pair in range(self.first[block.chunk], self.last[block.chunk]):
-            shape, inner, itemsize = self._relative(block.chunk, pair)
+    def _damaged(self, block: _Block, name: str) -> CorruptCheckpoint:
+        tensor = self.columns.names[int(self.tensor[block.chunk])]
+        return CorruptCheckpoint(
+            f"{self.store.url}/{name} is damaged: bytes {block.position} to {block.position + block.length}, part of "
+            f"{tensor!r}, do not match the digest they were written with.",
+            hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
+            details={"file": name, "tensor": tensor, "position": block.position},
+        )
+
+    def _scatter(self, chunk: int, start: int, data: memoryview) -> None:
+        """Copy what is wanted of verified bytes of a chunk to where it is wanted."""
+        for pair in range(self.first[chunk], self.last[chunk]):
+            shape, inner, itemsize = self._relative(chunk, pair)
             row = int(self.plan.pairs.wanted[pair])
             outer = self.held.boxes[row]
-            low, high = block.start // itemsize, (block.start + block.length) // itemsize
+            origin = unpad(self.columns.offset[chunk], len(shape))
+            low, high = start // itemsize, (start + len(data)) // itemsize
+            done = 0
             for part in from_flat_range(shape, low, high):
+                piece = data[done : done + part.volume * itemsize]
+                done += len(piece)
                 common = part.intersect(inner) if shape else part
                 if common is None:
                     continue
-                inside = common.relative_to(part.offset)
-                base = _flat(shape, part.offset) - low
-                piece = view[base * itemsize : (base + part.volume) * itemsize]
-                if inside.shape != part.shape:
-                    piece = _cut(piece, part.shape, inside, itemsize)
-                ndim = len(shape)
-                origin = unpad(self.columns.offset[block.chunk], ndim)
                 place = Box(tuple(a + b for a, b in zip(common.offset, origin, strict=True)), common.shape)
-                self.held.memory[row].scatter(place.relative_to(outer.offset), piece)
+                self.held.memory[row].scatter(
+                    place.relative_to(outer.offset), piece, part.shape, common.relative_to(part.offset)
+                )
+
+
+def _neighbours(batch: list[_Block]) -> Iterator[list[_Block]]:
+    """Runs of staged blocks that follow each other in one chunk: one copy serves them all."""
+    run: list[_Block] = []
+    for block in batch:
+        if block.buffer is not None:
+            continue
+        if run and (run[-1].chunk != block.chunk or run[-1].start + run[-1].length != block.start):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run
 
 
 def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
@@ -284,12 +340,6 @@ def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
     for size, o in zip(shape, offset, strict=True):
         at = at * size + o
     return at
-
-
-def _cut(data: memoryview, shape: tuple[int, ...], box: Box, itemsize: int) -> memoryview:
-    """The row-major bytes of a sub-box of a row-major block."""
-    array = np.frombuffer(data, np.uint8).reshape(*shape, itemsize)
-    return memoryview(array[(*box.slices(), slice(None))].tobytes())
 
 
 def read_into(

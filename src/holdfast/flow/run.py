@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from holdfast.deadline import REAL_CLOCK
@@ -91,6 +92,8 @@ def run(
     except BaseException:
         cancel.set()
         if not done.wait(GRACE):
+            with suppress(HoldfastError):
+                roster.renew()
             raise
     finally:
         presence.stop()

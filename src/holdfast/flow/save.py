@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.adapters.state import flatten, hold, matches, select
+from holdfast.adapters.state import flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.commit import Commit, names_files, open_index, present_tail
 from holdfast.flow.operation import Operation, read_state
@@ -23,7 +23,7 @@ from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.layout.grid import Grid
-from holdfast.layout.tensor import OBJECT
+from holdfast.layout.tensor import OBJECT, matches
 from holdfast.options import Options
 from holdfast.plan.holding import Holding, Replica, describe
 from holdfast.plan.merge import disagreement

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import secrets
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -51,33 +51,68 @@ def file_name(rank: int, part: int) -> str:
     return f"data/{secrets.token_hex(6)}-r{rank:05d}{suffix}.safetensors"
 
 
-def chunk_buffers(held: Holding, plan: Planned, at: int, only: int | None = None) -> Iterator[Buffer]:
-    """The blocks of one chunk, in order, or one of them; memory as it lies where it lies right."""
-    row, nbytes, block = int(plan.row[at]), int(plan.nbytes[at]), int(plan.block[at])
-    spec, held_box, memory = held.specs[row], held.boxes[row], held.memory[row]
-    ndim = len(spec.shape)
-    box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(held_box.offset)
-    itemsize = DTYPES[spec.dtype].size
-    start = contiguous_at(held_box.shape, box) if memory.address else None
-    lows = range(0, nbytes, block) if only is None else (only * block,)
-    if start is not None:
-        base = memory.address + start * itemsize
-        if nbytes <= block:
-            yield (ctypes.c_ubyte * nbytes).from_address(base)
-            return
-        for low in lows:
-            yield (ctypes.c_ubyte * min(block, nbytes - low)).from_address(base + low)
-        return
-    for low in lows:
-        length = min(block, nbytes - low)
-        scratch = bytearray(length)
+class Stage:
+    """Memory that is used again and again, for bytes that do not lie as the file wants them.
+
+    Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+        self._used = 0
+
+    def take(self, size: int) -> memoryview | None:
+        """`size` bytes, valid until `reset`; None when that is due first."""
+        if self._used and self._used + size > len(self._memory):
+            return None
+        if size > len(self._memory):
+            self._memory = memoryview(bytearray(max(size, 2 * BATCH)))
+        view = self._memory[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        return view
+
+    def reset(self) -> None:
+        self._used = 0
+
+
+class ChunkSource:
+    """Where the bytes of one planned chunk are."""
+
+    __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes")
+
+    def __init__(self, held: Holding, plan: Planned, at: int, nbytes: int, block: int) -> None:
+        row = int(plan.row[at])
+        spec, outer, self._memory = held.specs[row], held.boxes[row], held.memory[row]
+        ndim = len(spec.shape)
+        self._box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(outer.offset)
+        self._itemsize = DTYPES[spec.dtype].size
+        self.nbytes, self.block = nbytes, block
+        start = contiguous_at(outer.shape, self._box) if self._memory.address else None
+        self.address = 0 if start is None else self._memory.address + start * self._itemsize
+
+    def direct(self, low: int, length: int) -> Buffer:
+        """Bytes where they lie; only with an address."""
+        return (ctypes.c_ubyte * length).from_address(self.address + low)
+
+    def gather(self, low: int, out: memoryview) -> None:
+        """Copy bytes from `low` on into a buffer."""
         done = 0
-        for part in from_flat_range(box.shape, low // itemsize, (low + length) // itemsize):
-            size = part.volume * itemsize
-            moved = Box(tuple(a + b for a, b in zip(part.offset, box.offset, strict=True)), part.shape)
-            memory.gather(moved, memoryview(scratch)[done : done + size])
+        for part in from_flat_range(
+            self._box.shape, low // self._itemsize, (low + len(out)) // self._itemsize
+        ):
+            size = part.volume * self._itemsize
+            moved = Box(tuple(a + b for a, b in zip(part.offset, self._box.offset, strict=True)), part.shape)
+            self._memory.gather(moved, out[done : done + size])
             done += size
-        yield scratch
+
+    def one_block(self, number: int) -> Buffer:
+        low = number * self.block
+        length = min(self.block, self.nbytes - low)
+        if self.address:
+            return self.direct(low, length)
+        out = memoryview(bytearray(length))
+        self.gather(low, out)
+        return out
 
 
 def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
@@ -237,6 +272,59 @@ def _entries(
     return rows, end + embedded
 
 
+class _Stream:
+    """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
+
+    def __init__(self, writer: Writer, position: int, progress: Progress) -> None:
+        self._writer, self._position, self._progress = writer, position, progress
+        self._batch: list[Buffer] = []
+        self._size = 0
+        self._stage = Stage()
+        self.digests: list[int] = []
+
+    def add(self, buffer: Buffer, size: int) -> None:
+        self.digests.append(digest(buffer))
+        self._batch.append(buffer)
+        self._size += size
+        if self._size >= BATCH or len(self._batch) >= BATCH_BUFFERS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._batch:
+            self._writer.write_at(self._position, self._batch)
+            self._position += self._size
+            self._progress(self._size)
+            self._batch, self._size = [], 0
+        self._stage.reset()
+
+    def chunk(self, source: ChunkSource) -> None:
+        nbytes, block = source.nbytes, source.block
+        if source.address:
+            for low in range(0, nbytes, block):
+                length = min(block, nbytes - low)
+                self.add(source.direct(low, length), length)
+            return
+        step = max(BATCH // block, 1) * block  # several blocks are gathered by one copy
+        for low in range(0, nbytes, step):
+            length = min(step, nbytes - low)
+            view = self._stage.take(length)
+            if view is None:
+                self.flush()
+                view = self._stage.take(length)
+                assert view is not None
+            source.gather(low, view)
+            for at in range(0, length, block):
+                self.add_staged(view[at : at + block])
+            if self._size >= BATCH:
+                self.flush()
+
+    def add_staged(self, buffer: memoryview) -> None:
+        """Like `add`, but leaves the flush to the caller: the stage is in use."""
+        self.digests.append(digest(buffer))
+        self._batch.append(buffer)
+        self._size += len(buffer)
+
+
 def _stream(
     writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress
 ) -> Array:
@@ -245,30 +333,27 @@ def _stream(
     ends = np.cumsum(counts)
     digests = np.zeros(int(counts.sum()), "<u8")
     lock = threading.Lock()
+    nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
+    simple = _simple(held, chunks)
+
+    def moved(size: int) -> None:
+        with lock:
+            progress(size)
 
     def work(start: int, stop: int) -> None:
-        found: list[int] = []
-        batch: list[Buffer] = []
-        size, position = 0, int(starts[start]) if start < stop else 0
+        stream = _Stream(writer, int(starts[start]), moved)
         for at in range(start, stop):
-            for buffer in chunk_buffers(held, chunks, at):
-                found.append(digest(buffer))
-                batch.append(buffer)
-                size += len(buffer)
-                if size >= BATCH or len(batch) >= BATCH_BUFFERS:
-                    writer.write_at(position, batch)
-                    position += size
-                    with lock:
-                        progress(size)
-                    batch, size = [], 0
-        if batch:
-            writer.write_at(position, batch)
-            with lock:
-                progress(size)
-        first = int(ends[start] - counts[start]) if start < stop else 0
-        digests[first : first + len(found)] = np.asarray(found, "<u8")
+            if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
+                stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
+            else:
+                stream.chunk(ChunkSource(held, chunks, at, nbytes[at], blocks[at]))
+        stream.flush()
+        first = int(ends[start] - counts[start])
+        digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
 
-    if threads == 1 or len(chunks.row) < 2:
+    if not len(chunks.row):
+        return digests
+    if threads == 1:
         work(0, len(chunks.row))
         return digests
     bytes_before = np.cumsum(chunks.nbytes)
@@ -278,6 +363,17 @@ def _stream(
         for done in [pool.submit(work, a, b) for a, b in pairwise(edges)]:
             done.result()
     return digests
+
+
+def _simple(held: Holding, chunks: Planned) -> list[int]:
+    """Addresses of chunks that are one block and all of their shard; 0 for the others."""
+    tables = held.tables()
+    whole_shard = (chunks.nbytes == tables.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
+    address = np.fromiter(
+        (held.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
+    )
+    found: list[int] = np.where(whole_shard, address, 0).tolist()
+    return found
 
 
 def _ragged(values: Array, ends: Array, order: Array) -> Array:
@@ -294,12 +390,13 @@ def _fill_witnesses(columns: Columns, held: Holding, plan: SavePlan, progress: P
     seen = plan.witnesses
     counts = block_counts(seen.nbytes, seen.block)
     for at in range(len(seen.row)):
+        source = ChunkSource(held, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
         if plan.witness_full[at]:
-            blocks = np.asarray([digest(buffer) for buffer in chunk_buffers(held, seen, at)], "<u8")
-            columns.witness_block[at], columns.witness_digest[at] = -1, digest_many(blocks)
+            blocks = [digest(source.one_block(number)) for number in range(int(counts[at]))]
+            columns.witness_block[at], columns.witness_digest[at] = -1, digest_many(np.asarray(blocks, "<u8"))
         else:
             wanted = digest(seen.offset[at].tobytes()) % int(counts[at])
             columns.witness_block[at] = wanted
-            columns.witness_digest[at] = digest(next(chunk_buffers(held, seen, at, int(wanted))))
+            columns.witness_digest[at] = digest(source.one_block(wanted))
         if at % 64 == 0:
             progress(0)

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.container import Header, Read, encode_header, read_header, safe_data_name
 from holdfast.format.digest import digest, digest_many, hex_digest
-from holdfast.layout.tensor import DTYPES, KINDS
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 
 FORMAT = "holdfast-1"
 PAGE = 64 << 10
@@ -91,7 +91,8 @@ class Columns:
 
     def chunk_bytes(self) -> Array:
         """C: bytes of each chunk."""
-        return np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
+        nbytes: Array = np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
+        return nbytes
 
     def shape_of(self, row: int) -> tuple[int, ...]:
         return unpad(self.shape[row], int(self.ndim[row]))
@@ -111,7 +112,7 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     for length in np.unique(lengths).tolist():
         if length:
-            rows = np.flatnonzero(lengths == length)
+            rows = np.flatnonzero(lengths == length).tolist()
             out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")
     return out
 
@@ -178,10 +179,14 @@ class Index:
             )
         try:
             self.about: dict[str, Any] = json.loads(header.metadata["about"])
+            if not isinstance(self.about, dict):
+                raise ValueError("'about', which is not an object")
             self.dims = int(header.metadata["dims"])
+            if not 1 <= self.dims <= 255:
+                raise ValueError("'dims'")
             self.tensors, self.chunks = self._rows("dtype"), self._rows("file")
             self._check_shapes()
-        except (KeyError, ValueError) as error:
+        except (LookupError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"The header of {where} lacks or garbles {error}.") from None
 
     # -- bytes, verified ------------------------------------------------------------------
@@ -192,7 +197,8 @@ class Index:
         return data
 
     def _check_seal(self, header: Header) -> str:
-        seal = np.frombuffer(self._counted(self.size - 16, 16), "<u8")
+        ending = self._counted(self.size - 16, 16) if self.size >= 16 else b""
+        seal = np.frombuffer(ending if len(ending) == 16 else b"", "<u8")
         if len(seal) != 2 or int(seal[0]) != digest(header.raw):
             raise CorruptCheckpoint(
                 f"The header of {self.where} does not match its digest: the file is damaged."
@@ -244,6 +250,14 @@ class Index:
         empty = Columns(shape=np.zeros((0, self.dims), "<i8"))
         expected = {"name_end": t, "kind": t, "ndim": t, "shape": t, "chunk_end": t}
         expected |= dict.fromkeys(("offset", "size", "position", "block", "digest_end"), c)
+        expected |= {
+            f"witness_{name}": self._rows("witness_digest") for name in ("tensor", "offset", "size", "block")
+        }
+        expected |= {
+            "fence_end": -(-t // FENCE),
+            "file_size": self._rows("file_end"),
+            "file_rank": self._rows("file_end"),
+        }
         for name in (*_PLAIN, "name_end", "fence_end", "file_end", "names", "fence", "file_names"):
             entry = self._header.entries[name]
             like: Array = (
@@ -252,13 +266,12 @@ class Index:
                 else np.zeros(0, "u1" if name in (*_HEAPS, "fence") else "<i8")
             )
             tag = _TAGS[like.dtype.newbyteorder("<").str]
-            wide = self.dims if like.ndim == 2 else 1
-            volume = int(np.prod([int(s) for s in entry.shape], dtype=object))
-            rows = int(entry.shape[0]) if entry.shape else -1
+            rows, wide = entry.shape[0], (self.dims,) if like.ndim == 2 else ()
+            volume = rows * (self.dims if wide else 1)
             stored = entry.data_offsets[1] - entry.data_offsets[0]
             if (
                 entry.dtype != tag
-                or volume != rows * wide
+                or (entry.shape[1:] != wide and entry.shape != (0, 1))
                 or stored != volume * like.dtype.itemsize
                 or rows != expected.get(name, rows)
                 or entry.data_offsets[1] > self._body
@@ -287,7 +300,8 @@ class Index:
         if len(rows) == 0:
             return self.column(name, 0, 0)
         if int(rows[-1]) - int(rows[0]) + 1 <= 2 * len(rows) + PAGE // 8:
-            return self.column(name, int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+            near: Array = self.column(name, int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
+            return near
         cuts = np.flatnonzero(np.diff(rows) > PAGE // 8) + 1
         parts = np.split(rows, cuts)
         return np.concatenate([self.column(name, int(p[0]), int(p[-1]) + 1)[p - p[0]] for p in parts])
@@ -325,6 +339,8 @@ class Index:
         if not self.tensors:
             return rows
         fence = self._strings("fence", self.column("fence_end"), 0)
+        if any(a >= b for a, b in pairwise(fence)):
+            raise CorruptCheckpoint(f"The names in the fence of {self.where} do not ascend.")
         groups: dict[int, list[int]] = {}
         starts = (
             np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right")
@@ -349,7 +365,7 @@ class Index:
         """Data files, relative to the checkpoint's folder; a name that could leave it is refused."""
         found = self._strings("file_names", self.column("file_end"), 0)
         for name in found:
-            if name and not safe_data_name(name):
+            if not safe_data_name(name):
                 raise CorruptCheckpoint(
                     f"{self.where} names the file {name!r}, which is not inside its data folder; it was not opened."
                 )
@@ -416,6 +432,19 @@ class Index:
             raise CorruptCheckpoint(f"{self.where} has witnesses of tensors that it does not list.")
         return columns
 
+    def _check_boxes(self, found: Columns) -> None:
+        """Shapes and boxes must be countable, padded with ones, and one row of bytes for objects."""
+        if not _possible(found.size):
+            raise CorruptCheckpoint(f"{self.where} holds a chunk of impossible size.")
+        padding = np.arange(self.dims) < self.dims - found.ndim[:, None].astype(np.int64)
+        bytes_only = (found.ndim == 1) & (found.dtype == 0)
+        if (
+            not _possible(found.shape)
+            or (padding & (found.shape != 1)).any()
+            or ((found.kind == OBJECT) & ~bytes_only).any()
+        ):
+            raise CorruptCheckpoint(f"{self.where} gives a tensor or an object an impossible shape.")
+
     def _check_rows(self, found: Columns) -> None:
         """Numbers that are used as positions must be possible ones."""
         files = len(found.file_names)
@@ -427,16 +456,14 @@ class Index:
             raise CorruptCheckpoint(
                 f"{self.where} uses a dtype, kind or number of dimensions that format {FORMAT} does not have."
             )
+        self._check_boxes(found)
         if not len(found.file):
             return
         if found.file.min() < 0 or found.file.max() >= files:
             raise CorruptCheckpoint(f"{self.where} refers to a file that it does not name.")
-        limit = float(1 << 62)
-        if (found.size < 0).any() or (np.prod(found.size.astype(float), axis=1) * 16 > limit).any():
-            raise CorruptCheckpoint(f"{self.where} holds a chunk of impossible size.")
         nbytes = found.chunk_bytes()
-        stop = found.position + nbytes
-        bad = (found.position < 0) | (found.block < 1) | (stop > found.file_size[found.file])
+        room = found.file_size[found.file] - nbytes  # compared so that no sum can overflow
+        bad = (found.position < 0) | (found.block < 1) | (room < 0) | (found.position > room)
         if bad.any():
             row = int(np.flatnonzero(bad)[0])
             raise CorruptCheckpoint(
@@ -444,11 +471,19 @@ class Index:
             )
         if (np.diff(found.digest_end, prepend=0) != -(-nbytes // found.block)).any():
             raise CorruptCheckpoint(f"{self.where} has too few or too many digests for a chunk.")
+        stop = found.position + nbytes
         order = np.lexsort((stop, found.position, found.file))
         order = order[nbytes[order] > 0]
         same = found.file[order][1:] == found.file[order][:-1]
         if (same & (found.position[order][1:] < stop[order][:-1])).any():
             raise CorruptCheckpoint(f"{self.where} places two chunks on the same bytes of a file.")
+
+
+def _possible(sides: Array) -> bool:
+    """Are these sides of boxes whose bytes an int64 can count?"""
+    with np.errstate(over="ignore"):
+        volumes = np.prod(np.maximum(sides, 1).astype(float), axis=1)
+    return bool((sides >= 0).all() and (volumes * 16 <= float(1 << 62)).all())
 
 
 def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:

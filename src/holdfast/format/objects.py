@@ -83,7 +83,7 @@ def decode(data: bytes, name: str) -> Any:
     if data[:1] == PLAIN:
         try:
             return _from_json(json.loads(data[1:]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {error!r}.") from None
     if data[:1] == TORCH:
         from holdfast.format import torch_objects
@@ -100,7 +100,7 @@ def preview(data: bytes, limit: int = 60) -> str:
         return f"<{len(data) - 1} bytes, weights-only format>"
     try:
         text = repr(_from_json(json.loads(data[1:])))
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return "<damaged>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

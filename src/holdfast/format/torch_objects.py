@@ -26,6 +26,7 @@ _ALLOWED: list[Any] = [
     collections.Counter,
     collections.deque,
     collections.defaultdict,
+    bytes,  # how an empty array's content is pickled
     np.ndarray,
     np.dtype,
     np.float64,
@@ -44,6 +45,13 @@ def _read(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def _reason(error: Exception) -> str:
+    """The line of torch's long message that says what was refused."""
+    lines = str(error).split("\n")
+    telling = (line.partition("WeightsUnpickler error:")[2].strip() for line in lines)
+    return next((line for line in telling if line), lines[0])[:200]
+
+
 def encode(value: Any, name: str) -> bytes:
     """torch's bytes for a value, once they were shown to load again."""
     buffer = io.BytesIO()
@@ -51,7 +59,7 @@ def encode(value: Any, name: str) -> bytes:
         torch.save(value, buffer)
         _read(buffer.getvalue())
     except Exception as error:
-        reason = str(error).split("\n")[0][:200]
+        reason = _reason(error)
         raise BadInput(
             f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored so that loading "
             f"executes nothing ({reason}).",
@@ -65,7 +73,7 @@ def decode(data: bytes, name: str) -> Any:
     try:
         return _read(data)
     except Exception as error:
-        reason = str(error).split("\n")[0][:300]
+        reason = _reason(error)
         raise CorruptCheckpoint(
             f"The object {name!r} was not loaded, because it is damaged or asks for code outside the allow-list: {reason}"
         ) from None

@@ -50,7 +50,7 @@ def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64
     `sizes` are n x d.
     """
     count = len(shapes)
-    outside = (offsets < 0) | (sizes < 0) | (offsets + sizes > shapes[tensors])
+    outside = (offsets < 0) | (sizes < 0) | (offsets > shapes[tensors] - sizes)  # no sum that could overflow
     if outside.any():
         row = int(np.flatnonzero(outside.any(axis=1))[0])
         return Problem(int(tensors[row]), "outside", tuple(int(o) for o in offsets[row]), row)
@@ -89,7 +89,9 @@ def _corners(
         strides[:, axis] = strides[:, axis + 1] * (spans[:, axis + 1] + 1)
     points = strides[:, 0] * (spans[:, 0] + 1) if len(varying) else np.ones(count, np.int64)
     # int64 arithmetic wraps silently, so the bound is computed in floats first.
-    if np.prod(spans.astype(float) + 1, axis=1).sum() > _LIMIT:
+    with np.errstate(over="ignore"):
+        many = np.prod(spans.astype(float) + 1, axis=1).sum() > _LIMIT
+    if many:
         return _corners_one_by_one(shapes, tensors, offsets, sizes)
     base = np.concatenate([[0], np.cumsum(points)[:-1]])
 
@@ -109,9 +111,8 @@ def _corners(
     where = int(corner[heads[left[0]]])
     tensor = int(np.searchsorted(base, where, side="right")) - 1
     rest, place = where - int(base[tensor]), [0] * dims
-    for axis, stride in zip(varying, strides[tensor], strict=True):
-        ahead, rest = divmod(rest, int(stride))
-        place[int(axis)] = ahead
+    for axis, stride in zip(varying.tolist(), strides[tensor].tolist(), strict=True):
+        place[axis], rest = divmod(rest, stride)
     return tensor, int(totals[left[0]]), tuple(place)
 
 

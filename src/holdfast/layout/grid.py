@@ -39,8 +39,8 @@ class Grid:
     expert: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("world", "tp", "pp", "cp", "ep", "vpp"):
-            if getattr(self, name) < 1:
+        for name in ("world", "tp", "pp", "cp", "ep", "vpp", "etp"):
+            if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise BadInput(f"Grid {name}={getattr(self, name)} must be at least 1.")
         names = self.order.split("-")
         if len(set(names)) != len(names) or not set(names) <= set(AXES):

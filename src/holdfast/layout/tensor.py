@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
@@ -79,3 +80,8 @@ class HeldShard(NamedTuple):
     box: Box
     replica: tuple[int, int] | None
     key: int
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Does a name match a shell pattern, or lie in the subtree that the pattern names?"""
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")

@@ -25,8 +25,8 @@ class Memory(Protocol):
         """Copy a sub-box (relative to the shard) into a buffer, row-major."""
         ...
 
-    def scatter(self, box: Box, data: Buffer) -> None:
-        """Copy row-major bytes into a sub-box."""
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        """Copy the sub-box `inside` of row-major data of `shape` into the sub-box `box` of the shard."""
         ...
 
 
@@ -42,6 +42,7 @@ class Holding:
     plain: list[bool] = field(default_factory=list)
     """A replica nobody promised: a plain tensor or an object, to be compared in full."""
     memory: list[Memory] = field(default_factory=list)
+    _tables: Tables | None = None
 
     def add(self, spec: TensorSpec, box: Box, replica: Replica | None, plain: bool, memory: Memory) -> None:
         self.specs.append(spec)
@@ -71,7 +72,12 @@ class Holding:
                 )
 
     def tables(self) -> Tables:
-        """The numbers of all rows as rectangles, padded with leading ones."""
+        """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
+        if self._tables is None or len(self._tables.nbytes) != len(self):
+            self._tables = self._make_tables()
+        return self._tables
+
+    def _make_tables(self) -> Tables:
         dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
         dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
         size = pad([box.shape for box in self.boxes], dims, 1)

@@ -90,16 +90,27 @@ def _join(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
         key = key * len(starts) + number
         used = True
     if not used:
-        return _sweep(wo, ws, co, cs)
+        found = _sweep(wo, ws, co, cs)
+        assert found is not None
+        return found
     order = np.argsort(key, kind="stable")
     left = np.searchsorted(key[order], cells_key, side="left")
     right = np.searchsorted(key[order], cells_key, side="right")
     counts = right - left
+    if (many := int(counts.sum())) > 4 * (len(co) + len(wo)):
+        fewer = _sweep(wo, ws, co, cs, many)  # the axes that are grids may be the ones that tell little
+        if fewer is not None:
+            return fewer
     return np.repeat(owner, counts), order[_ranges(left, counts)]
 
 
-def _sweep(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
-    """Candidates by one axis: stored boxes that begin before the wanted one ends, and not too early."""
+def _sweep(
+    wo: Array, ws: Array, co: Array, cs: Array, below: int | None = None
+) -> tuple[Array, Array] | None:
+    """Candidates by one axis: stored boxes that begin before the wanted one ends, and not too early.
+
+    None if that leaves no fewer than `below`.
+    """
     best: tuple[int, Array, Array, Array] | None = None
     for axis in range(co.shape[1]):
         order = np.argsort(co[:, axis], kind="stable")
@@ -111,5 +122,7 @@ def _sweep(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
         if best is None or int(counts.sum()) < best[0]:
             best = int(counts.sum()), order, left, counts
     assert best is not None
-    _, order, left, counts = best
+    total, order, left, counts = best
+    if below is not None and total >= below:
+        return None
     return np.repeat(np.arange(len(wo)), counts), order[_ranges(left, counts)]

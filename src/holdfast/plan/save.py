@@ -12,6 +12,7 @@ import numpy as np
 from holdfast.format.digest import block_sizes
 from holdfast.format.index import Array, pad
 from holdfast.layout.box import Box
+from holdfast.layout.tensor import matches
 from holdfast.options import Options
 from holdfast.plan.holding import Holding
 from holdfast.plan.replicas import shares
@@ -76,13 +77,14 @@ def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) 
     offset = np.concatenate([tables.offset[sole], pad([box.offset for box in boxes], tables.dims, 0)])
     size = np.concatenate([tables.size[sole], pad([box.shape for box in boxes], tables.dims, 1)])
     seen = np.asarray(seen_rows, np.int64)
-    chunks = _panels(row, offset, size, tables.itemsize, options)
+    wide = _to_cut(held, options.columns)
+    chunks = _panels(row, offset, size, tables.itemsize, wide)
     witnesses = _panels(
         seen,
         pad([box.offset for box in seen_boxes], tables.dims, 0),
         pad([box.shape for box in seen_boxes], tables.dims, 1),
         tables.itemsize,
-        options,
+        wide,
     )
     plain = np.asarray(held.plain, bool)
     complete = (
@@ -100,13 +102,21 @@ def _witnessed_by_all(plain: bool, check: str) -> bool | None:
     return True if check == "full" or (check == "auto" and plain) else None
 
 
-def _panels(row: Array, offset: Array, size: Array, itemsize: Array, options: Options) -> Planned:
-    """Cut wide matrices into column panels; everything else stays one chunk."""
+def _to_cut(held: Holding, patterns: tuple[str, ...]) -> Array:
+    """Rows of the holding whose matrices the options want in column panels."""
+    found = (
+        [any(matches(spec.name, pattern) for pattern in patterns) for spec in held.specs] if patterns else ()
+    )
+    return np.asarray(found, bool)
+
+
+def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Array) -> Planned:
+    """Cut wide matrices that are to be cut into column panels; everything else stays one chunk."""
     nbytes = np.prod(size, axis=1) * itemsize[row] if len(row) else np.zeros(0, np.int64)
     parts = np.ones(len(row), np.int64)
-    if options.columns == "auto" and len(row) and size.shape[1] >= 2:
+    if len(to_cut) and len(row) and size.shape[1] >= 2:
         width = size[:, -1]
-        wide = (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
+        wide = to_cut[row] & (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
     if (parts > 1).any():

@@ -40,7 +40,11 @@ class Roster(Protocol):
     def delete(self, keys: Sequence[str]) -> None: ...
 
     def second(self) -> Roster:
-        """Another client of the same messages, so that one thread's wait holds no other up."""
+        """Another client of the same messages, so that one thread's wait holds no other up. Kept."""
+        ...
+
+    def renew(self) -> None:
+        """Forget the connections: a thread that was given up may be stuck in one."""
         ...
 
 

@@ -50,3 +50,6 @@ class MemoryRoster:
 
     def second(self) -> MemoryRoster:
         return self
+
+    def renew(self) -> None:
+        pass

@@ -40,6 +40,7 @@ class TorchRoster:
     def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
         base = default_store() if store is None else store
         self._parent = base
+        self._second: TorchRoster | None = None
         self._prefix = f"holdfast/{read_environment().incarnation}/"
         with _Reachable("opening a client"):
             self._store = base.clone()
@@ -84,7 +85,13 @@ class TorchRoster:
                 self._store.delete_key(self._prefix + key)
 
     def second(self) -> TorchRoster:
-        return TorchRoster(self._parent, self.rank, self.world_size)
+        if self._second is None:  # kept, because a connection costs up to seconds in a large world
+            self._second = TorchRoster(self._parent, self.rank, self.world_size)
+        return self._second
+
+    def renew(self) -> None:
+        with _Reachable("opening a client"):
+            self._store, self._second = self._parent.clone(), None
 
 
 class _Reachable:

@@ -1,0 +1,42 @@
+"""`holdfast explain`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast.cli import output
+from holdfast.flow.describe import Explained, explain
+
+
+@click.command("explain")
+@click.argument("path", type=click.Path())
+@click.argument("name")
+@click.option("--box", metavar="0:4,10:20", help="What a reader of this part reads; one range an axis.")
+@output.as_json
+def command(path: str, name: str, box: str | None, as_json: bool) -> None:
+    """Show where a tensor is stored, and what a reader of a part reads."""
+    found = explain(path, name, box)
+    if as_json:
+        output.print_json(found)
+    else:
+        _show(found)
+
+
+def _show(found: Explained) -> None:
+    output.say(f"{found.name}: {found.dtype or found.kind} {list(found.shape)}, in {found.path}")
+    if found.bytes_wanted is not None:
+        wanted = f"{output.box_text(found.offset or (), found.size or ())} is {found.bytes_wanted} bytes"
+        output.say(f"  {wanted}; a reader reads {found.bytes_read} bytes, whole digest blocks.")
+    asked = found.bytes_wanted is not None
+    rows = [
+        (
+            output.box_text(part.offset, part.shape),
+            part.rank,
+            part.file,
+            output.spans(part.ranges if asked else ((part.start, part.stop),)),
+            part.block,
+            output.listed(part.digests, 2),
+        )
+        for part in found.parts
+    ]
+    output.print_table(("box", "rank", "file", "bytes", "block", "digests"), rows, right=("rank", "block"))

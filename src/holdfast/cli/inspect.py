@@ -1,0 +1,108 @@
+"""`holdfast inspect`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from holdfast.cli import output
+from holdfast.flow.describe import Checkpoint, Run, Tensor, describe
+
+SHOWN = 50
+
+
+@click.command("inspect")
+@click.argument("path", type=click.Path())
+@click.option(
+    "--name", metavar="PATTERN", help="Only names that match a shell pattern; `model` is all under it."
+)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=0),
+    help=f"Show at most this many names; 0 is all. Default: {SHOWN}, with --json all.",
+)
+@click.option("--chunks", is_flag=True, help="Show where each part of each tensor is.")
+@output.as_json
+def command(path: str, name: str | None, limit: int | None, chunks: bool, as_json: bool) -> None:
+    """Show what is in a checkpoint, or which steps a run has."""
+    if limit is None and not as_json:
+        limit = SHOWN
+    found = describe(path, name, limit or None, chunks)
+    if as_json:
+        output.print_json(found)
+    elif isinstance(found, Run):
+        _run(found)
+    else:
+        _checkpoint(found, chunks)
+
+
+def _run(run: Run) -> None:
+    output.say(f"{run.path}: {output.count(len(run.steps), 'step')}")
+    rows = [
+        (step.step, _state(step.committed, step.problem), output.size(step.bytes), output.when(step.created))
+        for step in run.steps
+    ]
+    output.print_table(("step", "state", "size", "committed at"), rows, right=("step", "size"))
+
+
+def _state(committed: bool, problem: str | None) -> str:
+    if problem:
+        return f"damaged: {problem}"
+    return "committed" if committed else "not committed"
+
+
+def _checkpoint(found: Checkpoint, chunks: bool) -> None:
+    output.say(found.path)
+    facts = {
+        "step": found.step,
+        "created": output.when(found.created),
+        "versions": _plain(found.versions),
+        "grid": _plain(found.grid),
+        "notes": _plain(found.notes),
+        "ranks": found.ranks,
+        "files": f"{len(found.files)}, {output.size(found.bytes)} with the index",
+        "holds": f"{output.count(found.tensors, 'tensor')}, {output.count(found.objects, 'object')}, "
+        f"{output.count(found.chunks, 'chunk')}",
+    }
+    for key, value in facts.items():
+        if value not in (None, ""):
+            output.say(f"  {key:<9} {value}")
+    if found.shown:
+        names = [_row(tensor) for tensor in found.shown]
+        head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
+        output.print_table(head, names, right=("chunks", "bytes"))
+    if len(found.shown) < found.matched:
+        output.say(f"{len(found.shown)} of {output.count(found.matched, 'name')}; --limit 0 shows all.")
+    if chunks:
+        _chunks(found.shown)
+
+
+def _plain(value: object) -> str:
+    """`python 3.11, torch 2.6` for a flat dict, JSON for anything else."""
+    if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return "" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _row(tensor: Tensor) -> tuple[object, ...]:
+    shown = str(list(tensor.shape)) if tensor.value is None else tensor.value
+    writers = output.listed(tensor.writers, 4)
+    return tensor.name, tensor.dtype or tensor.kind, shown, tensor.chunks, tensor.bytes, writers
+
+
+def _chunks(shown: tuple[Tensor, ...]) -> None:
+    rows = [
+        (
+            tensor.name,
+            output.box_text(part.offset, part.shape),
+            part.file,
+            part.start,
+            part.stop,
+            len(part.digests),
+        )
+        for tensor in shown
+        for part in tensor.parts or ()
+    ]
+    head = ("name", "box", "file", "from byte", "to byte", "blocks")
+    output.print_table(head, rows, right=("from byte", "to byte", "blocks"))

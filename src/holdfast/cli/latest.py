@@ -1,0 +1,27 @@
+"""`holdfast latest`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast.cli import output
+from holdfast.flow.retention import latest
+
+
+@click.command("latest")
+@click.argument("run", type=click.Path())
+@output.as_json
+@click.pass_context
+def command(ctx: click.Context, run: str, as_json: bool) -> None:
+    """Print the newest committed step of a run.
+
+    Exit code 1 if there is none.
+    """
+    found = latest(run)
+    if as_json:
+        output.print_json({"run": run, "path": found})
+    elif found is not None:
+        click.echo(found)
+    if found is None:
+        output.complain(f"{run} has no committed step.")
+        ctx.exit(1)

@@ -1,0 +1,57 @@
+"""`holdfast verify`."""
+
+from __future__ import annotations
+
+import os
+
+import click
+
+from holdfast.cli import output
+from holdfast.flow.verify import Verified, verify
+
+
+@click.command("verify")
+@click.argument("path", type=click.Path())
+@click.option("--quick", is_flag=True, help="Indexes, sizes and headers only; tensor data is not read.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=min(4, os.cpu_count() or 1),
+    show_default=True,
+    help="Threads that read and hash.",
+)
+@output.as_json
+@click.pass_context
+def command(ctx: click.Context, path: str, quick: bool, threads: int, as_json: bool) -> None:
+    """Re-read a checkpoint and report all damage.
+
+    PATH may be a run folder: then all committed steps are checked. Exit code 1 if anything is
+    damaged.
+    """
+    with output.progress("verifying") as bar:
+        found = verify(path, quick, threads, bar)
+    if as_json:
+        output.print_json(found)
+    else:
+        for step in (found,) if isinstance(found, Verified) else found.steps:
+            _show(step)
+    ctx.exit(0 if found.whole else 1)
+
+
+def _show(found: Verified) -> None:
+    read = f"{output.size(found.bytes_checked)} of data read" if not found.quick else "data was not read"
+    held = f"{output.count(found.tensors, 'name')} in {output.count(found.files, 'file')}, {read}"
+    if found.whole:
+        output.say(f"{found.path}: whole ({held}, {found.seconds:.1f} s)")
+        return
+    output.say(f"{found.path}: damaged, {output.count(len(found.damage), 'finding')} ({held})")
+    rows = [
+        (
+            item.file,
+            item.tensor or "",
+            "" if item.start is None else f"{item.start}-{item.stop}",
+            item.problem,
+        )
+        for item in found.damage
+    ]
+    output.print_table(("file", "tensor", "bytes", "problem"), rows)

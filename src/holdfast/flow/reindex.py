@@ -1,0 +1,235 @@
+"""Rebuild a lost or damaged index from the indexes that the data files carry of themselves.
+
+A folder may hold files of several attempts: a save that failed, one that was overwritten. Nothing
+may be mixed, so files are grouped by what their save says of itself, and an index is made only
+if just one set of whole files covers every tensor exactly once. What can't be known is refused
+with the way out: naming the files (`only`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
+from holdfast.flow.commit import present_tail, versions
+from holdfast.flow.places import Place, about, opened
+from holdfast.flow.retention import INDEX
+from holdfast.flow.write import EMBEDDED
+from holdfast.format.container import read_header, safe_data_name
+from holdfast.format.index import Columns, Index, encode
+from holdfast.plan.choose import choices
+from holdfast.plan.merge import Merger
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+_ANY_SIZE = 1 << 62
+_PLACE_IN_NAME = re.compile(r"@[\d,]*\Z")
+NAME_THEM = (
+    "Move the files that don't belong to it out of its data folder, or name those that do with --only."
+)
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A data file that the new index does not name, and why."""
+
+    name: str
+    why: str
+
+
+class Reindexed(msgspec.Struct, frozen=True):
+    """What became of the index."""
+
+    path: str
+    action: str
+    """`none` (the present one is good), `would write` (a dry run) or `written`."""
+    step: int | None
+    tensors: int
+    files: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    bytes: int
+    """Of the files that the index names."""
+
+
+class _Whole(NamedTuple):
+    """A data file whose embedded index is good."""
+
+    name: str
+    rank: int
+    said: dict[str, Any]
+    columns: Columns
+
+
+class _Broken(NamedTuple):
+    """One that is not, and the tensor names its header still tells (None: not even that)."""
+
+    name: str
+    why: str
+    names: list[str] | None
+
+
+def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Sequence[str] = ()) -> Reindexed:
+    """Rebuild the index of a checkpoint. A good index is left alone unless `force`."""
+    store = open_store(path)
+    if not force and (present := _good_index(store)) is not None:
+        return present
+    names = _data_files(store, only)
+    whole: list[_Whole] = []
+    broken: list[_Broken] = []
+    for name in names:
+        found = _look(store, name)
+        whole.append(found) if isinstance(found, _Whole) else broken.append(found)
+    if not whole:
+        why = f" ({broken[0].name}: {broken[0].why})" if broken else ""
+        raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
+    chosen = _choose(store, whole, broken)
+    columns = _merge(store, chosen)
+    if not only:
+        _refuse_loss(store, columns, broken)
+    data = encode(columns, _about(chosen))
+    if not dry_run:
+        store.publish(INDEX, data, present_tail(store))
+    taken = {file.name for file in chosen}
+    left = [LeftOut(file.name, file.why) for file in broken]
+    left += [LeftOut(file.name, "it belongs to another attempt") for file in whole if file.name not in taken]
+    return Reindexed(
+        store.url,
+        "would write" if dry_run else "written",
+        chosen[0].said.get("step"),
+        len(columns.names),
+        tuple(columns.file_names),
+        tuple(left),
+        int(columns.file_size.sum()),
+    )
+
+
+def _good_index(store: Store) -> Reindexed | None:
+    """The present index, if every row of it can be read and believed."""
+    try:
+        with opened(store) as index:
+            columns = index.select()
+            step = about(index).get("step")
+    except HoldfastError:
+        return None
+    files = tuple(columns.file_names)
+    return Reindexed(store.url, "none", step, len(columns.names), files, (), int(columns.file_size.sum()))
+
+
+def _data_files(store: Store, only: Sequence[str]) -> list[str]:
+    there = [name for entry in store.list("data") if safe_data_name(name := f"data/{entry}")]
+    if not only:
+        return there
+    wanted = [name if name.startswith("data/") else f"data/{name}" for name in only]
+    gone = sorted(set(wanted) - set(there))
+    if gone:
+        raise BadInput(f"{store.url} has no data file {gone[0]!r}.")
+    return sorted(set(wanted))
+
+
+def _look(store: Store, name: str) -> _Whole | _Broken:
+    """A data file's index of itself, or what can still be said of the file."""
+    names: list[str] | None = None
+    try:
+        reader = store.open(name)
+    except HoldfastError as error:
+        return _Broken(name, error.message, None)
+    try:
+        # The header comes first in a file, so one that was cut short mostly still has it.
+        header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
+        names = [key for key in header.entries if key != EMBEDDED]
+        start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
+        if reader.size != stop:
+            return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}", names)
+        index = Index(
+            lambda at, length: reader.read(start + at, length),
+            stop - start,
+            f"the embedded index of {store.url}/{name}",
+        )
+        columns = index.witnesses(index.select())
+        if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
+            return _Broken(
+                name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied", names
+            )
+        if header.metadata.get("rank") != str(int(columns.file_rank[0])):
+            return _Broken(name, "its header and its embedded index name different ranks", names)
+        return _Whole(name, int(columns.file_rank[0]), about(index), columns)
+    except KeyError:
+        return _Broken(name, "it carries no index of itself", names)
+    except HoldfastError as error:
+        return _Broken(name, error.message, names)
+    finally:
+        reader.close()
+
+
+def _choose(store: Store, whole: list[_Whole], broken: list[_Broken]) -> list[_Whole]:
+    """The one set of files that is a checkpoint, or a refusal."""
+    groups: dict[str, list[_Whole]] = {}
+    for file in whole:
+        said = {key: value for key, value in file.said.items() if key != "rank"}
+        groups.setdefault(json.dumps(said, sort_keys=True), []).append(file)
+    found = [
+        [group[at] for at in choice]
+        for group in groups.values()
+        for choice in choices([file.columns for file in group])
+    ]
+    if len(found) == 1:
+        return sorted(found[0], key=lambda file: (file.rank, file.name))
+    if found:
+        steps = sorted({str(file.said.get("step")) for choice in found for file in choice})
+        raise CoverageError(
+            f"{store.url} holds files of several attempts (of step {' and '.join(steps)}), and more than one set of them "
+            "covers every tensor exactly once; which of them was the checkpoint can't be told.",
+            hint=NAME_THEM,
+            details={"files": [[file.name for file in choice] for choice in found[:2]]},
+        )
+    if len(groups) == 1:
+        _merge(store, whole)  # raises, and says what is missing or doubled
+    named = f"; {len(broken)} more can't be used: {broken[0].name}: {broken[0].why}" if broken else ""
+    raise CoverageError(
+        f"No set of the {len(whole)} whole data files in {store.url} covers every tensor exactly once{named}.",
+        hint=NAME_THEM,
+    )
+
+
+def _merge(store: Store, files: list[_Whole]) -> Columns:
+    merger = Merger()
+    for file in files:
+        merger.add(file.rank, file.columns)
+    try:
+        return merger.finish()
+    except HoldfastError as error:
+        error.message = f"The data files in {store.url} don't make a checkpoint: {error.message}"
+        error.hint = NAME_THEM
+        raise
+
+
+def _refuse_loss(store: Store, columns: Columns, broken: list[_Broken]) -> None:
+    """A file that can't be used may have been part of the checkpoint: then something would be lost."""
+    have = set(columns.names)
+    for file in broken:
+        if file.names is None:
+            raise CorruptCheckpoint(
+                f"{store.url}/{file.name} can't be read ({file.why}), so nobody knows whether it belongs to the checkpoint.",
+                hint=NAME_THEM,
+            )
+        for name in file.names:
+            bare = name.rstrip("'")
+            if not have & {name, bare, _PLACE_IN_NAME.sub("", bare)}:
+                raise CorruptCheckpoint(
+                    f"{store.url}/{file.name} can't be used ({file.why}), and it holds {name!r}, which no whole file does.",
+                    hint=NAME_THEM,
+                )
+
+
+def _about(files: list[_Whole]) -> dict[str, Any]:
+    """What the new index says of itself: what the files still know, and that it was rebuilt."""
+    known = {key: value for key, value in files[0].said.items() if key != "rank"}
+    ranks = int(np.unique([file.rank for file in files]).size)
+    made = {"created": time.time(), "versions": versions(), "ranks": ranks, "reindexed": True}
+    return {"step": None, "grid": None, "notes": None} | known | made

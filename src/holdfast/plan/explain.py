@@ -1,0 +1,127 @@
+"""Who wrote which part of a tensor where, and which bytes a reader of a box needs. Pure.
+
+The answer follows the reader's own rules: a block is read whole, because its digest covers it
+whole, and a block that holds no wanted byte is not read.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from holdfast.format.digest import hex_digest
+from holdfast.format.index import Columns, unpad
+from holdfast.layout.box import Box, Dims
+from holdfast.plan.read import overlaps
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One chunk of a tensor, or what a reader needs of it."""
+
+    offset: tuple[int, ...]
+    """Of the chunk's box, or of the wanted part of it."""
+    shape: tuple[int, ...]
+    file: str
+    rank: int
+    start: int
+    """Bytes from the start of the file."""
+    stop: int
+    block: int
+    """Bytes that one digest covers."""
+    digests: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    """Byte ranges of the file that are read: the whole chunk, or the blocks that a box touches."""
+
+
+def parts(columns: Columns, tensor: int) -> tuple[Part, ...]:
+    """All chunks of a tensor, in the order of the index."""
+    ndim = int(columns.ndim[tensor])
+    first = int(columns.chunk_end[tensor - 1]) if tensor else 0
+    nbytes = columns.chunk_bytes()
+    return tuple(
+        _part(columns, chunk, int(nbytes[chunk]), box, range(_blocks(columns, chunk)))
+        for chunk in range(first, int(columns.chunk_end[tensor]))
+        for box in [Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))]
+    )
+
+
+def needed(columns: Columns, tensor: int, box: Box) -> tuple[Part, ...]:
+    """What a reader of `box` reads, a row for each chunk that shares elements with it."""
+    ndim, dims = int(columns.ndim[tensor]), columns.dims
+    lead = dims - ndim
+    found = overlaps(
+        len(columns.names),
+        np.asarray([tensor]),
+        np.asarray([(0,) * lead + box.offset], np.int64).reshape(1, dims),
+        np.asarray([(1,) * lead + box.shape], np.int64).reshape(1, dims),
+        columns.tensor_of_chunk(),
+        columns.offset,
+        columns.size,
+    )
+    nbytes, itemsize = columns.chunk_bytes(), int(columns.itemsizes()[tensor])
+    out = []
+    for pair, chunk in enumerate(found.chunk.tolist()):
+        common = Box(unpad(found.offset[pair], ndim), unpad(found.size[pair], ndim))
+        inner = common.relative_to(unpad(columns.offset[chunk], ndim))
+        shape = unpad(columns.size[chunk], ndim)
+        blocks = touched_blocks(shape, inner, itemsize, int(columns.block[chunk]))
+        out.append(_part(columns, chunk, int(nbytes[chunk]), common, blocks))
+    return tuple(out)
+
+
+def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> list[int]:
+    """Numbers of the blocks of a row-major chunk of `shape` that hold bytes of a box in it."""
+    if not shape:
+        return [0]
+    axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
+    while axis > 0 and box.shape[axis] == shape[axis]:
+        axis -= 1
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    starts = np.asarray([sum(o * s for o, s in zip(box.offset, strides, strict=True))], np.int64)
+    for lead in range(axis):
+        starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
+    run = math.prod(box.shape[axis:]) * itemsize
+    first, last = starts * itemsize // block, (starts * itemsize + run - 1) // block
+    touched: set[int] = set()
+    for low, high in np.unique(np.stack([first, last], axis=1), axis=0).tolist():
+        touched.update(range(low, high + 1))
+    return sorted(touched)
+
+
+def _blocks(columns: Columns, chunk: int) -> int:
+    before = int(columns.digest_end[chunk - 1]) if chunk else 0
+    return int(columns.digest_end[chunk]) - before
+
+
+def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: range | list[int]) -> Part:
+    file, position, block = (
+        int(columns.file[chunk]),
+        int(columns.position[chunk]),
+        int(columns.block[chunk]),
+    )
+    base = int(columns.digest_end[chunk]) - _blocks(columns, chunk)
+    return Part(
+        offset=box.offset,
+        shape=box.shape,
+        file=columns.file_names[file],
+        rank=int(columns.file_rank[file]),
+        start=position,
+        stop=position + nbytes,
+        block=block,
+        digests=tuple(hex_digest(int(columns.digests[base + at])) for at in blocks),
+        ranges=_ranges(position, nbytes, block, blocks),
+    )
+
+
+def _ranges(position: int, nbytes: int, block: int, blocks: range | list[int]) -> tuple[tuple[int, int], ...]:
+    """Neighbouring blocks as one range."""
+    found: list[tuple[int, int]] = []
+    for at in blocks:
+        start, stop = position + at * block, position + min((at + 1) * block, nbytes)
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)

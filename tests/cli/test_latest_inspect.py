@@ -1,0 +1,123 @@
+"""`holdfast latest` and `holdfast inspect`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import Run, data_files, flip
+
+Json = Callable[..., tuple[Any, int]]
+
+
+@pytest.fixture
+def steps(kept: Path, tmp_path: Path) -> Path:
+    """A run of two committed steps, one begun and one damaged."""
+    for step in (3, 12, 20):
+        shutil.copytree(kept, tmp_path / f"step-{step:08d}")
+    (tmp_path / "step-00000015" / "data").mkdir(parents=True)
+    (tmp_path / "step-00000015" / "data" / "abcdef012345-r00000.safetensors").write_bytes(b"x" * 10)
+    (tmp_path / "step-00000020" / "index.safetensors").unlink()
+    return tmp_path
+
+
+def test_latest_is_the_newest_that_is_committed(steps: Path, run: Run, run_json: Json) -> None:
+    path = str(steps / "step-00000012")
+    assert run("latest", steps).stdout == path + "\n"
+    assert run_json("latest", steps) == ({"run": str(steps), "path": path}, 0)
+
+
+@pytest.mark.parametrize("place", [".", "missing"])
+def test_latest_of_nothing_is_exit_1_and_a_sentence(
+    place: str, tmp_path: Path, run: Run, run_json: Json
+) -> None:
+    result = run("latest", tmp_path / place)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"holdfast: {tmp_path / place} has no committed step.\n"
+    document, code = run_json("latest", tmp_path / place)
+    assert (document["path"], code) == (None, 1)
+
+
+def test_inspect_says_what_is_there(kept: Path, run_json: Json) -> None:
+    found, code = run_json("inspect", kept)
+    assert code == 0
+    assert (found["step"], found["ranks"], found["tensors"], found["objects"]) == (7, 2, 7, 3)
+    assert found["versions"]["holdfast"]
+    on_disk = {f"data/{path.name}": path.stat().st_size for path in data_files(kept)}
+    assert {file["name"]: file["size"] for file in found["files"]} == on_disk
+    assert found["bytes"] == sum(on_disk.values()) + (kept / "index.safetensors").stat().st_size
+    shown = {tensor["name"]: tensor for tensor in found["shown"]}
+    wide = shown["wide"]
+    assert (wide["dtype"], wide["shape"], wide["bytes"]) == ("float32", [512, 1024], 512 * 1024 * 4)
+    assert (wide["chunks"], wide["writers"]) == (2, [0, 1])
+    assert shown["scalar"]["shape"] == []
+    assert shown["empty"]["bytes"] == 0
+    assert shown["args.a"]["value"] == "[1, 'x[bold]y']"
+    assert shown["lr"]["value"] == "0.25"
+    assert shown["lr"]["dtype"] == ""
+
+
+def test_inspect_as_text(kept: Path, run: Run) -> None:
+    shown = run("inspect", kept).stdout
+    for piece in ("step      7", "7 tensors, 3 objects", "[512, 1024]", "bfloat16", "[1, 'x[bold]y']"):
+        assert piece in shown
+
+
+def test_inspect_filters_and_limits(kept: Path, run: Run, run_json: Json) -> None:
+    found, _ = run_json("inspect", kept, "--name", "layer*")
+    assert [tensor["name"] for tensor in found["shown"]] == ["layer0.weight", "layer1.weight"]
+    found, _ = run_json("inspect", kept, "--name", "args")
+    assert [tensor["name"] for tensor in found["shown"]] == ["args.a", "args.b"]
+    found, _ = run_json("inspect", kept, "--limit", "2")
+    assert (len(found["shown"]), found["matched"], found["tensors"]) == (2, 10, 7)
+    assert "2 of 10 names" in run("inspect", kept, "--limit", "2").stdout
+    assert run_json("inspect", kept, "--name", "nothing")[0]["shown"] == []
+
+
+def test_inspect_chunks_are_where_the_bytes_are(kept: Path, run: Run, run_json: Json) -> None:
+    import numpy as np
+
+    found, _ = run_json("inspect", kept, "--name", "experts", "--chunks")
+    (experts,) = found["shown"]
+    for part in experts["parts"]:
+        data = (kept / part["file"]).read_bytes()[part["start"] : part["stop"]]
+        first = part["offset"][0] * 60
+        assert np.frombuffer(data, "<f4").tolist() == list(range(first, first + 240))
+    assert "0:4,0:6,0:10" in run("inspect", kept, "--name", "experts", "--chunks").stdout
+
+
+def test_inspect_shows_damage_of_an_object_and_the_rest(checkpoint: Path, run_json: Json) -> None:
+    found, _ = run_json("inspect", checkpoint, "--name", "lr", "--chunks")
+    (part,) = found["shown"][0]["parts"]
+    flip(checkpoint / part["file"], part["start"])
+    found, code = run_json("inspect", checkpoint)
+    shown = {tensor["name"]: tensor["value"] for tensor in found["shown"]}
+    assert code == 0
+    assert shown["lr"].startswith("<unreadable: ")
+    assert shown["args.b"] == "2"
+
+
+def test_inspect_of_a_damaged_index_is_a_sentence(checkpoint: Path, run: Run) -> None:
+    flip(checkpoint / "index.safetensors", -100)
+    result = run("inspect", checkpoint)
+    assert result.exit_code == 2
+    assert "damaged" in result.stderr
+
+
+def test_inspect_of_a_run(steps: Path, run: Run, run_json: Json) -> None:
+    (steps / "step-00000003" / "index.safetensors").write_bytes(b"short")
+    found, code = run_json("inspect", steps)
+    assert code == 0
+    listed = {step["step"]: step for step in found["steps"]}
+    assert [step for step in listed if listed[step]["committed"]] == [3, 12]
+    assert "truncated" in listed[3]["problem"]
+    assert listed[12]["problem"] is None
+    assert listed[12]["created"] > 1e9
+    assert listed[15]["bytes"] == 10
+    shown = run("inspect", steps).stdout
+    assert "not committed" in shown
+    assert "damaged: " in shown

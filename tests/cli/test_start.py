@@ -1,0 +1,155 @@
+"""The command line starts fast, imports no torch, and never shows a traceback."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli import COMMANDS, cli
+from tests.cli.conftest import Run, data_files
+
+BOUND = 0.4
+"""Seconds; about 0.05 where this was written, but machines are noisy."""
+TOLD = """
+import sys
+from click.testing import CliRunner
+from holdfast.cli import cli
+result = CliRunner().invoke(cli, sys.argv[1:])
+if result.exception is not None and not isinstance(result.exception, SystemExit):
+    raise result.exception
+print(result.exit_code, *sorted(sys.modules))
+"""
+
+
+def modules_after(*arguments: object) -> tuple[int, set[str]]:
+    """The exit code and the modules that a fresh process has imported once a command ran."""
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    code, *names = done.stdout.split()
+    return int(code), set(names)
+
+
+def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
+    calls: list[tuple[object, ...]] = [
+        ("latest", kept.parent),
+        ("inspect", checkpoint, "--chunks"),
+        ("verify", checkpoint),
+        ("explain", checkpoint, "wide", "--box", "0:4,500:520"),
+        ("diff", checkpoint, kept, "--values"),
+        ("reindex", checkpoint, "--force", "--dry-run"),
+        ("prune", kept.parent, "--dry-run"),
+    ]
+    assert {call[0] for call in calls} == set(COMMANDS)
+    for call in calls:
+        code, modules = modules_after(*call)
+        assert code == 0, call
+        assert "torch" not in modules, call
+
+
+def test_the_probe_would_see_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import torch\n" + TOLD, "--help"], capture_output=True, text=True, check=True
+    )
+    assert "torch" in done.stdout.split()
+
+
+def test_help_and_latest_import_little(kept: Path) -> None:
+    for call in (("--help",), ("latest", kept.parent)):
+        code, modules = modules_after(*call)
+        assert code == 0
+        assert not modules & {"torch", "numpy", "rich", "holdfast.format.index"}
+
+
+@pytest.mark.parametrize("command", ["--help", "latest"])
+def test_starts_fast(command: str, kept: Path) -> None:
+    program = Path(sys.executable).with_name("holdfast")
+    call = [str(program), command] + ([str(kept.parent)] if command == "latest" else [])
+    took = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run(call, check=True, capture_output=True)
+        took.append(time.perf_counter() - began)
+    assert statistics.median(took) < BOUND
+
+
+def test_table_of_commands_is_that_of_the_modules(run: Run) -> None:
+    listed = run("--help").stdout
+    for name, line in COMMANDS.items():
+        command = import_module(f"holdfast.cli.{name}").command
+        assert command.name == name
+        assert command.get_short_help_str(200) == line
+        assert f"{name} " in listed
+        assert "--json" in run(name, "--help").stdout
+
+
+def test_unknown_commands_and_options_are_bad_usage(run: Run) -> None:
+    assert run("inspct").exit_code == 2
+    assert run("latest").exit_code == 2
+    assert run("verify", "--fast", "x").exit_code == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "diff", "reindex"])
+@pytest.mark.parametrize("place", ["missing", "empty", "file"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_place_that_is_no_checkpoint_ends_in_one_sentence(
+    command: str, place: str, as_json: bool, tmp_path: Path, run: Run
+) -> None:
+    path = tmp_path / place
+    if place == "empty":
+        path.mkdir()
+    elif place == "file":
+        path.write_text("hello")
+    more = {"explain": ["w"], "diff": [path]}.get(command, [])
+    result = run(command, path, *more, *(["--json"] if as_json else []))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("holdfast: ")
+    assert result.stderr.count("\n") == 1
+    assert str(path) in result.stderr
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path: Path, run: Run) -> None:
+    import torch
+
+    import holdfast
+
+    holdfast.save({"a\x1b[31m[bold]red": torch.zeros(2)}, tmp_path / "c", no_dist=True)
+    shown = run("inspect", tmp_path / "c").stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[31m[bold]red" in shown
+
+
+def test_errors_without_sentence_are_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import holdfast.cli.latest as module
+
+    def broken(run: str) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "latest", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli(["latest", str(tmp_path)], standalone_mode=False)
+
+
+def test_nothing_leaks_a_descriptor(checkpoint: Path, kept: Path, run_json: Callable[..., object]) -> None:
+    def every() -> None:
+        run_json("inspect", checkpoint)
+        run_json("verify", checkpoint)
+        run_json("explain", checkpoint, "wide")
+        run_json("diff", checkpoint, kept)
+        run_json("reindex", checkpoint, "--force")
+        run_json("prune", checkpoint.parent)
+
+    every()
+    before = len(os.listdir("/proc/self/fd"))
+    every()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert data_files(checkpoint)

@@ -1,0 +1,195 @@
+"""`holdfast verify` finds every damage, and only damage."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdfast.flow.verify import verify
+from holdfast.format.index import Index, encode
+from tests.cli.conftest import Run, data_files, flip, save_ranks
+
+Json = Callable[..., tuple[Any, int]]
+
+
+def parts_of(run_json: Json, checkpoint: Path, name: str) -> list[dict[str, Any]]:
+    return list(run_json("explain", checkpoint, name)[0]["parts"])
+
+
+def test_a_whole_checkpoint(kept: Path, run: Run, run_json: Json) -> None:
+    found, code = run_json("verify", kept)
+    assert (code, found["whole"], found["damage"]) == (0, True, [])
+    assert (found["step"], found["files"]) == (7, 2)
+    assert found["bytes_checked"] > 512 * 1024 * 4
+    assert ": whole (" in run("verify", kept).stdout
+    found, code = run_json("verify", kept, "--quick")
+    assert (code, found["whole"], found["bytes_checked"]) == (0, True, 0)
+
+
+@pytest.mark.parametrize("threads", ["1", "3"])
+def test_data_damage_is_named_by_file_tensor_and_bytes(
+    threads: str, checkpoint: Path, run: Run, run_json: Json
+) -> None:
+    first, second = parts_of(run_json, checkpoint, "wide")
+    flip(checkpoint / first["file"], first["start"] + 5)
+    flip(checkpoint / first["file"], first["start"] + first["block"] + 5)  # the next block: one range
+    flip(checkpoint / second["file"], second["stop"] - 1)
+    (norm, *_) = parts_of(run_json, checkpoint, "norm")
+    flip(checkpoint / norm["file"], norm["start"], 7)
+    found, code = run_json("verify", checkpoint, "--threads", threads)
+    assert code == 1
+    seen = {(item["file"], item["tensor"], item["start"], item["stop"]) for item in found["damage"]}
+    assert seen == {
+        (first["file"], "wide", first["start"], first["start"] + 2 * first["block"]),
+        (second["file"], "wide", second["stop"] - second["block"], second["stop"]),
+        (norm["file"], "norm", norm["start"], norm["stop"]),
+    }
+    result = run("verify", checkpoint)
+    assert result.exit_code == 1
+    assert "3 findings" in result.stdout
+    assert f"{norm['start']}-{norm['stop']}" in result.stdout
+    assert run("verify", checkpoint, "--quick").exit_code == 0
+
+
+def test_any_flipped_bit_of_any_file_is_found(kept: Path, tmp_path: Path) -> None:
+    """Headers, data, embedded indexes and the index, in a small checkpoint: nothing goes unnoticed."""
+    import torch
+
+    place = save_ranks(tmp_path / "c", wide=torch.zeros(3))
+    draw = random.Random(5)
+    for path in [*data_files(place), place / "index.safetensors"]:
+        good = path.read_bytes()
+        spots = [*range(0, 8), *(draw.randrange(len(good)) for _ in range(150)), len(good) - 1]
+        for at in spots:
+            flip(path, at, draw.randrange(8))
+            found = verify(place)
+            assert found.whole is False, f"byte {at} of {path.name}"
+            path.write_bytes(good)
+    assert verify(place).whole
+
+
+def test_quick_sees_headers_and_embedded_indexes(checkpoint: Path, run_json: Json) -> None:
+    first, second = data_files(checkpoint)
+    data = bytearray(first.read_bytes())
+    at = data.index(b'"layer0.weight"')
+    data[at + 1 : at + 2] = b"m"
+    first.write_bytes(data)
+    flip(second, -40)
+    found, code = run_json("verify", checkpoint, "--quick")
+    assert code == 1
+    assert {item["file"] for item in found["damage"]} == {f"data/{first.name}", f"data/{second.name}"}
+    assert "layer0.weight" in {item["tensor"] for item in found["damage"]}
+
+
+def test_truncated_and_missing_files_name_what_is_lost(checkpoint: Path, run_json: Json) -> None:
+    first, second = data_files(checkpoint)
+    last = max(
+        (part for name in ("wide", "norm", "layer0.weight", "experts") for part in parts_of(run_json, checkpoint, name)
+         if part["file"] == f"data/{first.name}"),
+        key=lambda part: int(part["stop"]),
+    )  # fmt: skip
+    first.write_bytes(first.read_bytes()[: last["stop"] - 4])
+    second.unlink()
+    found, code = run_json("verify", checkpoint)
+    assert code == 1
+    cut = [item for item in found["damage"] if item["file"] == f"data/{first.name}"]
+    assert any("bytes, but was written with" in item["problem"] for item in cut)
+    assert any((item["start"], item["stop"]) == (last["stop"] - 4, last["stop"]) for item in cut)
+    gone = [item for item in found["damage"] if item["file"] == f"data/{second.name}"]
+    assert gone[0]["problem"] == "the file is missing"
+    assert {"layer1.weight", "wide", "experts"} <= {item["tensor"] for item in gone}
+
+
+def test_a_longer_file_is_damage(checkpoint: Path, run_json: Json) -> None:
+    first = data_files(checkpoint)[0]
+    size = first.stat().st_size
+    first.write_bytes(first.read_bytes() + b"more")
+    found, code = run_json("verify", checkpoint)
+    assert code == 1
+    assert [(item["start"], item["stop"]) for item in found["damage"]] == [(size, size + 4)]
+
+
+def test_every_bad_page_of_the_index_is_listed(tmp_path: Path, run_json: Json) -> None:
+    import torch
+
+    import holdfast
+
+    holdfast.save({f"n{at}": torch.zeros(1) for at in range(4000)}, tmp_path, no_dist=True)
+    index = tmp_path / "index.safetensors"
+    body = int.from_bytes(index.read_bytes()[:8], "little") + 8
+    for page in (0, 2, 3):
+        flip(index, body + page * 65536 + 9)
+    found, code = run_json("verify", tmp_path)
+    assert code == 1
+    assert [item["start"] - body for item in found["damage"]] == [0, 2 * 65536, 3 * 65536]
+
+
+def test_an_index_that_tiles_nothing_is_damage_although_its_digests_are_good(
+    checkpoint: Path, run_json: Json
+) -> None:
+    """Two tensors whose boxes were swapped for their neighbours': both are named."""
+    path = checkpoint / "index.safetensors"
+    raw = path.read_bytes()
+    columns = Index(lambda at, length: raw[at : at + length], len(raw), "x").select()
+    offset = np.array(columns.offset)
+    tensor = [columns.names[row] for row in columns.tensor_of_chunk()]
+    for name in ("experts", "wide"):
+        mine = [at for at, other in enumerate(tensor) if other == name]
+        offset[mine[1]] = offset[mine[0]]
+    columns.offset = offset
+    path.write_bytes(encode(columns, {"step": 7}))
+    found, code = run_json("verify", checkpoint, "--quick")
+    assert code == 1
+    untiled = {item["tensor"] for item in found["damage"] if "do not tile" in item["problem"]}
+    assert untiled == {"experts", "wide"}
+
+
+def test_files_of_another_checkpoint_are_damage(checkpoint: Path, tmp_path: Path, run_json: Json) -> None:
+    """Same names, same sizes, another step's content: embedded and main index disagree."""
+    other = save_ranks(tmp_path / "other", step=8, norm=__import__("torch").zeros(64).bfloat16())
+    for mine, theirs in zip(data_files(checkpoint), data_files(other), strict=True):
+        shutil.copyfile(theirs, mine)
+    found, code = run_json("verify", checkpoint, "--quick")
+    assert code == 1
+    problems = {item["problem"] for item in found["damage"]}
+    assert any("step 8" in problem for problem in problems)
+    assert "norm" in {item["tensor"] for item in found["damage"]}
+
+
+def test_a_run_is_all_its_committed_steps(kept: Path, tmp_path: Path, run: Run, run_json: Json) -> None:
+    for step in (1, 2, 3):
+        shutil.copytree(kept, tmp_path / f"step-{step:08d}")
+    (tmp_path / "step-00000003" / "index.safetensors").unlink()
+    found, code = run_json("verify", tmp_path)
+    assert (code, [step["whole"] for step in found["steps"]]) == (0, [True, True])
+    flip(data_files(tmp_path / "step-00000002")[0], -200)
+    found, code = run_json("verify", tmp_path)
+    assert (code, [step["whole"] for step in found["steps"]]) == (1, [True, False])
+    shown = run("verify", tmp_path).stdout
+    assert "step-00000001: whole" in shown
+    assert "step-00000002: damaged" in shown
+
+
+def test_a_link_out_of_the_checkpoint_is_not_followed(
+    checkpoint: Path, tmp_path: Path, run_json: Json
+) -> None:
+    first = data_files(checkpoint)[0]
+    outside = tmp_path / "outside"
+    shutil.move(first, outside)
+    first.symlink_to(outside)
+    found, code = run_json("verify", checkpoint)
+    assert code == 1
+    assert "leaves its folder" in found["damage"][0]["problem"]
+
+
+def test_progress_ends_at_the_total(kept: Path) -> None:
+    told: list[tuple[int, int]] = []
+    found = verify(kept, progress=lambda done, total: told.append((done, total)))
+    assert found.whole
+    assert told[-1][0] == told[-1][1] > 0

@@ -1,0 +1,66 @@
+"""Digest blocks: one rule, in a scalar and a vector form."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.format.digest import (
+    MAX_BLOCK,
+    MIN_BLOCK,
+    SMALL_CHUNK,
+    block_counts,
+    block_size,
+    block_sizes,
+    digest,
+    digest_many,
+    hex_digest,
+)
+
+sizes = st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 40), st.sampled_from([SMALL_CHUNK, SMALL_CHUNK + 1]))
+row_sizes = st.one_of(st.integers(0, 1 << 12), st.integers(0, 1 << 24), st.sampled_from([MAX_BLOCK, MAX_BLOCK + 1]))
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(sizes, row_sizes), min_size=1, max_size=50))
+def test_the_two_forms_agree(pairs: list[tuple[int, int]]) -> None:
+    nbytes, rows = np.asarray(pairs, np.int64).T
+    expected = [block_size(n, row) for n, row in pairs]
+    assert block_sizes(nbytes, rows).tolist() == expected
+
+
+@settings(max_examples=200)
+@given(sizes, row_sizes)
+def test_a_block_is_within_bounds_and_whole_rows(nbytes: int, row: int) -> None:
+    block = block_size(nbytes, row)
+    assert block >= 1
+    if nbytes <= SMALL_CHUNK:
+        assert block == max(nbytes, 1)
+        return
+    assert MIN_BLOCK <= block < 2 * MAX_BLOCK
+    if 0 < row <= MAX_BLOCK:
+        assert block % row == 0
+    count = int(block_counts(np.asarray([nbytes]), np.asarray([block]))[0])
+    assert (count - 1) * block < nbytes <= count * block
+
+
+def test_eighths_of_a_matrix_lie_on_block_boundaries() -> None:
+    rows, row = 4096, 1024
+    block = block_size(rows * row, row)
+    assert rows * row // 8 % block == 0
+
+
+def test_an_empty_chunk_has_no_block() -> None:
+    nothing = np.asarray([0])
+    assert block_counts(nothing, block_sizes(nothing, nothing)).tolist() == [0]
+
+
+def test_known_values() -> None:
+    """xxh3-64 as any other implementation gives it."""
+    assert hex_digest(digest(b"")) == "2d06800538d394c2"
+    assert hex_digest(digest(b"a")) == "e6c632b61e964e1f"
+    two = np.asarray([1, 2**64 - 1], np.uint64)
+    assert digest_many(two) == digest(two.astype("<u8").tobytes())
+    assert digest_many(two) == digest_many(two.astype(">u8"))
+    assert digest_many(two) != digest_many(two[::-1])

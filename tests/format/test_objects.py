@@ -1,0 +1,255 @@
+"""Objects: what goes in comes out, and reading executes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import math
+import os
+import pickle
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.format import objects
+
+
+def there_and_back(value: Any) -> Any:
+    return objects.decode(objects.encode(value, "it"), "it")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, of the same types, with NaN equal to itself and -0.0 unlike 0.0."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(x, y) and same(a[x], b[y]) for x, y in zip(a, b, strict=True)
+        )
+    return bool(a == b)
+
+
+keys = st.one_of(st.none(), st.booleans(), st.integers(), st.text(), st.binary(max_size=4), st.floats(allow_nan=False))
+scalars = st.one_of(keys, st.floats(), st.complex_numbers(), st.binary(max_size=8).map(bytearray))
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+        st.dictionaries(st.sampled_from(["!", "v", "tuple"]), inner, max_size=3),
+        st.sets(keys, max_size=4),
+        st.frozensets(keys, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=300)
+@given(values)
+def test_plain_values_round_trip_without_torch(value: Any) -> None:
+    data = objects.encode(value, "it")
+    assert data[:1] == objects.PLAIN
+    assert same(objects.decode(data, "it"), value)
+    data.decode("ascii")
+
+
+def test_equal_values_have_equal_bytes() -> None:
+    assert objects.encode({3, 1, 2}, "") == objects.encode({1, 2, 3}, "")
+    assert objects.encode((1, 2), "") != objects.encode([1, 2], "")
+    assert objects.encode({1: 2}, "") != objects.encode({"1": 2}, "")
+    assert objects.encode(True, "") != objects.encode(1, "")
+    assert objects.encode(1.0, "") != objects.encode(1, "")
+
+
+def test_random_state_of_python_comes_back() -> None:
+    state = random.getstate()
+    expected = random.Random()
+    expected.setstate(state)
+    found = there_and_back(state)
+    assert found == state
+    other = random.Random()
+    other.setstate(found)
+    assert other.random() == expected.random()
+
+
+def test_random_state_of_numpy_and_torch_come_back() -> None:
+    state = np.random.RandomState(5).get_state()
+    found = there_and_back(state)
+    assert found[0] == state[0]
+    assert (found[1] == state[1]).all()
+    again = np.random.RandomState()
+    again.set_state(found)
+    assert again.rand() == np.random.RandomState(5).rand()
+    generator = np.random.default_rng(3)
+    modern = np.random.default_rng()
+    modern.bit_generator.state = there_and_back(generator.bit_generator.state)
+    assert modern.random() == generator.random()
+    rng = torch.get_rng_state()
+    assert torch.equal(there_and_back({"cpu": rng, "cuda": None})["cpu"], rng)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(lr=1e-4, names=["a"], nested=argparse.Namespace(x=None)),
+        collections.OrderedDict(b=1, a=2),
+        collections.Counter("hello"),
+        np.float64(1.5),
+        np.int64(-3),
+        np.bool_(True),
+        torch.float32,
+        torch.Size([2, 3]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_allowed_values_round_trip(value: Any) -> None:
+    found = there_and_back(value)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize("code", ["?", "i1", "u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_numpy_arrays_round_trip(code: str, shape: tuple[int, ...]) -> None:
+    if code == "<f2" :
+        value = np.ones(shape, "<f4").astype(code)
+    else:
+        value = np.ones(shape, code)
+    found = there_and_back({"a": value})["a"]
+    assert found.dtype == value.dtype
+    assert found.shape == value.shape
+    assert (found == value).all()
+
+
+class Thing:
+    """A user's class."""
+
+    def __init__(self) -> None:
+        self.x = 1
+
+
+def nothing() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (lambda: 1, "function"),
+        (Thing(), "Thing"),
+        ([Thing()], "list"),
+        ({"a": (1, nothing)}, "dict"),
+        (os.system, "builtin"),
+        (Thing, "type"),
+        (io.BytesIO(), "BytesIO"),
+        (np.asarray([Thing()], dtype=object), "ndarray"),
+        (Path("/x"), "Path"),
+    ],
+    ids=["lambda", "instance", "in a list", "function", "os.system", "class", "file", "object array", "path"],
+)
+def test_what_loading_would_have_to_execute_is_refused_at_save(value: Any, words: str) -> None:
+    with pytest.raises(BadInput, match="executes nothing") as caught:
+        objects.encode(value, "model.it")
+    assert "'model.it'" in str(caught.value)
+    assert words in str(caught.value)
+    assert "state_dict" in caught.value.hint
+
+
+class Touch:
+    """A payload: unpickling it creates a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def hostile_pickles(path: Path) -> dict[str, bytes]:
+    found = {"plain": pickle.dumps(Touch(path), 2), "new": pickle.dumps(Touch(path), 4)}
+    for name, legacy in (("zip", True), ("old", False)):
+        buffer = io.BytesIO()
+        torch.save({"a": Touch(path)}, buffer, _use_new_zipfile_serialization=legacy)
+        found[name] = buffer.getvalue()
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"cos\nsystem\n(S'touch " + str(path).encode() + b"'\ntR.")
+        archive.writestr("archive/version", b"3\n")
+    found["hand"] = buffer.getvalue()
+    code = f"open({str(path)!r}, 'w').close()"
+    found["eval"] = b"c__builtin__\neval\n(V" + code.encode() + b"\ntR."
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "new", "zip", "old", "hand", "eval"])
+def test_a_hostile_pickle_does_not_execute(kind: str, tmp_path: Path) -> None:
+    mark = tmp_path / "executed"
+    payload = hostile_pickles(mark)[kind]
+    if kind in ("plain", "new", "eval"):
+        with pytest.MonkeyPatch.context() as patch:  # the payload is a real one
+            patch.setattr(os, "system", lambda command: mark.touch())
+            pickle.loads(payload)  # noqa: S301
+        assert mark.exists() or kind != "eval"
+        mark.unlink(missing_ok=True)
+    with pytest.raises(CorruptCheckpoint, match=r"'it' was not loaded"):
+        objects.decode(objects.TORCH + payload, "it")
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"X123",
+        b"J",
+        b"J{",
+        b"J\xff\xfe",
+        b'J{"!":"eval","v":"1"}',
+        b'J{"!":["tuple"],"v":[]}',
+        b'J{"!":"tuple"}',
+        b'J{"!":"complex","v":[]}',
+        b'J{"!":"complex","v":["a","b"]}',
+        b'J{"!":"set","v":[[1]]}',
+        b'J{"!":"dict","v":[[1]]}',
+        b'J{"!":"dict","v":3}',
+        b'J{"!":"bytes","v":"zz"}',
+        b'J{"!":"float","v":"x"}',
+        b"J" + b"[" * 100_000,
+        b"T",
+        b"Tgarbage",
+        b"T\x80\x02.",
+    ],
+)
+def test_damaged_bytes_are_corrupt(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpoint, match="'it'"):
+        objects.decode(data, "it")
+    assert objects.preview(data)
+
+
+def test_every_truncation_of_a_torch_object_is_corrupt() -> None:
+    data = objects.encode({"a": torch.arange(3), "b": argparse.Namespace(x=1)}, "it")
+    for length in range(0, len(data), 37):
+        with pytest.raises(CorruptCheckpoint):
+            objects.decode(data[:length], "it")
+
+
+def test_preview_is_one_short_line() -> None:
+    assert objects.preview(objects.encode({"step": 3}, "")) == "{'step': 3}"
+    assert len(objects.preview(objects.encode(list(range(1000)), ""))) == 60
+    assert "weights-only" in objects.preview(objects.encode(torch.zeros(2), ""))
+    assert objects.preview(b"J{") == "<damaged>"

@@ -1,0 +1,93 @@
+"""The replica rule: every piece has exactly one writer, evenly, whoever evaluates it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.layout.box import Box, whole
+from holdfast.layout.coverage import tiles
+from holdfast.plan.replicas import first_writer, pieces, shares
+
+MiB = 1 << 20
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> Box:
+    dims = draw(st.integers(0, 3))
+    return Box(
+        tuple(draw(st.integers(0, 50)) for _ in range(dims)),
+        tuple(draw(st.integers(1, 3000) if draw(st.booleans()) else st.just(1)) for _ in range(dims)),
+    )
+
+
+@settings(max_examples=300)
+@given(st.text(max_size=5), shards(), st.integers(1, 70), st.integers(1, 4096), st.sampled_from([1, 2, 4, 8]))
+def test_pieces_tile_and_each_has_one_writer(name: str, box: Box, count: int, split: int, item: int) -> None:
+    nbytes = box.volume * item
+    views = [list(shares(name, box, nbytes, (index, count), split)) for index in range(count)]
+    assert all(view == views[0] for view in views)  # no replica sees it otherwise
+    parts = [piece.relative_to(box.offset) for piece, _ in views[0]]
+    offsets = np.asarray([p.offset for p in parts], np.int64).reshape(len(parts), -1)
+    sizes = np.asarray([p.shape for p in parts], np.int64).reshape(len(parts), -1)
+    assert tiles(box.shape, offsets, sizes)
+    writers = [writer for _, writer in views[0]]
+    assert len(set(writers)) == len(writers) <= count
+    assert all(0 <= writer < count for writer in writers)
+    assert writers[0] == first_writer(name, box, count)
+    if len(parts) > 1:
+        assert min(p.volume for p in parts) * item * 2 >= min(split, nbytes // len(parts))
+
+
+def test_a_large_shard_is_split_evenly_and_a_small_one_not_at_all() -> None:
+    box = whole((4096, 1024))
+    sizes = [piece.volume * 4 for piece in pieces(box, box.volume * 4, 7, MiB)]
+    assert len(sizes) == 7
+    assert max(sizes) - min(sizes) <= 4096
+    assert list(pieces(box, box.volume * 4, 7, box.volume * 4)) == [box]
+    assert list(pieces(whole(()), 8, 4, 1)) == [whole(())]
+    assert len(list(pieces(whole((1, 1, 9)), 36, 4, 1))) == 4
+
+
+@pytest.mark.parametrize("ranks", [4, 7, 16])
+def test_a_dense_qwen3_is_spread_evenly(ranks: int) -> None:
+    """Names and shapes of a Qwen3-8B-like model, bf16, replicated over data-parallel ranks."""
+    tensors = {"embed": (151936, 4096), "head": (151936, 4096), "norm": (4096,)}
+    for layer in range(36):
+        at = f"model.layers.{layer}."
+        tensors |= {
+            at + "q": (4096, 4096), at + "k": (1024, 4096), at + "v": (1024, 4096), at + "o": (4096, 4096),
+            at + "gate": (12288, 4096), at + "up": (12288, 4096), at + "down": (4096, 12288),
+            at + "n1": (4096,), at + "n2": (4096,), at + "qn": (128,), at + "kn": (128,),
+        }  # fmt: skip
+    written = np.zeros(ranks, np.int64)
+    count = np.zeros(ranks, np.int64)
+    for name, shape in tensors.items():
+        box = whole(shape)
+        for piece, writer in shares(name, box, box.volume * 2, (0, ranks), MiB):
+            written[writer] += piece.volume * 2
+            count[writer] += 1
+    assert written.sum() == sum(2 * int(np.prod(shape)) for shape in tensors.values())
+    assert written.max() / written.mean() < 1.03
+    assert count.max() / count.mean() < 1.15
+
+
+def test_many_small_shards_are_spread_at_random_but_evenly() -> None:
+    """Per-expert tensors below the split size: a rank's share is a sum of many small ones."""
+    ranks = 8
+    written = np.zeros(ranks, np.int64)
+    for layer in range(48):
+        for expert in range(128):
+            box = whole((768, 256))
+            ((_, writer),) = shares(f"layers.{layer}.experts.{expert}.w", box, box.volume * 2, (3, ranks), MiB)
+            written[writer] += 1
+    assert written.sum() == 48 * 128
+    assert written.max() / written.mean() < 1.08
+
+
+def test_the_rule_is_fixed() -> None:
+    """Other versions of Holdfast in one job must choose alike: these values never change."""
+    assert [first_writer(f"layers.{i}.w", whole((4, 4)), 8) for i in range(8)] == [1, 3, 2, 2, 4, 2, 7, 1]
+

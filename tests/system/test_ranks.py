@@ -1,0 +1,166 @@
+"""Ranks that are absent, late, stopped, or killed, in saves of eight real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
+from holdfast.testing.processes import ProcessWorld
+from tests.system.checks import (
+    errors_of,
+    in_time,
+    names_rank,
+    no_checkpoint,
+    no_data,
+    same_everywhere,
+)
+from tests.system.jobs import load_job, save_job
+
+FAST = {"timeout": 30.0, "stall_timeout": 3.0}
+
+
+def test_saves_and_loads(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    world.run(save_job, path, 1, {})
+    reports = world.run(load_job, path, 1, {})
+    assert all(report.step == 1 for report in reports)
+    assert all(report.bytes_read >= report.bytes_needed > 0 for report in reports)
+
+
+@pytest.mark.parametrize("absent", [3, 0])
+def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) -> None:
+    path = str(tmp_path / "run" / "step-1")
+    world.run(save_job, str(tmp_path / "before"), 0, {})  # so that everybody has been heard of
+    ranks = [rank for rank in range(8) if rank != absent]
+    world.start(save_job, path, 1, FAST, ranks=ranks)
+    errors = errors_of(world.collect(20))
+    error = same_everywhere(errors, 7)
+    assert isinstance(error, RankFailed)
+    names_rank(world, error, absent, "has not entered", "idle since committed")
+    in_time(errors, 3.0)
+    no_checkpoint(path)
+    no_data(path)
+    # The absent rank comes after all: it gets the same error at once, and the next save works.
+    world.start(save_job, path, 1, FAST, ranks=[absent])
+    late = errors_of(world.collect(20))[0]
+    assert late.message == error.message
+    assert late.details["returned_after"] < 1.0
+    world.run(save_job, path, 1, FAST)
+    world.run(load_job, path, 1, {})
+
+
+def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    world.start(save_job, path, 1, {"timeout": 3.0, "stall_timeout": 60.0}, ranks=[0, 1, 2, 3, 4, 5, 7])
+    errors = errors_of(world.collect(20))
+    error = same_everywhere(errors, 7)
+    assert isinstance(error, DeadlineExceeded)
+    names_rank(world, error, 6)
+    in_time(errors, 3.0)
+    no_checkpoint(path)
+    no_data(path)
+
+
+def test_late_rank_is_waited_for(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    took = world.run(save_job, path, 1, {"stall_timeout": 20.0, "delay": {2: 6.0}}, timeout=30)
+    assert took[2] < 3.0 < took[5]
+    world.run(load_job, path, 1, {})
+
+
+@pytest.mark.parametrize(
+    ("event", "share", "phase"),
+    [("save.entered", 0.0, ""), ("save.writing", 0.5, "writing"), ("save.written", 0.0, "writ")],
+    ids=["before", "during", "after"],
+)
+@pytest.mark.parametrize("victim", [5, 0])
+def test_killed_rank_is_named(
+    mortal: ProcessWorld, tmp_path: Path, event: str, share: float, phase: str, victim: int
+) -> None:
+    path = str(tmp_path / "step-2")
+    mortal.run(save_job, str(tmp_path / "step-1"), 1, {})
+    mortal.start(save_job, path, 2, {**FAST, "mishap": {victim: ("die", event, share)}})
+    results = mortal.collect(20)
+    assert results[victim].died == -signal.SIGKILL
+    if event == "save.written" and all(result.error is None for result in results if result.rank != victim):
+        pytest.fail("the victim died before it could report that it had written")
+    errors = errors_of(results)
+    error = same_everywhere(errors, 7)
+    names_rank(mortal, error, victim, phase, "its process has ended")
+    in_time(errors, 1.0)  # on one host a death is seen at once, not after stall_timeout
+    no_checkpoint(path)
+    no_data(path, but_of=[victim])
+    assert os.path.exists(tmp_path / "step-1" / "index.safetensors")
+
+
+def _paused(flag: Path) -> None:
+    ends = time.monotonic() + 20
+    while not flag.exists():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("victim", [5, 0])
+def test_stopped_rank_is_named(mortal: ProcessWorld, tmp_path: Path, victim: int) -> None:
+    path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
+    mortal.start(save_job, path, 1, {**FAST, "mishap": {victim: ("pause", "save.writing", str(flag))}})
+    _paused(flag)
+    time.sleep(5.5)
+    mortal.signal(victim, signal.SIGCONT)
+    errors = errors_of(mortal.collect(20))
+    error = same_everywhere(errors, 8)  # the stopped rank learns of it when it wakes
+    names_rank(mortal, error, victim, "writing", "no progress")
+    in_time([e for rank, e in enumerate(errors) if rank != victim], 3.0)
+    no_checkpoint(path)
+    no_data(path)
+
+
+def test_stopped_rank_is_waited_for(mortal: ProcessWorld, tmp_path: Path) -> None:
+    path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
+    how = {"timeout": 60.0, "stall_timeout": 25.0, "mishap": {5: ("pause", "save.writing", str(flag))}}
+    mortal.start(save_job, path, 1, how)
+    _paused(flag)
+    time.sleep(10)
+    mortal.signal(5, signal.SIGCONT)
+    took = [result.get() for result in mortal.collect(20)]
+    assert min(took) >= 9.0
+    mortal.run(load_job, path, 1, {})
+
+
+def test_store_host_dies(tmp_path: Path) -> None:
+    path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
+    with ProcessWorld(8, store_host="rank 0") as world:
+        world.start(save_job, path, 1, {**FAST, "mishap": {0: ("pause", "save.entered", str(flag))}})
+        _paused(flag)
+        world.signal(0, signal.SIGKILL)
+        results = world.collect(20)
+        errors = errors_of(results)
+        assert len(errors) == 7
+        for error in errors:
+            assert isinstance(error, RosterLost | CommitUnconfirmed), error
+            assert "message store" in str(error)
+        in_time(errors, 6.0)
+        no_checkpoint(path)
+
+
+def test_non_participant_is_told(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    how = {**FAST, "participants": [0, 1, 2, 3, 4, 5], "change": dict.fromkeys(range(8), _plain)}
+    world.start(save_job, path, 1, how)
+    results = world.collect(20)
+    for result in results[:6]:
+        assert result.error is None, result.trace
+    for error in errors_of(results[6:]):
+        assert "the participants are 0, 1, 2, 3, 4, 5" in str(error)
+        assert error.details["returned_after"] < 1.0
+    assert os.path.exists(os.path.join(path, "index.safetensors"))
+
+
+def _plain(state: dict) -> None:  # type: ignore[type-arg]
+    for name in [name for name in state["model"] if "experts" in name]:
+        del state["model"][name]
