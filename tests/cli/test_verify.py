@@ -65,7 +65,7 @@ def test_any_flipped_bit_of_any_file_is_found(kept: Path, tmp_path: Path) -> Non
     draw = random.Random(5)
     for path in [*data_files(place), place / "index.safetensors"]:
         good = path.read_bytes()
-        spots = [*range(0, 8), *(draw.randrange(len(good)) for _ in range(150)), len(good) - 1]
+        spots = [*range(8), *(draw.randrange(len(good)) for _ in range(150)), len(good) - 1]
         for at in spots:
             flip(path, at, draw.randrange(8))
             found = verify(place)
@@ -193,3 +193,60 @@ def test_progress_ends_at_the_total(kept: Path) -> None:
     found = verify(kept, progress=lambda done, total: told.append((done, total)))
     assert found.whole
     assert told[-1][0] == told[-1][1] > 0
+
+
+def test_a_file_under_another_name_than_its_own_is_damage(checkpoint: Path, run_json: Json) -> None:
+    """A file that was moved, and an index that was made to say so: the file itself disagrees."""
+    first = data_files(checkpoint)[0]
+    moved = first.rename(first.with_name("000000000000-r00000.safetensors"))
+    path = checkpoint / "index.safetensors"
+    raw = path.read_bytes()
+    columns = Index(lambda at, length: raw[at : at + length], len(raw), "x").select()
+    columns.file_names = [
+        f"data/{moved.name}" if name == f"data/{first.name}" else name for name in columns.file_names
+    ]
+    path.write_bytes(encode(columns, {"step": 7}))
+    found, code = run_json("verify", checkpoint)
+    assert code == 1
+    assert [item["file"] for item in found["damage"]] == [f"data/{moved.name}"]
+    assert first.name in found["damage"][0]["problem"]
+
+
+def test_an_index_may_say_anything_of_itself(checkpoint: Path, run: Run, run_json: Json) -> None:
+    path = checkpoint / "index.safetensors"
+    raw = path.read_bytes()
+    columns = Index(lambda at, length: raw[at : at + length], len(raw), "x").select()
+    path.write_bytes(
+        encode(columns, {"step": "x", "created": [], "ranks": True, "versions": 3, "notes": [None]})
+    )
+    assert run_json("inspect", checkpoint)[0]["step"] is None
+    assert run("inspect", checkpoint).exit_code == 0
+    assert run_json("verify", checkpoint)[0]["whole"] is False  # the files say step 7
+    assert run("reindex", checkpoint).exit_code == 0
+    assert run("diff", checkpoint, checkpoint).exit_code == 0
+
+
+def test_no_damage_ends_in_a_traceback(tmp_path: Path, run: Run) -> None:
+    """Several bytes at once, stretches of zeros, cuts: every command ends in one of its exit codes."""
+    import torch
+
+    place = save_ranks(tmp_path / "step-00000001", step=1, wide=torch.zeros(3))
+    good = {path: path.read_bytes() for path in [*data_files(place), place / "index.safetensors"]}
+    draw = random.Random(11)
+    for turn in range(60):
+        for path, data in good.items():
+            bad = bytearray(data)
+            at = draw.randrange(len(bad)) if turn % 2 else draw.randrange(min(len(bad), 600))
+            if turn % 3 == 0:
+                bad[at : at + 40] = draw.randbytes(len(bad[at : at + 40]))
+            elif turn % 3 == 1:
+                bad[at : at + 3] = bytes(len(bad[at : at + 3]))
+            else:
+                del bad[at:]
+            path.write_bytes(bad if draw.random() < 0.6 else data)
+        for call in (
+            ("inspect", place, "--chunks"), ("inspect", tmp_path), ("verify", place), ("explain", place, "norm"),
+            ("diff", place, place, "--values"), ("reindex", place, "--dry-run"), ("latest", tmp_path),
+            ("reindex", place, "--dry-run", "--force"), ("prune", tmp_path, "--dry-run", "--older-than", "0"),
+        ):  # fmt: skip
+            assert run(*call).exit_code in (0, 1, 2)

@@ -144,4 +144,18 @@ def fail_sync(number: int) -> Any:
     return undo
 
 
-MISHAPS = {"die": die_at, "pause": pause_at, "write": fail_write, "sync": fail_sync}
+def die_before_call(number: int) -> Any:
+    """SIGKILL before the number-th call that changes a file system."""
+    from tests.system.test_crash import die_before
+
+    die_before(number)
+    return lambda: None
+
+
+MISHAPS = {
+    "die_before": die_before_call,
+    "die": die_at,
+    "pause": pause_at,
+    "write": fail_write,
+    "sync": fail_sync,
+}

@@ -105,9 +105,9 @@ def _walk(
         for leaf in leaves[first:]:
             leaf.optional = value.optional
     elif _is_stateful(value):
-        inner = value.state_dict()
-        _walk(inner, name, lambda loaded: None, flat, rank, private)
-        flat.after.append(lambda: value.load_state_dict(inner))
+        inner = [value.state_dict()]  # a list, because what it returns need not be a dict to fill
+        _walk(inner[0], name, _setter(inner, 0), flat, rank, private)
+        flat.after.append(lambda: value.load_state_dict(inner[0]))
     elif isinstance(value, list | tuple) and _has_tensors(value):
         items = list(value)
         if all(isinstance(item, Shard) for item in items):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
@@ -30,10 +31,14 @@ VISIBLE_WITHIN = 20.0
 """Seconds that a network file system may take to show another host's file."""
 
 
-def open_index(store: Store, path: str = INDEX) -> Index:
+@contextmanager
+def open_index(store: Store) -> Iterator[Index]:
     """The committed index in a folder; NotFound if there is none."""
-    reader = store.open(path)
-    return Index(reader.read, reader.size, f"{store.url}/{path}")
+    reader = store.open(INDEX)
+    try:
+        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+    finally:
+        reader.close()
 
 
 def present_tail(store: Store) -> bytes | None:
@@ -176,7 +181,7 @@ class Commit:
 def names_files(store: Store, names: Iterable[str]) -> bool:
     """Does the committed index name one of these data files?"""
     try:
-        index = open_index(store)
-        return not set(names).isdisjoint(index.file_names())
+        with open_index(store) as index:
+            return not set(names).isdisjoint(index.file_names())
     except (NotFound, StorageError, CorruptCheckpoint):
         return False

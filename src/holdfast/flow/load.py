@@ -61,7 +61,7 @@ class _Work:
     owner: list[int] = field(default_factory=list)
     """Per row of `held`, its leaf."""
     trouble: HoldfastError | None = None
-    index: Index | None = None
+    step: int | None = None
     needed: int = 0
     bytes_read: int = 0
     missing: list[str] = field(default_factory=list)
@@ -73,12 +73,9 @@ class _Work:
     def choose(self) -> Message:
         if self.trouble is not None:
             raise self.trouble
-        self.index = self._open()
-        return {"identity": self.index.identity, "step": self.index.about.get("step")}
-
-    def _open(self) -> Index:
         try:
-            return open_index(self.store)
+            with open_index(self.store) as index:
+                return {"identity": index.identity}
         except NotFound:
             raise NotCommitted(
                 f"{self.store.url} holds no committed checkpoint: there is no index.safetensors.",
@@ -88,12 +85,21 @@ class _Work:
     def read(self, chosen: Message) -> Message:
         if self.trouble is not None:
             raise self.trouble
-        index = self.index or self._same_version(chosen["identity"])
-        self.index = index
+        self._wait_for(chosen["identity"])
+        with open_index(self.store) as index:
+            if index.identity != chosen["identity"]:
+                raise LoadFailed(
+                    f"{self.store.url} was replaced while rank {self.held.rank} began to load it.",
+                    hint="Load again.",
+                )
+            self.step = index.about.get("step")
+            self._read(index)
+        return {"bytes": self.bytes_read}
+
+    def _read(self, index: Index) -> None:
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
-        wanted = [self.owner[row] for row in keep]
         tensors, position = np.unique(rows[keep], return_inverse=True)
         columns = index.select(tensors)
         for place, row in enumerate(keep):
@@ -109,22 +115,17 @@ class _Work:
             lambda moved: self.operation.progress(moved, self.needed),
         )
         self.bytes_read = read + index.bytes_read
-        self.filled = wanted
-        self.sizes = {
-            owner: held.specs[place].shape[0]
-            for place, owner in enumerate(wanted)
-            if held.specs[place].kind == OBJECT
-        }
-        return {"bytes": self.bytes_read}
+        self.filled = [self.owner[row] for row in keep]
+        objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
+        self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
 
-    def _same_version(self, identity: str) -> Index:
-        """The version that the committer chose; a network file system may show it late."""
+    def _wait_for(self, identity: str) -> None:
+        """Until the version that the committer chose is visible here; a network file system may be late."""
         deadline = self.operation.at.deadline
         while True:
-            with suppress(NotFound):
-                index = open_index(self.store)
+            with suppress(NotFound), open_index(self.store) as index:
                 if index.identity == identity:
-                    return index
+                    return
             self.operation.still_wanted()
             if deadline.passed():
                 raise LoadFailed(
@@ -253,6 +254,7 @@ def load_from(
         f"load of {store.url}",
         store.url,
         None,
+        (include, exclude, strict),
         roster,
         participants,
         process_group,
@@ -274,10 +276,9 @@ def load_from(
     work.give_back()
     for finish in flat.after:
         finish()
-    step = work.index.about.get("step") if work.index is not None else None
     return LoadReport(
         store.url,
-        step,
+        work.step,
         len(set(work.filled)),
         work.needed,
         work.bytes_read,

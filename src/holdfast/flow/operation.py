@@ -29,6 +29,7 @@ class Operation:
         title: str,
         place: str,
         step: int | None,
+        signature: object,
         roster: Roster,
         participants: Iterable[int] | None,
         process_group: Any,
@@ -42,7 +43,7 @@ class Operation:
         self.kind, self.place, self.step, self.roster = kind, place, step, roster
         self.begun = time.monotonic()
         self.cancel = threading.Event()
-        key = meeting_key(kind, place, step, everyone, roster)
+        key = meeting_key(kind, place, (step, signature), everyone, roster)
         self.presence = Presence(roster, key, title, min(1.0, stall_timeout / 5))
         me = self.presence.identity
         self.clocks = {"entered": self.begun}
@@ -153,6 +154,7 @@ def agree(
         "choice",
         title,
         place,
+        None,
         None,
         roster,
         participants,

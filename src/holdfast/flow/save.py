@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from holdfast.adapters.state import flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
@@ -21,7 +22,7 @@ from holdfast.flow.world import find_roster, the_place
 from holdfast.flow.write import discard, write_files
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
-from holdfast.format.index import Index
+from holdfast.format.index import Columns
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT, matches
 from holdfast.options import Options
@@ -235,6 +236,7 @@ def save_into(
         title,
         store.url,
         step,
+        (include, exclude),
         roster,
         participants,
         process_group,
@@ -283,12 +285,14 @@ def _commit(
     if replacing is not None and not overwrite:
         raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
     names: list[str] | None = None
-    source, index = "", None
+    source = ""
+    compared: Store | None = None
     if isinstance(expected, str):
         if expected != PREVIOUS:
             raise BadInput(f"expected={expected!r}: give a list of names, {PREVIOUS!r}, or None.")
-        index, source = _previous(store if replacing is not None else previous)
-        names = index.names() if index is not None else None
+        compared = store if replacing is not None else previous
+        names = _previous_names(compared)
+        source = f"the checkpoint {compared.url}" if compared is not None else ""
     elif expected is not None:
         names, source = list(expected), "expected="
 
@@ -303,8 +307,8 @@ def _commit(
     about = {"step": work.step, "grid": work.grid, "notes": work.notes}
     replaced: set[str] = set()
     if replacing is not None:
-        with suppress(HoldfastError):
-            replaced = set(open_index(store).file_names())
+        with suppress(HoldfastError), open_index(store) as index:
+            replaced = set(index.file_names())
     return Commit(
         store,
         at.title,
@@ -313,31 +317,35 @@ def _commit(
         replacing,
         names,
         source,
-        _last_writer(index),
+        _writers_of(compared),
         work.operation.tick,
         keep,
         replaced,
     )
 
 
-def _previous(store: Store | None) -> tuple[Index | None, str]:
+def _previous_names(store: Store | None) -> list[str] | None:
+    """The names in a checkpoint, if there is one. What can't be read can't be compared with:
+    loading it will say so, and it must not keep a good save from being made."""
     if store is None:
-        return None, ""
+        return None
     try:
-        return open_index(store), f"the checkpoint {store.url}"
+        with open_index(store) as index:
+            return index.names()
     except HoldfastError:
-        return None, ""  # what can't be read can't be compared with; loading it will say so
+        return None
 
 
-def _last_writer(index: Index | None) -> Any:
+def _writers_of(store: Store | None) -> Callable[[str], list[int]]:
+    """Which ranks wrote a name in a checkpoint; for an error's sake."""
+
     def ranks(name: str) -> list[int]:
-        if index is None:
+        if store is None:
             return []
-        import numpy as np
-
-        row = index.find_one(name)
-        found = index.select(np.asarray([row])) if row >= 0 else None
-        return [] if found is None else sorted(set(found.file_rank[found.file].tolist()))
+        with open_index(store) as index:
+            row = index.find_one(name)
+            found = index.select(np.asarray([row])) if row >= 0 else Columns()
+            return sorted(set(found.file_rank[found.file].tolist()))
 
     return ranks
 

@@ -73,14 +73,16 @@ _attempts: dict[tuple[int, str], int] = {}
 
 
 def meeting_key(
-    kind: str, place: str, step: int | None, participants: tuple[int, ...], roster: Roster
+    kind: str, place: str, signature: object, participants: tuple[int, ...], roster: Roster
 ) -> str:
     """The key under which the ranks of one call meet; the same on all of them.
 
-    Made of what they call and a count of such calls. A rank that missed some (it raised before
-    it came here) catches up: it skips attempts that are over if a later one has begun.
+    Made of what they call (`signature`: step, patterns) and a count of such calls. A rank that comes
+    to an attempt that is over while the others are in the next one joins them there: whether it
+    was late or had missed a call, it is the same call.
     """
-    text = f"{kind}|{os.path.abspath(place) if '://' not in place and not place.startswith('memory:') else place}|{step}|{participants}"
+    local = "://" not in place and not place.startswith("memory:")
+    text = f"{kind}|{os.path.abspath(place) if local else place}|{signature}|{participants}"
     base = f"{kind}/{hex_digest(digest(text.encode()))}"
     if len(participants) == 1:
         return f"{base}/solo"

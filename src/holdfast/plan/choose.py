@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from holdfast.errors import CoverageError
 from holdfast.format.index import Array, Columns
 from holdfast.plan.read import overlaps
 
@@ -35,25 +36,29 @@ def choices(files: Sequence[Columns]) -> list[list[int]]:
         return []
     contested = [file for file, others in enumerate(problem.excludes) if others]
     found: list[list[int]] = []
-    # (files left out, elements that can still be had, next contested file, files taken)
-    stack: list[tuple[frozenset[int], list[int], int, frozenset[int]]] = [(frozenset(), have, 0, frozenset())]
+    # (files left out, elements that can still be had, next contested file)
+    stack: list[tuple[frozenset[int], list[int], int]] = [(frozenset(), have, 0)]
     for _ in range(MOST_STEPS):
         if not stack or len(found) == 2:
             break
-        out, left, at, taken = stack.pop()
+        out, left, at = stack.pop()
         if at == len(contested):
             found.append([file for file in range(len(files)) if file not in out])
             continue
         file = contested[at]
         if file in out:
-            stack.append((out, left, at + 1, taken))
+            stack.append((out, left, at + 1))
             continue
-        if not problem.excludes[file] & taken:
-            also = problem.excludes[file] - out
-            if (rest := _without(problem, left, also)) is not None:
-                stack.append((out | also, rest, at + 1, taken | {file}))
-        if (rest := _without(problem, left, {file})) is not None:
-            stack.append((out | {file}, rest, at + 1, taken))
+        also = problem.excludes[file] - out  # if it is taken, these are not
+        stack += [
+            (out | gone, rest, at + 1)
+            for gone in (also, {file})
+            if (rest := _without(problem, left, gone)) is not None
+        ]
+    if stack and len(found) == 1:
+        raise CoverageError(
+            "There are too many sets of data files to try, so that it can't be told which is the checkpoint."
+        )
     return found
 
 

@@ -3,14 +3,17 @@
 Durability, in this order: the file's data (fsync), then its name (fsync of the folder, and of
 every folder made on the way). fsync may report an error once and then lie, so a file whose
 fsync failed is abandoned. `publish` writes a hidden neighbour, syncs it, and puts it in place
-by `link` (which fails if the name exists) or by `rename` (which replaces it at once).
+by `link` (which fails if the name exists) or by `rename` (which replaces it at once). Before it
+renames it locks the version that it replaces, so that of several that replace it one wins.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -52,8 +55,12 @@ class LocalReader:
             real, inside = os.path.realpath(path), os.path.realpath(root)
             if os.path.commonpath((real, inside)) != inside:
                 raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
-            self._fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC)
-            self.size = os.fstat(self._fd).st_size
+            self._fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
+            about = os.fstat(self._fd)
+            if not stat.S_ISREG(about.st_mode):
+                self.close()
+                raise StorageError(f"{path} is not a file; it was not read.")
+            self.size = about.st_size
 
     def read(self, start: int, length: int) -> bytes:
         with storage_errors("Reading", self._path):
@@ -171,9 +178,7 @@ class LocalStore:
                     os.link(hidden, target)
                     os.unlink(hidden)
                 else:
-                    if self._tail(target) != replacing:
-                        raise FileExistsError(errno.EEXIST, "it is another version now")
-                    os.rename(hidden, target)
+                    self._replace(hidden, target, replacing)
             except FileExistsError:
                 raise Conflict(
                     f"{target} was put in place by another save since this one began; that one stands, this one is void.",
@@ -186,13 +191,31 @@ class LocalStore:
             sync_folder(os.path.dirname(folder))
 
     @staticmethod
-    def _tail(target: str) -> bytes | None:
+    def _replace(hidden: str, target: str, replacing: bytes) -> None:
+        """Rename if what is there is still the version to replace, which is locked meanwhile."""
+        other = FileExistsError(errno.EEXIST, "it is another version now")
         try:
-            with open(target, "rb") as file:
-                file.seek(-TAIL, os.SEEK_END)
-                return file.read()
-        except OSError:
-            return None
+            fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            raise other from None
+        try:
+            here = os.fstat(fd)
+            if os.pread(fd, TAIL, max(here.st_size - TAIL, 0)) != replacing:
+                raise other
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
+            except BlockingIOError:
+                raise other from None
+            except OSError:
+                pass  # a file system without locks: the check above is all there is
+            now = os.stat(target)
+            if (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino):
+                raise other
+            os.rename(hidden, target)
+        except FileNotFoundError:
+            raise other from None
+        finally:
+            os.close(fd)
 
     def delete(self, path: str) -> None:
         target = self._full(path)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 
 from holdfast.buffers import Buffer
 from holdfast.errors import Conflict, StorageError
 from holdfast.store.base import TAIL, NotFound, checked
+
+
+def _error(kind: type[StorageError], message: str, number: int) -> StorageError:
+    error = kind(message, details={"errno": number})
+    error.errno = number
+    return error
 
 
 class MemoryReader:
@@ -71,13 +78,15 @@ class MemoryStore:
         try:
             return MemoryReader(self.files[self._full(path)])
         except KeyError:
-            raise NotFound(f"Opening {self._full(path)} failed: no such file.") from None
+            raise _error(
+                NotFound, f"Opening {self._full(path)} failed: no such file.", errno.ENOENT
+            ) from None
 
     def create(self, path: str) -> MemoryWriter:
         name = self._full(path)
         with self._lock:
             if name in self.files:
-                raise StorageError(f"Creating {name} failed: it exists.")
+                raise _error(StorageError, f"Creating {name} failed: it exists.", errno.EEXIST)
             self.files[name] = b""
         return MemoryWriter(self, name)
 

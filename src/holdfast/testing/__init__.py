@@ -1,1 +1,23 @@
 """Tools to test with, ours and users': worlds, clocks, faults, and the contracts of the seams."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.testing.clock import ManualClock
+    from holdfast.testing.store_contract import StoreContract
+
+_WHERE = {
+    "ManualClock": "holdfast.testing.clock",
+    "StoreContract": "holdfast.testing.store_contract",
+}
+
+__all__ = ["ManualClock", "StoreContract"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

@@ -1,0 +1,37 @@
+"""A clock that only a test moves: an hour takes a microsecond, and every run is the same."""
+
+from __future__ import annotations
+
+import threading
+
+
+class ManualClock:
+    """A `holdfast.deadline.Clock`. `sleep` moves it at once; `advance` moves it from outside.
+
+    >>> clock = ManualClock()
+    >>> deadline = Deadline(3600, clock)
+    >>> clock.advance(3600)
+    >>> deadline.passed()
+    True
+    """
+
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = float(start)
+        self._lock = threading.Lock()
+        self.slept: list[float] = []
+        """What `sleep` was asked for, in order."""
+
+    def now(self) -> float:
+        with self._lock:
+            return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.advance(seconds)
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass; it never goes back."""
+        if seconds < 0:
+            raise ValueError(f"Time does not go back: advance({seconds}).")
+        with self._lock:
+            self._now += seconds

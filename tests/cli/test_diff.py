@@ -1,0 +1,133 @@
+"""`holdfast diff`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.flow.compare import compare
+from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
+
+Json = Callable[..., tuple[Any, int]]
+
+
+def one_rank(place: Path, **changes: Any) -> Path:
+    """The same tensors from one rank: another layout, so that digests can't answer for those cut up."""
+    state = state_of(0, 1) | {"layer1": {"weight": torch.full((100, 7), 1.0)}} | changes
+    holdfast.save(state, place, no_dist=True)
+    return place
+
+
+def test_the_same_reads_no_data(kept: Path, checkpoint: Path, run: Run, run_json: Json) -> None:
+    for path in data_files(checkpoint):
+        path.write_bytes(b"")  # not even opened
+    found, code = run_json("diff", kept, checkpoint)
+    assert (code, found["same"], found["equal"], found["bytes_read"]) == (0, True, 10, 0)
+    assert run("diff", kept, checkpoint).stdout == "The same: 10 names, 0 B of data read.\n"
+
+
+def test_the_same_in_another_layout_is_found_by_reading(kept: Path, tmp_path: Path, run_json: Json) -> None:
+    found, code = run_json("diff", kept, one_rank(tmp_path / "b"))
+    assert (code, found["same"], found["content"]) == (0, True, [])
+    assert found["bytes_read"] == 2 * 4 * (WIDE.numel() + EXPERTS.numel())
+
+
+@pytest.mark.parametrize("slab", [10_000, 1 << 16, 1 << 26])
+def test_a_difference_in_another_layout_is_found_in_any_slab(slab: int, kept: Path, tmp_path: Path) -> None:
+    wide = WIDE.clone()
+    wide[300, 700] += 8192  # a float32 that can be told from its neighbours
+    wide[511, 1023] = -1.0
+    other = one_rank(tmp_path / "b", wide=wide)
+    found = compare(kept, other, slab=slab)
+    assert [(item.name, item.parts, item.of, item.first) for item in found.content] == [
+        ("wide", 1, 2, (0, 512))
+    ]
+    assert found.content[0].elements is None
+    found = compare(kept, other, values=True, slab=slab)
+    assert (found.content[0].elements, found.content[0].largest) == (2, WIDE[511, 1023].item() + 1)
+    assert not found.same
+
+
+def test_everything_that_can_differ(kept: Path, tmp_path: Path, run: Run, run_json: Json) -> None:
+    norm = torch.full((64,), 0.5, dtype=torch.bfloat16)
+    norm[3] = 2.0
+    other = save_ranks(
+        tmp_path / "b", norm=norm, scalar=torch.tensor(3.0), empty=torch.zeros(0, 5), lr=0.5,
+        args={"a": [1, "x[bold]y"], "c": 1},
+    )  # fmt: skip
+    found, code = run_json("diff", kept, other)
+    assert code == 1
+    assert (found["only_a"], found["only_b"]) == (["args.b"], ["args.c"])
+    assert found["changed"] == [
+        {"name": "empty", "a": "float32[0, 4]", "b": "float32[0, 5]"},
+        {"name": "scalar", "a": "int64[]", "b": "float32[]"},
+    ]
+    content = {item["name"]: item for item in found["content"]}
+    assert set(content) == {"lr", "norm"}
+    assert (content["lr"]["a"], content["lr"]["b"]) == ("0.25", "0.5")
+    assert content["norm"]["elements"] is None
+    assert found["equal"] == 5
+    found, code = run_json("diff", kept, other, "--values")
+    (norm_found,) = [item for item in found["content"] if item["name"] == "norm"]
+    assert (norm_found["elements"], norm_found["largest"]) == (1, 1.5)
+    shown = run("diff", kept, other, "--values")
+    assert shown.exit_code == 1
+    for piece in ("only in A", "only in B", "int64[] -> float32[]", "0.25 -> 0.5", "1 element, by up to 1.5"):
+        assert piece in shown.stdout
+    assert "Different: 6 names; equal: 5" in shown.stdout
+
+
+def test_objects_are_compared_by_value(tmp_path: Path, run_json: Json) -> None:
+    for place, value in (("a", [{"x": 1, "y": 2}]), ("b", [{"y": 2, "x": 1}]), ("c", [{"y": 2, "x": 3}])):
+        holdfast.save({"o": value}, tmp_path / place, no_dist=True)
+    assert run_json("diff", tmp_path / "a", tmp_path / "b")[1] == 0
+    found, code = run_json("diff", tmp_path / "a", tmp_path / "c")
+    assert code == 1
+    assert found["content"][0]["kind"] == "object"
+
+
+def test_a_tensor_and_an_object_under_one_name(tmp_path: Path, run_json: Json) -> None:
+    holdfast.save({"o": 5}, tmp_path / "a", no_dist=True)
+    holdfast.save({"o": torch.zeros(2)}, tmp_path / "b", no_dist=True)
+    found, code = run_json("diff", tmp_path / "a", tmp_path / "b")
+    assert code == 1
+    assert found["changed"] == [{"name": "o", "a": "an object of 2 bytes", "b": "float32[2]"}]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest"),
+    [(torch.uint8, 3.0), (torch.int64, 3.0), (torch.bool, 1.0), (torch.float16, 3.0), (torch.complex64, 3.0),
+     (torch.uint16, 3.0), (torch.float64, 3.0), (torch.float8_e4m3fn, None)],
+)  # fmt: skip
+def test_values_of_all_kinds_of_numbers(
+    dtype: torch.dtype, largest: float | None, tmp_path: Path, run_json: Json
+) -> None:
+    before, after = torch.zeros(100).to(dtype), torch.zeros(100)
+    after[7] = 3
+    holdfast.save({"w": before}, tmp_path / "a", no_dist=True)
+    holdfast.save({"w": after.to(dtype)}, tmp_path / "b", no_dist=True)
+    found, _ = run_json("diff", tmp_path / "a", tmp_path / "b", "--values")
+    assert (found["content"][0]["elements"], found["content"][0]["largest"]) == (1, largest)
+
+
+def test_infinities_and_nans_are_counted(tmp_path: Path, run_json: Json) -> None:
+    holdfast.save({"w": torch.tensor([1.0, float("nan"), 2.0])}, tmp_path / "a", no_dist=True)
+    holdfast.save({"w": torch.tensor([float("inf"), float("nan"), 2.5])}, tmp_path / "b", no_dist=True)
+    found, _ = run_json("diff", tmp_path / "a", tmp_path / "b", "--values")
+    assert (found["content"][0]["elements"], found["content"][0]["largest"]) == (2, 0.5)
+
+
+def test_damage_met_while_reading_is_trouble_not_a_difference(
+    checkpoint: Path, tmp_path: Path, run: Run, run_json: Json
+) -> None:
+    other = one_rank(tmp_path / "b")
+    part = run_json("explain", checkpoint, "wide")[0]["parts"][0]
+    flip(checkpoint / part["file"], part["start"])
+    result = run("diff", checkpoint, other)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is damaged" in result.stderr
