@@ -6,13 +6,16 @@ The peer is torch DCP's own check of a global plan, on Megatron's stacked fc1 ke
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bench.harness import Bench, main
+from bench.harness import Bench, main, scratch
 from bench.shapes import Shape, stacked_fc1_chunks
 
 FASTER, EXPONENT = 1000.0, 1.1
@@ -83,7 +86,7 @@ def exponent(small: float, large: float, growth: float) -> float:
     return math.log(large / small) / math.log(growth)
 
 
-def attempt(bench: Bench, what: str, call: Callable[[], list[float]]) -> list[float]:
+def attempt(bench: Bench, what: str, call: Callable[[], list[Any]]) -> list[Any]:
     try:
         return call()
     except Exception as error:
@@ -123,11 +126,93 @@ def coverage_rows(bench: Bench) -> None:
     )
 
 
+def plan_rows(bench: Bench) -> None:
+    """Save planning of one rank, and the commit's merge, for Qwen3-30B-A3B with Adam state."""
+    from bench.scale import merge_qwen, plan_one_rank
+
+    bench.target(
+        "plan a save of one rank of Qwen3-30B-A3B with Adam, EP 8 of 32 ranks",
+        attempt(bench, "save planning", lambda: plan_one_rank(bench.reps)),
+        0.5,
+        "s CPU",
+        note="10,956 tensors: replicas, plan, header and embedded index",
+    )
+    merged = attempt(bench, "commit merge", lambda: [*merge_qwen(bench.reps)])
+    bench.target(
+        "merge and check 32 ranks of Qwen3-30B-A3B with Adam at the commit",
+        merged[0] if merged else [],
+        3.0,
+        "s CPU",
+        note=f"{merged[1]:,} chunks" if merged else "",
+    )
+
+
+def large_rows(bench: Bench) -> None:
+    """The index of a 671B model over 10,240 simulated ranks, and what a loading rank reads of it."""
+    from bench.scale import large_in_a_process, partial_read
+
+    world = 1024 if bench.quick else 10_240
+    with scratch("disk") as folder:
+        path = folder / "large.safetensors"
+        found = attempt(bench, "large index", lambda: [large_in_a_process(world, 16, path)])
+        what = f"DeepSeek-V3 671B over {world:,} simulated ranks"
+        note = ""
+        if found:
+            note = (
+                f"{found[0]['chunks']:,.0f} chunks of {found[0]['tensors']:,.0f} tensors; {found[0]['read_mb']:.0f} MB of "
+                f"embedded indexes read, index {found[0]['index_mb']:.0f} MB"
+            )
+        bench.target(f"build the index of {what}", [f["seconds"] for f in found], 60.0, "s CPU", note=note)
+        bench.target("peak memory of that", [f["peak_gib"] for f in found], 8.0, "GiB")
+        shares = attempt(bench, "partial read", lambda: [*partial_read(path, 8)]) if found else []
+        note = f"the rank wants {shares[0]:.2%} of the tensors" if shares else ""
+        bench.target("share of that index which one loading rank reads", shares[1:], 0.1, "", note=note)
+
+
+def million_rows(bench: Bench) -> None:
+    from bench.scale import find_in_million, million
+
+    with scratch("disk") as folder:
+        path = folder / "million.safetensors"
+        times = attempt(bench, "million", lambda: find_in_million(path, million(path, 1_000_000)))
+        bench.target(
+            "open an index of 1,000,000 chunks and find one tensor", times, 20.0, "ms", note="warm page cache"
+        )
+
+
+def start_rows(bench: Bench) -> None:
+    """Wall time of commands, as a user waits for them."""
+    import holdfast
+
+    with scratch("disk") as folder:
+        import torch
+
+        holdfast.Checkpoints(folder).save(1, {f"w{at}": torch.zeros(4) for at in range(20)})
+        step = str(folder / "step-00000001")
+        for words in (["--help"], ["latest", str(folder)], ["inspect", step]):
+            times = attempt(bench, f"holdfast {words[0]}", lambda: [command(words) for _ in range(7)])  # noqa: B023
+            bench.target(
+                f"`holdfast {words[0]}` starts and ends",
+                times,
+                200.0,
+                "ms",
+                note="wall, interpreter included",
+            )
+
+
+def command(words: list[str]) -> float:
+    program = Path(sys.executable).with_name("holdfast")
+    begun = time.perf_counter()
+    subprocess.run([str(program), *words], check=True, capture_output=True, timeout=30)
+    return (time.perf_counter() - begun) * 1e3
+
+
 def run(bench: Bench) -> None:
     coverage_rows(bench)
-    # TO WIRE, once the internals exist (shapes: QWEN3_30B_A3B.held_by, DEEPSEEK_V3_671B.adam_specs):
-    # save planning of one Qwen3-30B-A3B rank, commit merge of 32 ranks, index of 10,000 simulated ranks,
-    # partial index read, opening 1,000,000 chunks, start of the command line.
+    plan_rows(bench)
+    large_rows(bench)
+    million_rows(bench)
+    start_rows(bench)
 
 
 if __name__ == "__main__":

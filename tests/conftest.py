@@ -2,6 +2,12 @@ from __future__ import annotations
 
 import os
 
+from hypothesis import settings
+
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Property tests: no time limit a case (the machine may be shared), no folder of found cases left behind.
+settings.register_profile("holdfast", deadline=None, database=None)
+settings.load_profile("holdfast")

@@ -171,7 +171,12 @@ def test_names_that_look_like_chunks_do_not_meet(tmp_path: Path) -> None:
         "w@2,0'": torch.full((1,), 5.0),
     }
     holdfast.save(state, tmp_path)
-    loaded = {"w": torch.zeros(4, 2), "w@0,0": torch.zeros(1), "w@2,0": torch.zeros(1), "w@2,0'": torch.zeros(1)}
+    loaded = {
+        "w": torch.zeros(4, 2),
+        "w@0,0": torch.zeros(1),
+        "w@2,0": torch.zeros(1),
+        "w@2,0'": torch.zeros(1),
+    }
     holdfast.load(loaded, tmp_path)
     assert loaded["w"][:, 0].tolist() == [1, 1, 2, 2]
     assert [float(loaded[name]) for name in ("w@0,0", "w@2,0", "w@2,0'")] == [3, 4, 5]
@@ -223,7 +228,9 @@ def test_select_takes_patterns_and_subtrees() -> None:
     assert chosen(["*.a"]) == ["model.a", "opt.a"]
     assert chosen(["model", "opt"], ["*.a"]) == ["model.b.c"]
     assert chosen(None, ["model"]) == ["models", "opt.a"]
-    with pytest.raises(BadInput, match="include: no name in the state matches 'nothing'; the first is 'model.a'"):
+    with pytest.raises(
+        BadInput, match=r"include: no name in the state matches 'nothing'; the first is 'model.a'"
+    ):
         chosen(["nothing"])
     with pytest.raises(BadInput, match="exclude takes a list of patterns, not the text 'opt'"):
         chosen(None, "opt")
@@ -235,7 +242,10 @@ def test_select_takes_patterns_and_subtrees() -> None:
 def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
     state = {
         "plain": torch.zeros(4),
-        "shards": [Shard(torch.zeros(1, 3), (2, 3), (0, 0), (1, 4)), Shard(torch.zeros(1, 3), (2, 3), (1, 0))],
+        "shards": [
+            Shard(torch.zeros(1, 3), (2, 3), (0, 0), (1, 4)),
+            Shard(torch.zeros(1, 3), (2, 3), (1, 0)),
+        ],
         "mine": PerRank(torch.zeros(2)),
         "object": ["a", 1],
     }
@@ -254,7 +264,10 @@ def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
     ("make", "words"),
     [
         (lambda: Shard([1], (1,), (0,)), "takes a tensor, not list"),  # type: ignore[arg-type]
-        (lambda: Shard(torch.zeros(2), (4, 2), (0, 0)), "the tensor has 1 dimensions, global_shape 2 and offset 2"),
+        (
+            lambda: Shard(torch.zeros(2), (4, 2), (0, 0)),
+            "the tensor has 1 dimensions, global_shape 2 and offset 2",
+        ),
         (lambda: Shard(torch.zeros(2), (4,), (0, 0)), "offset 2"),
         (lambda: Shard(torch.zeros(2), (4,), (0,), (2, 2)), r"replica=\(2, 2\)"),
         (lambda: Shard(torch.zeros(2), (4,), (0,), (-1, 2)), "0 <= index < count"),

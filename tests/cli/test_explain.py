@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.flow.commit import open_index
 from holdfast.flow.describe import explain, parse_box
-from holdfast.flow.places import opened
 from holdfast.flow.values import read_box
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.box import Box
@@ -80,7 +80,7 @@ def test_a_box_names_just_the_bytes_that_a_reader_reads(name: str, box: str, kep
         for start, stop in part.ranges:
             wanted.setdefault(part.file, set()).update(range(start, stop))
     store = Counting(kept)
-    with opened(store) as index:
+    with open_index(store) as index:
         columns = index.select(index.find([name]))
         assert found.offset is not None
         assert found.size is not None
@@ -137,7 +137,7 @@ def test_touched_blocks_are_those_of_every_element(data: st.DataObject) -> None:
 
 def test_needed_counts_tensors_of_any_number_of_dimensions(kept: Path) -> None:
     """In the whole index every tensor is padded to the widest one's number of dimensions."""
-    with opened(LocalStore(kept)) as index:
+    with open_index(LocalStore(kept)) as index:
         columns = index.select()
         row = columns.names.index("norm")
         parts = needed(columns, row, Box((3,), (5,)))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import holdfast
-from holdfast.flow.places import opened
+from holdfast.flow.commit import open_index
 from holdfast.format.index import Columns
-from holdfast.plan.choose import choices
+from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks
 
@@ -35,7 +33,7 @@ def add_files(checkpoint: Path, other: Path, *ranks: int) -> list[Path]:
 
 
 def columns_of(checkpoint: Path) -> Columns:
-    with opened(LocalStore(checkpoint)) as index:
+    with open_index(LocalStore(checkpoint)) as index:
         return index.select()
 
 
@@ -109,32 +107,33 @@ def test_two_whole_attempts_are_refused_until_one_is_named(
     lose_index(checkpoint)
     result = run("reindex", checkpoint)
     assert result.exit_code == 2
-    assert "several attempts" in result.stderr
+    assert "2 finished attempts" in result.stderr
     assert not (checkpoint / "index.safetensors").exists()
     found, code = run_json("reindex", checkpoint, "--only", mine[0], "--only", f"data/{mine[1]}")
     assert (code, found["files"]) == (0, [f"data/{name}" for name in mine])
     assert run("diff", checkpoint, other).exit_code == 1
 
 
-def test_one_rank_of_a_second_attempt_is_refused(checkpoint: Path, tmp_path: Path, run: Run) -> None:
-    """Rank 0 finished twice: both of its files fit rank 1's, and nobody knows which was committed."""
+def test_one_rank_of_a_second_attempt_is_left_out(checkpoint: Path, tmp_path: Path, run_json: Json) -> None:
+    """Rank 0 wrote twice: both of its files fit rank 1's, but each says which attempt it is of."""
     other = save_ranks(tmp_path / "other", step=7)
+    mine = [f"data/{path.name}" for path in data_files(checkpoint)]
     add_files(checkpoint, other, 0)
     lose_index(checkpoint)
-    result = run("reindex", checkpoint)
-    assert result.exit_code == 2
-    assert "several attempts" in result.stderr
+    found, code = run_json("reindex", checkpoint)
+    assert (code, found["files"]) == (0, mine)
 
 
-def test_attempts_of_different_steps_are_never_mixed(checkpoint: Path, tmp_path: Path, run: Run) -> None:
-    """Rank 0 of step 7 and rank 1 of step 8 would cover everything exactly once."""
-    other = save_ranks(tmp_path / "other", step=8)
+def test_attempts_are_never_mixed(checkpoint: Path, tmp_path: Path, run: Run) -> None:
+    """Rank 0 of one attempt and rank 1 of another would cover everything exactly once."""
+    other = save_ranks(tmp_path / "other", step=7)
     data_files(checkpoint)[1].unlink()
     add_files(checkpoint, other, 1)
     lose_index(checkpoint)
     result = run("reindex", checkpoint)
     assert result.exit_code == 2
-    assert "No set of the 2 whole data files" in result.stderr
+    assert "No save in" in result.stderr
+    assert "1 data files are missing, 1 are there" in result.stderr
 
 
 def test_an_attempt_in_another_layout_that_did_not_finish_is_left_out(
@@ -167,19 +166,30 @@ def test_what_is_lost_is_refused(how: str, checkpoint: Path, run: Run) -> None:
     assert not (checkpoint / "index.safetensors").exists()
 
 
-@pytest.mark.parametrize("cut", [-1, 30])
-def test_a_broken_file_with_names_of_its_own_is_not_forgotten(cut: int, tmp_path: Path, run: Run) -> None:
+def test_a_lost_file_of_names_that_only_it_held_is_noticed(tmp_path: Path, run: Run) -> None:
     """Without rank 1 the others still tile all they name: its own tensors would vanish silently."""
-    board = {"a": torch.ones(4)}, {"b": torch.ones(5)}
-    for rank, state in enumerate(board):
-        holdfast.save(state, tmp_path / f"{rank}", no_dist=True)
-    shutil.copytree(tmp_path / "0", tmp_path / "c")
-    (file,) = add_files(tmp_path / "c", tmp_path / "1", 0)
-    file.write_bytes(file.read_bytes()[:cut])
+    board, states = Board(), ({"a": torch.ones(4)}, {"b": torch.ones(5)})
+    save = lambda rank: holdfast.save(states[rank], tmp_path / "c", roster=MemoryRoster(rank, 2, board))  # noqa: E731
+    threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    data_files(tmp_path / "c")[1].unlink()
     lose_index(tmp_path / "c")
     result = run("reindex", tmp_path / "c")
     assert result.exit_code == 2
-    assert ("holds 'b', which no whole file does" if cut == -1 else "nobody knows") in result.stderr
+    assert "1 data files are missing" in result.stderr
+
+
+def test_the_layout_and_the_notes_come_back(tmp_path: Path, run_json: Json) -> None:
+    place = tmp_path / "step"
+    holdfast.save({"a": torch.ones(4)}, place, step=3, grid=holdfast.Grid(1), notes={"who": "me"})
+    before, _ = run_json("inspect", place)
+    lose_index(place)
+    run_json("reindex", place)
+    after, _ = run_json("inspect", place)
+    assert (after["grid"], after["notes"], after["step"]) == (before["grid"], {"who": "me"}, 3)
 
 
 def test_a_renamed_file_is_not_taken(checkpoint: Path, run: Run) -> None:
@@ -197,45 +207,3 @@ def test_only_takes_names_inside_the_data_folder(checkpoint: Path, run: Run) -> 
         result = run("reindex", checkpoint, "--only", name)
         assert result.exit_code == 2
         assert "has no data file" in result.stderr
-
-
-def _file(*intervals: tuple[int, int]) -> Columns:
-    """A file that holds intervals of one tensor of 6 elements."""
-    return Columns(
-        names=["t"],
-        dtype=np.zeros(1, "u1"),
-        kind=np.zeros(1, "u1"),
-        ndim=np.ones(1, "u1"),
-        shape=np.asarray([[6]], "<i8"),
-        chunk_end=np.asarray([len(intervals)], "<i8"),
-        offset=np.asarray([[low] for low, _ in intervals], "<i8").reshape(-1, 1),
-        size=np.asarray([[high - low] for low, high in intervals], "<i8").reshape(-1, 1),
-        file=np.zeros(len(intervals), "<i4"),
-    )
-
-
-@settings(max_examples=200)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), min_size=1, max_size=7))
-def test_choices_are_those_of_trying_all_sets(intervals: list[tuple[int, int]]) -> None:
-    spans = [(low, min(low + length, 6)) for low, length in intervals]
-    right = [
-        list(chosen)
-        for count in range(1, len(spans) + 1)
-        for chosen in itertools.combinations(range(len(spans)), count)
-        if sorted(at for i in chosen for at in range(*spans[i])) == list(range(6))
-    ]
-    found = choices([_file(span) for span in spans])
-    assert len(found) == min(len(right), 2)
-    assert all(choice in right for choice in found)
-
-
-def test_a_search_that_is_given_up_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import holdfast.plan.choose as module
-    from holdfast.errors import CoverageError
-
-    files = [_file((0, 3)), _file((3, 6)), _file((0, 6))]
-    monkeypatch.setattr(module, "MOST_STEPS", 4)
-    with pytest.raises(CoverageError, match="too many sets"):
-        choices(files)
-    monkeypatch.setattr(module, "MOST_STEPS", 20)
-    assert sorted(choices(files)) == [[0, 1], [2]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,8 +35,10 @@ def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0,
     for at, (_, _, _, shape, parts) in enumerate(rows):
         volume = int(np.prod(shape))
         if volume:
-            cuts = np.linspace(0, shape[0], min(parts, shape[0]) + 1).astype(int).tolist() if shape else [0, 1]
-            for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+            cuts = (
+                np.linspace(0, shape[0], min(parts, shape[0]) + 1).astype(int).tolist() if shape else [0, 1]
+            )
+            for low, high in pairwise(cuts):
                 offsets.append((low, *(0,) * (len(shape) - 1)) if shape else ())
                 sizes.append((high - low, *shape[1:]) if shape else ())
                 tensor.append(at)
@@ -92,13 +95,12 @@ def many(count: int) -> Columns:
 def content(columns: Columns) -> list[Any]:
     """Everything that a reader believes, as plain values."""
     found: list[Any] = [columns.names, columns.file_names]
-    for name in (
+    numbers = (
         "dtype", "kind", "ndim", "shape", "chunk_end", "offset", "size", "file", "position", "block",
         "digest_end", "digests", "file_size", "file_rank",
         "witness_tensor", "witness_offset", "witness_size", "witness_block", "witness_digest",
-    ):  # fmt: skip
-        found.append(getattr(columns, name).tolist())
-    return found
+    )  # fmt: skip
+    return found + [getattr(columns, name).tolist() for name in numbers]
 
 
 def everything(data: bytes) -> list[Any]:

@@ -45,7 +45,9 @@ def test_the_safetensors_library_opens_what_we_write(tmp_path: Path) -> None:
 
 @given(
     st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.integers(0, 9), max_size=6),
-    st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"]))),
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"])), st.text(st.characters(exclude_categories=["Cs"]))
+    ),
 )
 def test_any_names_and_metadata_come_back(sizes: dict[str, int], metadata: dict[str, str]) -> None:
     sizes.pop("__metadata__", None)
@@ -72,7 +74,11 @@ GOOD = {"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}
 MALFORMED: list[tuple[str, bytes, str]] = [
     ("nothing", b"", "0 bytes long, too short"),
     ("seven bytes", b"\x01" * 7, "too short for a safetensors file"),
-    ("length past the end", struct.pack("<Q", 100) + b"{}", "announces a header of 100 bytes in a file of 10"),
+    (
+        "length past the end",
+        struct.pack("<Q", 100) + b"{}",
+        "announces a header of 100 bytes in a file of 10",
+    ),
     ("length of 2^64-1", b"\xff" * 8 + b"{}", "announces a header of 18446744073709551615"),
     ("not JSON", raw(b"{]"), "can't be read"),
     ("not UTF-8", raw(b'{"\xff": 1}'), "can't be read"),
@@ -80,7 +86,13 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("a list", raw([1]), "not a JSON object"),
     ("a number", raw(3), "not a JSON object"),
     ("deep nesting", raw(b"[" * 100_000), "can't be read"),
-    ("a name twice", raw(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'), "'a' stands twice"),
+    (
+        "a name twice",
+        raw(
+            b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+        ),
+        "'a' stands twice",
+    ),
     ("metadata twice", raw(b'{"__metadata__":{"x":"1","x":"2"}}'), "'x' stands twice"),
     ("metadata of numbers", raw({"__metadata__": {"a": 1}}), "can't be read"),
     ("metadata no object", raw({"__metadata__": "x"}), "can't be read"),
@@ -98,11 +110,17 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     ("stop before start", raw({"a": GOOD["a"] | {"data_offsets": [4, 2]}}), "'a' at bytes 4 to 2"),
     ("stop past the end", raw({"a": GOOD["a"] | {"data_offsets": [0, 17]}}), "bytes 0 to 17 of 16"),
     ("stop at 2^70", raw({"a": GOOD["a"] | {"data_offsets": [0, 1 << 70]}}), "."),
-    ("number of 5000 digits", raw(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,' + b"9" * 5000 + b"]}}"), "."),
+    (
+        "number of 5000 digits",
+        raw(b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,' + b"9" * 5000 + b"]}}"),
+        ".",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("data", "words"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED])
+@pytest.mark.parametrize(
+    ("data", "words"), [case[1:] for case in MALFORMED], ids=[case[0] for case in MALFORMED]
+)
 def test_every_malformed_header_is_corrupt(data: bytes, words: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=re.escape(words) if words != "." else words) as caught:
         parse(data)

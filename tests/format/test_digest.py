@@ -18,8 +18,12 @@ from holdfast.format.digest import (
     hex_digest,
 )
 
-sizes = st.one_of(st.integers(0, 1 << 20), st.integers(0, 1 << 40), st.sampled_from([SMALL_CHUNK, SMALL_CHUNK + 1]))
-row_sizes = st.one_of(st.integers(0, 1 << 12), st.integers(0, 1 << 24), st.sampled_from([MAX_BLOCK, MAX_BLOCK + 1]))
+sizes = st.one_of(
+    st.integers(0, 1 << 20), st.integers(0, 1 << 40), st.sampled_from([SMALL_CHUNK, SMALL_CHUNK + 1])
+)
+row_sizes = st.one_of(
+    st.integers(0, 1 << 12), st.integers(0, 1 << 24), st.sampled_from([MAX_BLOCK, MAX_BLOCK + 1])
+)
 
 
 @settings(max_examples=200)

@@ -112,7 +112,12 @@ def test_partial_reads_read_a_part() -> None:
 
 def test_every_flipped_byte_is_noticed_or_changes_nothing() -> None:
     """All bytes of a small index, header and padding included, each with three kinds of flip."""
-    rows: list[Row] = [("a", 1, 0, (4, 3), 2), ("b", OBJECT * 0, OBJECT, (9,), 1), ("c", 5, 0, (), 1), ("d", 2, 0, (0,), 1)]
+    rows: list[Row] = [
+        ("a", 1, 0, (4, 3), 2),
+        ("b", OBJECT * 0, OBJECT, (9,), 1),
+        ("c", 5, 0, (), 1),
+        ("d", 2, 0, (0,), 1),
+    ]
     data = encode(build(rows), {"step": 1, "notes": "x"})
     good = everything(data)
     noticed = 0
@@ -158,7 +163,12 @@ def test_a_flip_in_one_page_spares_the_others() -> None:
 
 
 def lying(change: Any) -> bytes:
-    rows: list[Row] = [("a", 1, 0, (4, 3), 2), ("b", 0, OBJECT, (9,), 1), ("c", 5, 0, (2,), 1), ("d", 2, 0, (), 1)]
+    rows: list[Row] = [
+        ("a", 1, 0, (4, 3), 2),
+        ("b", 0, OBJECT, (9,), 1),
+        ("c", 5, 0, (2,), 1),
+        ("d", 2, 0, (), 1),
+    ]
     columns = build(rows, files=2)
     change(columns)
     return encode(columns, {})
@@ -192,6 +202,8 @@ LIES: list[tuple[str, Any, str]] = [
     ("chunk ends descend", put("chunk_end", 1, 0), "counts chunks that do not ascend"),
     ("chunk end beyond", put("chunk_end", 3, 99), "counts chunks that do not ascend"),
     ("chunk end negative", put("chunk_end", 0, -1), "counts chunks that do not ascend"),
+    ("chunk end of -2^63", put("chunk_end", 1, -(2**63)), "counts chunks that do not ascend"),
+    ("digest end of -2^63", put("digest_end", 1, -(2**63)), "counts digests that do not ascend"),
     ("digest ends descend", put("digest_end", 1, 0), "counts digests that do not ascend"),
     ("digest end beyond", put("digest_end", 4, 1000), "counts digests that do not ascend"),
     ("digest end huge", put("digest_end", 4, HUGE), "counts digests that do not ascend"),
@@ -214,7 +226,11 @@ LIES: list[tuple[str, Any, str]] = [
     ("shapes that disagree", cut("shape"), "shape"),
     ("witnesses that disagree", cut("witness_block"), "witness_block"),
     ("witness of nothing", put("witness_tensor", 0, 99), "witnesses of tensors that it does not list"),
-    ("file above", lambda c: c.file_names.__setitem__(0, "../data/x.safetensors"), "not inside its data folder"),
+    (
+        "file above",
+        lambda c: c.file_names.__setitem__(0, "../data/x.safetensors"),
+        "not inside its data folder",
+    ),
     ("absolute file", lambda c: c.file_names.__setitem__(0, "/etc/passwd"), "not inside its data folder"),
     ("file of no name", lambda c: c.file_names.__setitem__(0, ""), "not inside its data folder"),
 ]
@@ -267,14 +283,24 @@ HEADER_LIES: list[tuple[str, Any, str]] = [
     ("scalar column", entry("dtype", shape=[]), "lacks or garbles"),
     ("scalar of another", entry("block", shape=[]), "lacks or garbles"),
     ("negative rows", entry("offset", shape=[-5, -2]), "column 'offset'"),
-    ("nothing times minus five", lambda h: h["witness_offset"].update(shape=[0, -5], data_offsets=[0, 0]), "column 'witness_offset'"),
+    (
+        "nothing times minus five",
+        lambda h: h["witness_offset"].update(shape=[0, -5], data_offsets=[0, 0]),
+        "column 'witness_offset'",
+    ),
     ("a third axis", entry("size", shape=[5, 2, 1]), "column 'size'"),
     ("transposed", entry("size", shape=[2, 5]), "column 'size'"),
-    ("in the page digests", lambda h: h["digests"].update(data_offsets=h["pages"]["data_offsets"], shape=[1]), "column 'digests'|digests"),
+    (
+        "in the page digests",
+        lambda h: h["digests"].update(data_offsets=h["pages"]["data_offsets"], shape=[1]),
+        "column 'digests'|digests",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("edit", "words"), [lie[1:] for lie in HEADER_LIES], ids=[lie[0] for lie in HEADER_LIES])
+@pytest.mark.parametrize(
+    ("edit", "words"), [lie[1:] for lie in HEADER_LIES], ids=[lie[0] for lie in HEADER_LIES]
+)
 def test_headers_that_can_not_be_are_corrupt(edit: Any, words: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=words):
         everything(reseal(lying(lambda columns: None), edit))

@@ -75,7 +75,9 @@ def test_split_tiles_and_is_even(box: Box, data: st.DataObject) -> None:
 
 @settings(max_examples=300)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_a_flat_range_is_at_most_2n_minus_1_boxes_in_flat_order(shape: list[int], data: st.DataObject) -> None:
+def test_a_flat_range_is_at_most_2n_minus_1_boxes_in_flat_order(
+    shape: list[int], data: st.DataObject
+) -> None:
     volume = int(np.prod(shape))
     start = data.draw(st.integers(0, volume))
     stop = data.draw(st.integers(start, volume))

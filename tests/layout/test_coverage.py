@@ -68,7 +68,9 @@ def cases(draw: st.DrawFn, dims: int | None = None) -> tuple[tuple[int, ...], li
 def test_one_tensor_agrees_with_counting(case: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = case
     offsets, sizes = rows(boxes, len(shape))
-    found = first_problem(np.asarray([shape], np.int64).reshape(1, -1), np.zeros(len(boxes), int), offsets, sizes)
+    found = first_problem(
+        np.asarray([shape], np.int64).reshape(1, -1), np.zeros(len(boxes), int), offsets, sizes
+    )
     expected = counted(shape, boxes)
     assert (None if found is None else (found.kind, found.place)) == expected
     assert tiles(shape, offsets, sizes) == (expected is None)
@@ -109,7 +111,10 @@ def test_numbers_that_would_overflow_are_outside(offset: int, size: int) -> None
 def test_a_shape_whose_points_no_int64_can_number() -> None:
     shape = (1 << 40, 1 << 41, 1 << 39)
     half = shape[1] // 2
-    good = [Box((0, 0, 0), (shape[0], half, shape[2])), Box((0, half, 0), (shape[0], shape[1] - half, shape[2]))]
+    good = [
+        Box((0, 0, 0), (shape[0], half, shape[2])),
+        Box((0, half, 0), (shape[0], shape[1] - half, shape[2])),
+    ]
     corner = good[1].subtract(Box((5, half, 7), (1, 3, 2)))
     assert tiles(shape, *rows(good, 3))
     tensors = np.zeros(1 + len(corner), int)

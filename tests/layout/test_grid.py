@@ -41,7 +41,9 @@ def test_groups_partition_the_ranks_and_vary_only_their_axes(grid: Grid, data: s
     view = data.draw(st.sampled_from([DENSE, EXPERT]))
     axes = data.draw(st.lists(st.sampled_from(view), min_size=1, unique=True))
     groups = grid.groups(*axes)
-    assert sorted(rank for group in groups for rank in group) == [grid.first_rank + r for r in range(grid.world)]
+    assert sorted(rank for group in groups for rank in group) == [
+        grid.first_rank + r for r in range(grid.world)
+    ]
     for group in groups:
         assert list(group) == sorted(group)
         places = [grid.coordinates(rank) for rank in group]

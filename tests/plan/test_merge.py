@@ -78,6 +78,15 @@ def merge(*parts: Columns) -> Columns:
     return merger.finish()
 
 
+def test_chunks_of_a_grid_stand_row_by_row() -> None:
+    pieces = [b for half in whole((4, 8)).split(1, 2) for b in half.split(0, 2)]
+    merged = merge(
+        part(0, [Chunk("w", (4, 8), b) for b in pieces[:3]]), part(1, [Chunk("w", (4, 8), pieces[3])])
+    )
+    assert merged.offset.tolist() == [[0, 0], [0, 4], [2, 0], [2, 4]]
+    assert merged.file.tolist() == [0, 0, 0, 1]
+
+
 def rows(low: int, high: int, width: int = 8) -> Box:
     return Box((low, 0), (high - low, width))
 
@@ -115,7 +124,9 @@ def test_any_division_among_ranks_merges_to_the_same_chunks(ranks: int, tensors:
         shape = tuple(random.integers(1, 6, int(random.integers(0, 4))).tolist())
         boxes = [whole(shape)] if not shape else list(whole(shape).split(0, int(random.integers(1, 5))))
         for box in boxes:
-            chunk = Chunk(f"t{at}", shape, box, tuple(random.integers(0, 99, -(-box.volume * 4 // 64)).tolist()))
+            chunk = Chunk(
+                f"t{at}", shape, box, tuple(random.integers(0, 99, -(-box.volume * 4 // 64)).tolist())
+            )
             parts[int(random.integers(ranks))].append(chunk)
             every.append(chunk)
     merged = merge(*(part(rank, chunks) for rank, chunks in enumerate(parts)))
@@ -153,7 +164,9 @@ def test_a_0d_gap_and_a_name_without_data() -> None:
 def test_an_overlap_names_both_ranks() -> None:
     with pytest.raises(CoverageError) as caught:
         merge(part(0, [w(0, 3)]), part(1, []), part(2, [w(2, 4)]))
-    assert "'w' of shape [4, 8] is covered twice: from index [2, 0] on ranks 0, 2 wrote it" in str(caught.value)
+    assert "'w' of shape [4, 8] is covered twice: from index [2, 0] on ranks 0, 2 wrote it" in str(
+        caught.value
+    )
     assert caught.value.rank == 0
     assert caught.value.details["kind"] == "overlap"
     with pytest.raises(CoverageError, match=r"covered twice from index \[2, 0\] on by rank 0"):
@@ -161,7 +174,9 @@ def test_an_overlap_names_both_ranks() -> None:
 
 
 def test_a_shard_outside_names_its_rank() -> None:
-    with pytest.raises(CoverageError, match=r"'w'.*has a shard of rank 1 that lies outside it, at \[3, 0\]") as caught:
+    with pytest.raises(
+        CoverageError, match=r"'w'.*has a shard of rank 1 that lies outside it, at \[3, 0\]"
+    ) as caught:
         merge(part(0, [w(0, 3)]), part(1, [w(3, 5)]))
     assert caught.value.rank == 1
 
@@ -209,7 +224,12 @@ def test_replicas_that_agree_pass() -> None:
 def test_replicas_that_differ_name_tensor_and_ranks(seen: Seen, how: str) -> None:
     good = Chunk("v", (2,), whole((2,)), (3,))
     with pytest.raises(ReplicaMismatch) as caught:
-        merge(part(0, [good]), part(1, [w(0, 4, 5, 6)]), part(2, [], [seen], [w(0, 4)]), part(3, [], [seen], [w(0, 4)]))
+        merge(
+            part(0, [good]),
+            part(1, [w(0, 4, 5, 6)]),
+            part(2, [], [seen], [w(0, 4)]),
+            part(3, [], [seen], [w(0, 4)]),
+        )
     assert "Under the one name 'w' rank 1 and ranks 2, 3 hold different bytes" in str(caught.value)
     assert caught.value.rank == 2
     assert caught.value.details == {"tensor": "w", "ranks": [1, 2, 3], "tensors": ["w"]}
@@ -219,7 +239,9 @@ def test_replicas_that_differ_name_tensor_and_ranks(seen: Seen, how: str) -> Non
 def test_several_that_differ_are_counted() -> None:
     chunks = [Chunk(f"t{at}", (2,), whole((2,)), (at,)) for at in range(6)]
     seen = [Seen(f"t{at}", whole((2,)), 0, 99) for at in range(1, 6)]
-    with pytest.raises(ReplicaMismatch, match=r"'t1' rank 0 and rank 1 .*\(5 such names, also 't2', 't3', 't4'\)"):
+    with pytest.raises(
+        ReplicaMismatch, match=r"'t1' rank 0 and rank 1 .*\(5 such names, also 't2', 't3', 't4'\)"
+    ):
         merge(part(0, chunks), part(1, [], seen, chunks))
 
 
@@ -241,7 +263,9 @@ def test_a_witness_is_compared_with_its_own_piece_only() -> None:
 def test_vanished_names_are_listed_with_who_wrote_them() -> None:
     writers = {"a.weight": [3], "b": []}
     with pytest.raises(Vanished) as caught:
-        check_vanished(["a.weights", "c"], ["a.weight", "b", "c"], "the checkpoint run/step-1", lambda n: writers[n])
+        check_vanished(
+            ["a.weights", "c"], ["a.weight", "b", "c"], "the checkpoint run/step-1", lambda n: writers[n]
+        )
     text = str(caught.value)
     assert "2 names that the checkpoint run/step-1 has are not in this save" in text
     assert "'a.weight' (last written by rank 3); 'b'." in text
@@ -262,4 +286,7 @@ def test_many_vanished_names_are_cut_and_one_is_singular() -> None:
 
 def test_a_merge_of_nothing() -> None:
     assert merge().names == []
-    assert merge(part(0, []), part(1, [])).file_names == ["data/x-r00000.safetensors", "data/x-r00001.safetensors"]
+    assert merge(part(0, []), part(1, [])).file_names == [
+        "data/x-r00000.safetensors",
+        "data/x-r00001.safetensors",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
 
 def flat(shape: tuple[int, ...], cuts: list[int]) -> list[Box]:
     edges = [0, *sorted(cuts), int(np.prod(shape))]
-    return [b for low, high in zip(edges[:-1], edges[1:], strict=True) for b in from_flat_range(shape, low, high)]
+    return [b for low, high in pairwise(edges) for b in from_flat_range(shape, low, high)]
 
 
 def boxes_by(kind: str, random: np.random.Generator, shape: tuple[int, ...], many: int) -> list[Box]:
@@ -86,7 +87,8 @@ def boxes_by(kind: str, random: np.random.Generator, shape: tuple[int, ...], man
         return flat(shape, random.integers(0, int(np.prod(shape)) + 1, many // 3).tolist())
     offsets = [tuple(int(random.integers(0, s)) for s in shape) for _ in range(many)]
     return [
-        Box(o, tuple(int(random.integers(0, s - a + 1)) for s, a in zip(shape, o, strict=True))) for o in offsets
+        Box(o, tuple(int(random.integers(0, s - a + 1)) for s, a in zip(shape, o, strict=True)))
+        for o in offsets
     ]
 
 
@@ -138,7 +140,9 @@ def test_0d_tensors_and_nothing() -> None:
     check(1, [(0, Box((1,), (0,)))], [(0, whole((3,)))], 1)
 
 
-def candidates(monkeypatch: pytest.MonkeyPatch, wanted: list[Box], stored: list[Box]) -> tuple[int, int, float]:
+def candidates(
+    monkeypatch: pytest.MonkeyPatch, wanted: list[Box], stored: list[Box]
+) -> tuple[int, int, float]:
     """(pairs looked at, pairs found, seconds) of one join."""
     looked = []
     original = read._join
@@ -172,7 +176,10 @@ LARGE = {
     "vector": lambda: (grid((90_000,), (7000,)), grid((90_000,), (9000,))),
     "halves cut unlike each other": lambda: (
         grid((2, 12_000), (1, 3000)),
-        [*grid((1, 12_000), (1, 4000)), *(Box((1, b.offset[1]), b.shape) for b in grid((1, 12_000), (1, 2400)))],
+        [
+            *grid((1, 12_000), (1, 4000)),
+            *(Box((1, b.offset[1]), b.shape) for b in grid((1, 12_000), (1, 2400))),
+        ],
     ),
 }
 

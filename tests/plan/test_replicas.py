@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
-from holdfast.plan.replicas import first_writer, pieces, shares
+from holdfast.plan.holding import contiguous_at
+from holdfast.plan.replicas import cut, first_writer, piece, shares
 
 MiB = 1 << 20
 
@@ -27,28 +28,47 @@ def shards(draw: st.DrawFn) -> Box:
 @given(st.text(max_size=5), shards(), st.integers(1, 70), st.integers(1, 4096), st.sampled_from([1, 2, 4, 8]))
 def test_pieces_tile_and_each_has_one_writer(name: str, box: Box, count: int, split: int, item: int) -> None:
     nbytes = box.volume * item
-    views = [list(shares(name, box, nbytes, (index, count), split)) for index in range(count)]
-    assert all(view == views[0] for view in views)  # no replica sees it otherwise
-    parts = [piece.relative_to(box.offset) for piece, _ in views[0]]
-    offsets = np.asarray([p.offset for p in parts], np.int64).reshape(len(parts), -1)
-    sizes = np.asarray([p.shape for p in parts], np.int64).reshape(len(parts), -1)
+    axis, parts = cut(box, nbytes, count, split)
+    every = [piece(box, axis, parts, number) for number in range(parts)]
+    assert 1 <= parts <= count
+    inside = [p.relative_to(box.offset) for p in every]
+    offsets = np.asarray([p.offset for p in inside], np.int64).reshape(parts, -1)
+    sizes = np.asarray([p.shape for p in inside], np.int64).reshape(parts, -1)
     assert tiles(box.shape, offsets, sizes)
-    writers = [writer for _, writer in views[0]]
-    assert len(set(writers)) == len(writers) <= count
-    assert all(0 <= writer < count for writer in writers)
-    assert writers[0] == first_writer(name, box, count)
-    if len(parts) > 1:
-        assert min(p.volume for p in parts) * item * 2 >= min(split, nbytes // len(parts))
+    assert all(contiguous_at(box.shape, p) is not None for p in inside)  # one write each
+    for everyone in (False, True):
+        views = [list(shares(name, box, nbytes, (index, count), split, everyone)) for index in range(count)]
+        written = [part for view in views for part, writes in view if writes]
+        seen = [part for view in views for part, writes in view if not writes]
+        assert sorted(written) == sorted(every)  # each by one, whoever is asked
+        assert all(sum(writes for _, writes in view) <= 1 for view in views)
+        assert all(len({part for part, _ in view}) == len(view) for view in views)
+        assert sorted(seen) == sorted(every * ((count - 1) if everyone else min(count - 1, 1)))
+        first = views[first_writer(name, box, count)]
+        assert (every[0], True) in first
 
 
 def test_a_large_shard_is_split_evenly_and_a_small_one_not_at_all() -> None:
     box = whole((4096, 1024))
-    sizes = [piece.volume * 4 for piece in pieces(box, box.volume * 4, 7, MiB)]
+    axis, parts = cut(box, box.volume * 4, 7, MiB)
+    sizes = [piece(box, axis, parts, number).volume * 4 for number in range(parts)]
     assert len(sizes) == 7
     assert max(sizes) - min(sizes) <= 4096
-    assert list(pieces(box, box.volume * 4, 7, box.volume * 4)) == [box]
-    assert list(pieces(whole(()), 8, 4, 1)) == [whole(())]
-    assert len(list(pieces(whole((1, 1, 9)), 36, 4, 1))) == 4
+    assert cut(box, box.volume * 4, 7, box.volume * 4)[1] == 1
+    assert piece(box, 0, 1, 0) == box
+    assert cut(whole(()), 8, 4, 1) == (0, 1)
+    assert cut(whole((1, 1, 9)), 36, 4, 1) == (2, 4)
+    assert cut(whole((3, 1000)), 12_000, 8, 1) == (0, 3)
+
+
+def writers(name: str, box: Box, nbytes: int, ranks: int) -> list[tuple[int, Box]]:
+    """(rank, piece) of all that is written, as each rank says of itself."""
+    return [
+        (rank, part)
+        for rank in range(ranks)
+        for part, writes in shares(name, box, nbytes, (rank, ranks), MiB, False)
+        if writes
+    ]
 
 
 @pytest.mark.parametrize("ranks", [4, 7, 16])
@@ -66,8 +86,8 @@ def test_a_dense_qwen3_is_spread_evenly(ranks: int) -> None:
     count = np.zeros(ranks, np.int64)
     for name, shape in tensors.items():
         box = whole(shape)
-        for piece, writer in shares(name, box, box.volume * 2, (0, ranks), MiB):
-            written[writer] += piece.volume * 2
+        for writer, part in writers(name, box, box.volume * 2, ranks):
+            written[writer] += part.volume * 2
             count[writer] += 1
     assert written.sum() == sum(2 * int(np.prod(shape)) for shape in tensors.values())
     assert written.max() / written.mean() < 1.03
@@ -81,7 +101,7 @@ def test_many_small_shards_are_spread_at_random_but_evenly() -> None:
     for layer in range(48):
         for expert in range(128):
             box = whole((768, 256))
-            ((_, writer),) = shares(f"layers.{layer}.experts.{expert}.w", box, box.volume * 2, (3, ranks), MiB)
+            ((writer, _),) = writers(f"layers.{layer}.experts.{expert}.w", box, box.volume * 2, ranks)
             written[writer] += 1
     assert written.sum() == 48 * 128
     assert written.max() / written.mean() < 1.08
@@ -90,4 +110,3 @@ def test_many_small_shards_are_spread_at_random_but_evenly() -> None:
 def test_the_rule_is_fixed() -> None:
     """Other versions of Holdfast in one job must choose alike: these values never change."""
     assert [first_writer(f"layers.{i}.w", whole((4, 4)), 8) for i in range(8)] == [1, 3, 2, 2, 4, 2, 7, 1]
-

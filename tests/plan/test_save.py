@@ -19,13 +19,18 @@ from tests.plan.holdings import NoMemory, boxes_of, holding
 
 CUT = Options(columns=("*",))
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
-shapes = st.lists(
-    st.sampled_from([0, 1, 2, 3, 7, 8, 64, 256, 1000, 1024, 4096]), max_size=3
-).filter(lambda shape: np.prod(shape) <= 1 << 23)
+shapes = st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 64, 256, 1000, 1024, 4096]), max_size=3).filter(
+    lambda shape: np.prod(shape) <= 1 << 23
+)
 
 
 @settings(max_examples=150)
-@given(st.lists(shapes, min_size=1, max_size=5), st.integers(1, 9), st.sampled_from(list(DTYPES)), st.sampled_from([(), ("*",), ("t1",)]))
+@given(
+    st.lists(shapes, min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.sampled_from(list(DTYPES)),
+    st.sampled_from([(), ("*",), ("t1",)]),
+)
 def test_all_replicas_together_write_each_element_once(
     several: list[list[int]], count: int, dtype: str, columns: tuple[str, ...]
 ) -> None:
@@ -43,14 +48,23 @@ def test_all_replicas_together_write_each_element_once(
 
 
 @settings(max_examples=60)
-@given(shapes.filter(lambda s: bool(np.prod(s))), st.integers(2, 6), st.booleans(), st.sampled_from(["auto", "full", "sample", "off"]))
-def test_witnesses_are_exactly_what_others_write(shape: list[int], count: int, plain: bool, check: str) -> None:
+@given(
+    shapes.filter(lambda s: bool(np.prod(s))),
+    st.integers(2, 6),
+    st.booleans(),
+    st.sampled_from(["auto", "full", "sample", "off"]),
+)
+def test_witnesses_are_exactly_what_others_write(
+    shape: list[int], count: int, plain: bool, check: str
+) -> None:
     held = holding(("t", tuple(shape), None), plain=plain)
     options = Options(split_bytes=1 << 16, check_replicas=check)
     plans = [plan_save(held, [(index, count)], options) for index in range(count)]
 
     def rows(planned: object) -> list[tuple[tuple[int, ...], ...]]:
-        return sorted(zip(map(tuple, planned.offset.tolist()), map(tuple, planned.size.tolist()), strict=True))  # type: ignore[attr-defined]
+        return sorted(
+            zip(map(tuple, planned.offset.tolist()), map(tuple, planned.size.tolist()), strict=True)
+        )  # type: ignore[attr-defined]
 
     written = sorted(row for plan in plans for row in rows(plan.chunks))
     seen = sorted(row for plan in plans for row in rows(plan.witnesses))
@@ -99,7 +113,9 @@ def test_stacked_experts_are_cut_along_their_last_axis() -> None:
 def test_writer_and_witness_cut_alike() -> None:
     """A witness is compared with the chunk of the very same box, panels included."""
     held = holding(("w", (2048, 2048), None))
-    writer, other = (plan_save(held, [(index, 2)], Options(split_bytes=1 << 30, columns=("w",))) for index in (0, 1))
+    writer, other = (
+        plan_save(held, [(index, 2)], Options(split_bytes=1 << 30, columns=("w",))) for index in (0, 1)
+    )
     if not len(writer.chunks.row):
         writer, other = other, writer
     assert len(writer.chunks.row) == 8
@@ -118,7 +134,9 @@ def test_widest_elements_come_first_so_that_all_is_aligned(rows: list[tuple[list
     starts = np.cumsum(plan.nbytes) - plan.nbytes
     for start, row in zip(starts.tolist(), plan.row.tolist(), strict=True):
         assert start % DTYPES[rows[row][1]] == 0
-    for block, nbytes, size in zip(plan.block.tolist(), plan.nbytes.tolist(), plan.size.tolist(), strict=True):
+    for block, nbytes, size in zip(
+        plan.block.tolist(), plan.nbytes.tolist(), plan.size.tolist(), strict=True
+    ):
         first = next((s for s in size if s > 1), 1)
         assert block == block_size(nbytes, nbytes // first)
 
@@ -133,7 +151,9 @@ def test_a_plan_of_nothing() -> None:
 
 def test_a_holding_that_contradicts_itself_is_refused() -> None:
     held = holding(("a", (4, 4), Box((0, 0), (2, 4))), ("a", (4, 5), Box((2, 0), (2, 4))), rank=3)
-    with pytest.raises(BadInput, match=r"Rank 3 holds two tensors under the name 'a': float32\[4, 4\] and float32\[4, 5\]"):
+    with pytest.raises(
+        BadInput, match=r"Rank 3 holds two tensors under the name 'a': float32\[4, 4\] and float32\[4, 5\]"
+    ):
         held.check()
     held = holding(("a", (4, 4), Box((2, 0), (3, 4))))
     with pytest.raises(BadInput, match=r"offset \(2, 0\) and shape \(3, 4\) of 'a'.*global shape \(4, 4\)"):
@@ -143,7 +163,9 @@ def test_a_holding_that_contradicts_itself_is_refused() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
-def test_contiguous_at_is_true_exactly_where_elements_follow_each_other(shape: list[int], data: st.DataObject) -> None:
+def test_contiguous_at_is_true_exactly_where_elements_follow_each_other(
+    shape: list[int], data: st.DataObject
+) -> None:
     offset = tuple(data.draw(st.integers(0, s - 1)) for s in shape)
     box = Box(offset, tuple(data.draw(st.integers(1, s - o)) for s, o in zip(shape, offset, strict=True)))
     flat = np.arange(int(np.prod(shape))).reshape(shape)[box.slices()].ravel()

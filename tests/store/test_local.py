@@ -169,7 +169,12 @@ def test_a_failed_fsync_fails_the_save_and_leaves_nothing(recorder: Recorder, tm
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [(errno.ENOSPC, "prune old steps"), (errno.EDQUOT, "quota"), (errno.EROFS, "can be written to"), (errno.EIO, "")],
+    [
+        (errno.ENOSPC, "prune old steps"),
+        (errno.EDQUOT, "quota"),
+        (errno.EROFS, "can be written to"),
+        (errno.EIO, ""),
+    ],
 )
 def test_errors_have_a_number_and_say_what_to_do(
     recorder: Recorder, store: LocalStore, number: int, words: str
@@ -185,12 +190,18 @@ def test_errors_have_a_number_and_say_what_to_do(
     writer.discard()
 
 
-def test_short_writes_and_reads_are_carried_on(
-    monkeypatch: pytest.MonkeyPatch, store: LocalStore
-) -> None:
+def test_short_writes_and_reads_are_carried_on(monkeypatch: pytest.MonkeyPatch, store: LocalStore) -> None:
     write, read = os.pwritev, os.preadv
-    monkeypatch.setattr(os, "pwritev", lambda fd, bufs, at: write(fd, [memoryview(bytes(bufs[0]))[:3]] if len(bufs[0]) else bufs[1:2], at))
-    monkeypatch.setattr(os, "preadv", lambda fd, bufs, at: read(fd, [memoryview(bufs[0])[:2]] if len(bufs[0]) else bufs[1:2], at))
+    monkeypatch.setattr(
+        os,
+        "pwritev",
+        lambda fd, bufs, at: write(fd, [memoryview(bytes(bufs[0]))[:3]] if len(bufs[0]) else bufs[1:2], at),
+    )
+    monkeypatch.setattr(
+        os,
+        "preadv",
+        lambda fd, bufs, at: read(fd, [memoryview(bufs[0])[:2]] if len(bufs[0]) else bufs[1:2], at),
+    )
     data = bytes(range(40))
     writer = store.create("a")
     writer.write_at(0, [data[:1], b"", data[1:17], data[17:]])
@@ -227,9 +238,7 @@ def test_a_folder_that_can_not_be_written_to(read_only: LocalStore) -> None:
     _refused(read_only)
 
 
-def test_a_folder_that_the_system_refuses(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As above where tests run as root: the system's answer is put in its mouth."""
     (tmp_path / "a").write_bytes(b"1" * 20)
     original = os.open
@@ -307,8 +316,8 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
         store.open("data/a")
     with pytest.raises(StorageError):
         store.create("data/a")
+    put(store, "folder/a", b"1")
     with pytest.raises(StorageError) as caught:
-        put(store, "folder/a", b"1")
         store.delete("folder")
     assert caught.value.errno == errno.ENOTEMPTY
     assert store.list("data") == []

@@ -16,9 +16,11 @@ from holdfast.errors import (
     Conflict,
     CorruptCheckpoint,
     HoldfastError,
+    NotCommitted,
     SaveFailed,
     StorageError,
 )
+from holdfast.flow.retention import INDEX
 from holdfast.flow.write import WrittenFile
 from holdfast.format.container import safe_data_name
 from holdfast.format.index import Columns, Index, encode
@@ -26,15 +28,24 @@ from holdfast.plan.merge import Merger, check_vanished
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store
 
-INDEX = "index.safetensors"
 VISIBLE_WITHIN = 20.0
 """Seconds that a network file system may take to show another host's file."""
 
 
+def nothing_there(store: Store) -> NotCommitted:
+    return NotCommitted(
+        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
+        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
+    )
+
+
 @contextmanager
 def open_index(store: Store) -> Iterator[Index]:
-    """The committed index in a folder; NotFound if there is none."""
-    reader = store.open(INDEX)
+    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        raise nothing_there(store) from None
     try:
         yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
     finally:
@@ -183,5 +194,5 @@ def names_files(store: Store, names: Iterable[str]) -> bool:
     try:
         with open_index(store) as index:
             return not set(names).isdisjoint(index.file_names())
-    except (NotFound, StorageError, CorruptCheckpoint):
+    except HoldfastError:
         return False

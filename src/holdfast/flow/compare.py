@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import HoldfastError
-from holdfast.flow.places import Place, opened
+from holdfast.flow.commit import open_index
+from holdfast.flow.places import Place
 from holdfast.flow.values import SLAB, read_all, read_box, slabs
 from holdfast.format import objects
 from holdfast.format.index import Array, Columns, Index, unpad
@@ -235,7 +236,7 @@ def compare(
 ) -> Compared:
     """Compare two checkpoints. `values` also counts elements that differ, and by how much at most."""
     stores = open_store(a), open_store(b)
-    with opened(stores[0]) as first, opened(stores[1]) as second:
+    with open_index(stores[0]) as first, open_index(stores[1]) as second:
         names_a, names_b = first.names(), second.names()
         both = sorted(set(names_a) & set(names_b))
         sides = [

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
-from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number, opened
+from holdfast.flow.commit import open_index
+from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number
 from holdfast.flow.retention import INDEX, all_steps, step_folder
 from holdfast.flow.values import read_all
 from holdfast.format import objects
@@ -111,7 +112,7 @@ def describe(
     store, is_run = checkpoint_or_run(path)
     if is_run:
         return Run(store.url, tuple(_step(store, step) for step in all_steps(store)))
-    with opened(store) as index:
+    with open_index(store) as index:
         return _checkpoint(store, index, name, limit, chunks)
 
 
@@ -184,7 +185,7 @@ def _step(run: Store, step: int) -> RunStep:
     committed = INDEX in store.list()
     if committed:
         try:
-            with opened(store) as index:
+            with open_index(store) as index:
                 size = index.size + int(index.column("file_size").sum())
                 return RunStep(step, store.url, True, size, moment(about(index).get("created")))
         except HoldfastError as error:
@@ -208,7 +209,7 @@ def _present_bytes(store: Store) -> int:
 def explain(path: Place, name: str, box: str | None = None) -> Explained:
     """Where a tensor's parts are; with a box such as `0:4,10:20`, what a reader of it needs."""
     store = open_store(path)
-    with opened(store) as index:
+    with open_index(store) as index:
         row = index.find_one(name)
         if row < 0:
             near = get_close_matches(name, index.names(), 1)

@@ -28,7 +28,7 @@ from holdfast.options import Options
 from holdfast.plan.holding import Holding, describe
 from holdfast.plan.merge import what
 from holdfast.roster.base import Message, Roster
-from holdfast.store.base import NotFound, Store
+from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 
@@ -73,14 +73,8 @@ class _Work:
     def choose(self) -> Message:
         if self.trouble is not None:
             raise self.trouble
-        try:
-            with open_index(self.store) as index:
-                return {"identity": index.identity}
-        except NotFound:
-            raise NotCommitted(
-                f"{self.store.url} holds no committed checkpoint: there is no index.safetensors.",
-                hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
-            ) from None
+        with open_index(self.store) as index:
+            return {"identity": index.identity}
 
     def read(self, chosen: Message) -> Message:
         if self.trouble is not None:
@@ -123,7 +117,7 @@ class _Work:
         """Until the version that the committer chose is visible here; a network file system may be late."""
         deadline = self.operation.at.deadline
         while True:
-            with suppress(NotFound), open_index(self.store) as index:
+            with suppress(NotCommitted), open_index(self.store) as index:
                 if index.identity == identity:
                     return
             self.operation.still_wanted()

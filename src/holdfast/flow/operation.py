@@ -43,7 +43,7 @@ class Operation:
         self.kind, self.place, self.step, self.roster = kind, place, step, roster
         self.begun = time.monotonic()
         self.cancel = threading.Event()
-        key = meeting_key(kind, place, (step, signature), everyone, roster)
+        key, self.attempt = meeting_key(kind, place, (step, signature), everyone, roster)
         self.presence = Presence(roster, key, title, min(1.0, stall_timeout / 5))
         me = self.presence.identity
         self.clocks = {"entered": self.begun}

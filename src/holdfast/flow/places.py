@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from holdfast.errors import NotCommitted
+from holdfast.flow.commit import nothing_there
 from holdfast.flow.retention import INDEX, all_steps
 from holdfast.format.index import Index
-from holdfast.store.base import NotFound, Store
 from holdfast.store.local import LocalStore, open_store
 
 Place = str | os.PathLike[str]
@@ -25,26 +22,6 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
     if all_steps(store):
         return store, True
     raise nothing_there(store)
-
-
-def nothing_there(store: Store) -> NotCommitted:
-    return NotCommitted(
-        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
-        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
-    )
-
-
-@contextmanager
-def opened(store: Store) -> Iterator[Index]:
-    """The committed index of a checkpoint, closed afterwards; NotCommitted if there is none."""
-    try:
-        reader = store.open(INDEX)
-    except NotFound:
-        raise nothing_there(store) from None
-    try:
-        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-    finally:
-        reader.close()
 
 
 def about(index: Index) -> dict[str, Any]:

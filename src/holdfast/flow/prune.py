@@ -22,7 +22,8 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
-from holdfast.flow.places import Place, opened
+from holdfast.flow.commit import open_index
+from holdfast.flow.places import Place
 from holdfast.flow.retention import INDEX, all_steps, remove_step, step_folder, surplus
 from holdfast.store.local import LocalStore, open_store
 
@@ -84,7 +85,7 @@ class _Sweep:
             return
         names = self._ours(folder)
         try:
-            with opened(self.store.child(folder)) as index:
+            with open_index(self.store.child(folder)) as index:
                 named = {f"{folder}/{name}" for name in index.file_names()}
                 index.select()  # a step counts as committed only if all of its index can be read
             self.good.append(step)

@@ -1,30 +1,27 @@
 """Rebuild a lost or damaged index from the indexes that the data files carry of themselves.
 
 A folder may hold files of several attempts: a save that failed, one that was overwritten. Nothing
-may be mixed, so files are grouped by what their save says of itself, and an index is made only
-if just one set of whole files covers every tensor exactly once. What can't be known is refused
-with the way out: naming the files (`only`).
+may be mixed, so files are grouped by the attempt that wrote them, each of which says how many ranks
+and files it had, and an index is made only if just one attempt is all there and covers every
+tensor exactly once. What can't be known is refused with the way out: naming the files (`only`).
 """
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
-from holdfast.flow.commit import present_tail, versions
-from holdfast.flow.places import Place, about, opened
+from holdfast.flow.commit import open_index, present_tail, versions
+from holdfast.flow.places import Place, about, number
 from holdfast.flow.retention import INDEX
 from holdfast.flow.write import EMBEDDED
 from holdfast.format.container import read_header, safe_data_name
 from holdfast.format.index import Columns, Index, encode
-from holdfast.plan.choose import choices
 from holdfast.plan.merge import Merger
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
@@ -67,11 +64,10 @@ class _Whole(NamedTuple):
 
 
 class _Broken(NamedTuple):
-    """One that is not, and the tensor names its header still tells (None: not even that)."""
+    """One that is not."""
 
     name: str
     why: str
-    names: list[str] | None
 
 
 def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Sequence[str] = ()) -> Reindexed:
@@ -88,10 +84,8 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     if not whole:
         why = f" ({broken[0].name}: {broken[0].why})" if broken else ""
         raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
-    chosen = _choose(store, whole, broken)
+    chosen = _choose(store, whole, broken, bool(only))
     columns = _merge(store, chosen)
-    if not only:
-        _refuse_loss(store, columns, broken)
     data = encode(columns, _about(chosen))
     if not dry_run:
         store.publish(INDEX, data, present_tail(store))
@@ -112,7 +106,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
 def _good_index(store: Store) -> Reindexed | None:
     """The present index, if every row of it can be read and believed."""
     try:
-        with opened(store) as index:
+        with open_index(store) as index:
             columns = index.select()
             step = about(index).get("step")
     except HoldfastError:
@@ -134,18 +128,16 @@ def _data_files(store: Store, only: Sequence[str]) -> list[str]:
 
 def _look(store: Store, name: str) -> _Whole | _Broken:
     """A data file's index of itself, or what can still be said of the file."""
-    names: list[str] | None = None
     try:
         reader = store.open(name)
     except HoldfastError as error:
-        return _Broken(name, error.message, None)
+        return _Broken(name, error.message)
     try:
         # The header comes first in a file, so one that was cut short mostly still has it.
         header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
-        names = [key for key in header.entries if key != EMBEDDED]
         start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
         if reader.size != stop:
-            return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}", names)
+            return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
         index = Index(
             lambda at, length: reader.read(start + at, length),
             stop - start,
@@ -153,47 +145,51 @@ def _look(store: Store, name: str) -> _Whole | _Broken:
         )
         columns = index.witnesses(index.select())
         if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
-            return _Broken(
-                name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied", names
-            )
+            return _Broken(name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied")
         if header.metadata.get("rank") != str(int(columns.file_rank[0])):
-            return _Broken(name, "its header and its embedded index name different ranks", names)
+            return _Broken(name, "its header and its embedded index name different ranks")
         return _Whole(name, int(columns.file_rank[0]), about(index), columns)
     except KeyError:
-        return _Broken(name, "it carries no index of itself", names)
+        return _Broken(name, "it carries no index of itself")
     except HoldfastError as error:
-        return _Broken(name, error.message, names)
+        return _Broken(name, error.message)
     finally:
         reader.close()
 
 
-def _choose(store: Store, whole: list[_Whole], broken: list[_Broken]) -> list[_Whole]:
-    """The one set of files that is a checkpoint, or a refusal."""
-    groups: dict[str, list[_Whole]] = {}
+def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: bool) -> list[_Whole]:
+    """The files of the one attempt that all its ranks finished, or a refusal; or those that were named."""
+    attempts: dict[str, list[_Whole]] = {}
     for file in whole:
-        said = {key: value for key, value in file.said.items() if key != "rank"}
-        groups.setdefault(json.dumps(said, sort_keys=True), []).append(file)
-    found = [
-        [group[at] for at in choice]
-        for group in groups.values()
-        for choice in choices([file.columns for file in group])
-    ]
-    if len(found) == 1:
-        return sorted(found[0], key=lambda file: (file.rank, file.name))
-    if found:
-        steps = sorted({str(file.said.get("step")) for choice in found for file in choice})
+        attempts.setdefault(str(file.said.get("attempt")), []).append(file)
+    finished = [whole] if named else [files for files in attempts.values() if _lacks(files) == 0]
+    if len(finished) == 1:
+        return sorted(finished[0], key=lambda file: (file.rank, file.name))
+    if finished:
+        steps = sorted({str(files[0].said.get("step")) for files in finished})
         raise CoverageError(
-            f"{store.url} holds files of several attempts (of step {' and '.join(steps)}), and more than one set of them "
-            "covers every tensor exactly once; which of them was the checkpoint can't be told.",
+            f"{store.url} holds the files of {len(finished)} finished attempts (step {' and '.join(steps)}); which of them "
+            "was the checkpoint can't be told.",
             hint=NAME_THEM,
-            details={"files": [[file.name for file in choice] for choice in found[:2]]},
+            details={"files": [[file.name for file in files] for files in finished[:2]]},
         )
-    if len(groups) == 1:
-        _merge(store, whole)  # raises, and says what is missing or doubled
-    named = f"; {len(broken)} more can't be used: {broken[0].name}: {broken[0].why}" if broken else ""
+    best = min(attempts.values(), key=_lacks)
+    unusable = f"; {broken[0].name} can't be used: {broken[0].why}" if broken else ""
     raise CoverageError(
-        f"No set of the {len(whole)} whole data files in {store.url} covers every tensor exactly once{named}.",
-        hint=NAME_THEM,
+        f"No save in {store.url} was finished: of attempt {best[0].said.get('attempt')} (step {best[0].said.get('step')}) "
+        f"{_lacks(best)} data files are missing, {len(best)} are there{unusable}.",
+        hint="Bring the missing files back, or load an older step.",
+    )
+
+
+def _lacks(files: list[_Whole]) -> int:
+    """How many data files an attempt wrote that are not among these."""
+    ranks = {file.rank for file in files}
+    parts = {file.rank: number(file.said.get("parts")) or 1 for file in files}
+    return (
+        max((number(files[0].said.get("ranks")) or len(ranks)) - len(ranks), 0)
+        + sum(parts.values())
+        - len(files)
     )
 
 
@@ -209,27 +205,8 @@ def _merge(store: Store, files: list[_Whole]) -> Columns:
         raise
 
 
-def _refuse_loss(store: Store, columns: Columns, broken: list[_Broken]) -> None:
-    """A file that can't be used may have been part of the checkpoint: then something would be lost."""
-    have = set(columns.names)
-    for file in broken:
-        if file.names is None:
-            raise CorruptCheckpoint(
-                f"{store.url}/{file.name} can't be read ({file.why}), so nobody knows whether it belongs to the checkpoint.",
-                hint=NAME_THEM,
-            )
-        for name in file.names:
-            bare = name.rstrip("'")
-            if not have & {name, bare, _PLACE_IN_NAME.sub("", bare)}:
-                raise CorruptCheckpoint(
-                    f"{store.url}/{file.name} can't be used ({file.why}), and it holds {name!r}, which no whole file does.",
-                    hint=NAME_THEM,
-                )
-
-
 def _about(files: list[_Whole]) -> dict[str, Any]:
-    """What the new index says of itself: what the files still know, and that it was rebuilt."""
-    known = {key: value for key, value in files[0].said.items() if key != "rank"}
-    ranks = int(np.unique([file.rank for file in files]).size)
-    made = {"created": time.time(), "versions": versions(), "ranks": ranks, "reindexed": True}
+    """What the new index says of itself: what the files know, and that it was rebuilt."""
+    known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
+    made = {"created": time.time(), "versions": versions(), "reindexed": True}
     return {"step": None, "grid": None, "notes": None} | known | made

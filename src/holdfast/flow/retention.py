@@ -26,7 +26,8 @@ def committed_steps(store: Store) -> list[int]:
 
 def all_steps(store: Store) -> list[int]:
     """Steps that have a folder, committed or not, ascending."""
-    return sorted(int(found[1]) for name in store.list() if (found := _STEP.match(name)))
+    found = [(name, int(match[1])) for name in store.list() if (match := _STEP.match(name))]
+    return sorted(step for name, step in found if name == step_folder(step) + "/")
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:

@@ -127,7 +127,13 @@ class _Work:
     def write(self, assigned: Message | None) -> Message:
         plan = plan_save(self.held, self._settled(assigned), self.options)
         self.total = int(plan.chunks.nbytes.sum())
-        about = {"step": self.step, "rank": self.held.rank}
+        about = {
+            "step": self.step,
+            "grid": self.grid,
+            "notes": self.notes,
+            "attempt": self.operation.attempt,
+            "ranks": len(self.operation.at.participants),
+        }
         files, self.made = write_files(self.store, self.held, plan, about, self.options, self._moved)
         self.bytes_written = sum(file.size for file in files)
         return {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
@@ -304,7 +310,7 @@ def _commit(
             matches(name, p) for p in exclude or ()
         )
 
-    about = {"step": work.step, "grid": work.grid, "notes": work.notes}
+    about = {"step": work.step, "grid": work.grid, "notes": work.notes, "attempt": work.operation.attempt}
     replaced: set[str] = set()
     if replacing is not None:
         with suppress(HoldfastError), open_index(store) as index:

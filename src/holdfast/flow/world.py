@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,18 +75,19 @@ _attempts: dict[tuple[int, str], int] = {}
 
 def meeting_key(
     kind: str, place: str, signature: object, participants: tuple[int, ...], roster: Roster
-) -> str:
-    """The key under which the ranks of one call meet; the same on all of them.
+) -> tuple[str, str]:
+    """The key under which the ranks of one call meet, and a name of this attempt that no other has.
 
     Made of what they call (`signature`: step, patterns) and a count of such calls. A rank that comes
     to an attempt that is over while the others are in the next one joins them there: whether it
     was late or had missed a call, it is the same call.
     """
+    name = secrets.token_hex(6)
     local = "://" not in place and not place.startswith("memory:")
     text = f"{kind}|{os.path.abspath(place) if local else place}|{signature}|{participants}"
     base = f"{kind}/{hex_digest(digest(text.encode()))}"
     if len(participants) == 1:
-        return f"{base}/solo"
+        return f"{base}/solo", name
     counter = (id(roster), base)
     number = _attempts.get(counter, 0)
     while True:
@@ -94,8 +96,8 @@ def meeting_key(
             break
         number += 1
     _attempts[counter] = number + 1
-    roster.claim(f"{base}/{number}/open", {"rank": roster.rank})
-    return f"{base}/{number}"
+    opened = roster.claim(f"{base}/{number}/open", {"rank": roster.rank, "attempt": name})
+    return f"{base}/{number}", str(opened["attempt"])
 
 
 def the_place(path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None) -> str:

@@ -9,7 +9,6 @@ so that a file is written front to back.
 from __future__ import annotations
 
 import ctypes
-import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -45,10 +44,10 @@ class WrittenFile(NamedTuple):
     index_size: int
 
 
-def file_name(rank: int, part: int) -> str:
-    """Unique for ever, so that no attempt touches another's bytes."""
+def file_name(attempt: str, rank: int, part: int) -> str:
+    """No attempt touches another's bytes: its name is in the files'."""
     suffix = f"-{part:03d}" if part else ""
-    return f"data/{secrets.token_hex(6)}-r{rank:05d}{suffix}.safetensors"
+    return f"data/{attempt}-r{rank:05d}{suffix}.safetensors"
 
 
 class Stage:
@@ -132,15 +131,16 @@ def write_files(
 ) -> tuple[list[WrittenFile], list[str]]:
     """Write everything that the plan says this rank writes. On failure nothing of it is left."""
     cuts = _split_files(plan.chunks.nbytes, options.max_file_bytes)
-    if not cuts and len(held):
-        cuts = [(0, 0)]  # nothing to write, but names, empty tensors and witnesses to report
+    if not cuts:
+        cuts = [(0, 0)]  # nothing to write, but names and witnesses to report; and every rank has a file
     made: list[WrittenFile] = []
     for part, (start, stop) in enumerate(cuts):
-        name = file_name(held.rank, part)
+        name = file_name(about["attempt"], held.rank, part)
+        told = about | {"rank": held.rank, "part": part, "parts": len(cuts)}
         writer = store.create(name)
         try:
             some = Planned(*(column[start:stop] for column in plan.chunks))
-            made.append(_write_file(writer, name, held, plan, some, part == 0, about, options, progress))
+            made.append(_write_file(writer, name, held, plan, some, part == 0, told, options, progress))
             writer.finish()
         except BaseException:
             writer.discard()
@@ -169,7 +169,7 @@ def _write_file(
     options: Options,
     progress: Progress,
 ) -> WrittenFile:
-    columns, order = _columns(held, plan, chunks, name, first)
+    columns, order = embedded_columns(held, plan, chunks, name, first)
     embedded_size = len(encode(columns, about))
     entries, end = _entries(held, chunks, embedded_size)
     header = encode_header(entries, {"format": "holdfast-1", "rank": str(held.rank)})
@@ -191,7 +191,9 @@ def _write_file(
     return WrittenFile(name, data_start + end, data_start + end - embedded_size, embedded_size)
 
 
-def _columns(held: Holding, plan: SavePlan, chunks: Planned, name: str, first: bool) -> tuple[Columns, Array]:
+def embedded_columns(
+    held: Holding, plan: SavePlan, chunks: Planned, name: str, first: bool
+) -> tuple[Columns, Array]:
     """The embedded index, but for positions and digests; and the chunks' order in it."""
     names = np.asarray([spec.name for spec in held.specs], dtype=object)
     if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit

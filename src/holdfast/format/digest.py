@@ -4,8 +4,9 @@ xxh3 detects accidents (2^-64 go unnoticed), not forgers. It runs at 10 GB/s a c
 releases the GIL.
 
 A chunk is cut into blocks of equal size, its last one shorter. The size is a rule, not a choice,
-so that writer, witness and reader agree without a word: an eighth of the chunk, within
-[16 KiB, 4 MiB], rounded up to whole rows where rows are small. Eighths keep the usual
+so that writer, witness and reader agree without a word: an eighth of the chunk, up to the
+next multiple of 16 bytes (no element is wider), within [16 KiB, 4 MiB], then up to whole rows
+where rows are small (down to whole rows at 4 MiB). Eighths keep the usual
 tensor-parallel slices (halves, quarters, eighths, of gate and up as well) on block boundaries.
 """
 
@@ -35,7 +36,7 @@ def block_size(nbytes: int, row: int) -> int:
     """Bytes of a block in a chunk of `nbytes` whose rows (along its first axis) have `row` bytes."""
     if nbytes <= SMALL_CHUNK:
         return max(nbytes, 1)
-    size = min(max(-(-nbytes // 8), MIN_BLOCK), MAX_BLOCK)
+    size = min(max(-(-nbytes // 128) * 16, MIN_BLOCK), MAX_BLOCK)
     if 0 < row <= MAX_BLOCK:
         size = max(size // row, 1) * row if size >= MAX_BLOCK else -(-size // row) * row
     return size
@@ -43,7 +44,7 @@ def block_size(nbytes: int, row: int) -> int:
 
 def block_sizes(nbytes: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """`block_size` for many chunks at once."""
-    size = np.clip(-(-nbytes // 8), MIN_BLOCK, MAX_BLOCK)
+    size = np.clip(-(-nbytes // 128) * 16, MIN_BLOCK, MAX_BLOCK)
     fits = (rows > 0) & (rows <= MAX_BLOCK)
     row = np.where(fits, rows, 1)
     whole = np.where(size >= MAX_BLOCK, np.maximum(size // row, 1) * row, -(-size // row) * row)

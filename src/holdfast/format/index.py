@@ -2,7 +2,7 @@
 
 A row a tensor, sorted by name; a row a chunk, grouped by tensor; a digest a block. Columns, not
 records: a million chunks open in milliseconds, because only a header is read until somebody
-asks, and then only the pages that answer. Every page (64 KiB) has a digest, the digests have
+asks, and then only the pages that answer. Every page (16 KiB) has a digest, the digests have
 one, the header has one, so nothing that a damaged index says is believed.
 
 Every data file ends with an index of itself (entry `__holdfast__`), in this same format: that is
@@ -16,6 +16,7 @@ that they are plain rectangles of numbers. The layout is specified in docs/forma
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -30,7 +31,7 @@ from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 
 FORMAT = "holdfast-1"
-PAGE = 64 << 10
+PAGE = 16 << 10
 FENCE = 256
 """Every 256th name stands in the fence, which is read whole; the others are read by the page."""
 
@@ -299,12 +300,15 @@ class Index:
         """Some rows (ascending) of a column: reads only stretches that hold wanted rows."""
         if len(rows) == 0:
             return self.column(name, 0, 0)
-        if int(rows[-1]) - int(rows[0]) + 1 <= 2 * len(rows) + PAGE // 8:
-            near: Array = self.column(name, int(rows[0]), int(rows[-1]) + 1)[rows - rows[0]]
-            return near
-        cuts = np.flatnonzero(np.diff(rows) > PAGE // 8) + 1
-        parts = np.split(rows, cuts)
-        return np.concatenate([self.column(name, int(p[0]), int(p[-1]) + 1)[p - p[0]] for p in parts])
+        entry = self._header.entries[name]
+        width = _NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
+        cuts = np.flatnonzero(np.diff(rows) > max(PAGE // width, 1)) + 1  # a gap of a page is worth a seek
+        parts = [
+            self.column(name, int(part[0]), int(part[-1]) + 1)[part - part[0]]
+            for part in np.split(rows, cuts)
+        ]
+        found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return found
 
     # -- names ----------------------------------------------------------------------------
 
@@ -387,7 +391,7 @@ class Index:
             else ends
         )
         counts = ends - before
-        if (counts < 0).any() or (len(ends) and int(ends.max()) > self.chunks):
+        if not _ascending(before, ends, self.chunks):
             raise CorruptCheckpoint(f"{self.where} counts chunks that do not ascend.")
         chunks = np.repeat(before - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         digest_end = self.column_rows("digest_end", chunks)
@@ -397,7 +401,7 @@ class Index:
             else digest_end
         )
         digest_counts = digest_end - digest_before
-        if (digest_counts < 0).any() or (len(digest_end) and int(digest_end.max()) > self._rows("digests")):
+        if not _ascending(digest_before, digest_end, self._rows("digests")):
             raise CorruptCheckpoint(f"{self.where} counts digests that do not ascend.")
         digests = np.repeat(
             digest_before - np.cumsum(digest_counts) + digest_counts, digest_counts
@@ -477,6 +481,12 @@ class Index:
         same = found.file[order][1:] == found.file[order][:-1]
         if (same & (found.position[order][1:] < stop[order][:-1])).any():
             raise CorruptCheckpoint(f"{self.where} places two chunks on the same bytes of a file.")
+
+
+def _ascending(before: Array, ends: Array, rows: int) -> bool:
+    """Are these different stretches of so many rows? Compared so that no difference can overflow."""
+    inside = (before >= 0) & (before <= ends) & (ends <= rows)
+    return bool(inside.all()) and int((ends - before).sum()) <= rows
 
 
 def _possible(sides: Array) -> bool:

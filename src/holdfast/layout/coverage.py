@@ -8,13 +8,17 @@ sweep axis and no grid to assume, so nothing can be quadratic (DCP's and Megatro
 for stacked experts). In lexicographic order the first corner left over is where the first gap
 (-1) or overlap (+1) begins, so the place can be named.
 
-Two reductions keep it fast. An axis along which every box spans the whole tensor halves the
+Three reductions keep it fast. An axis along which every box spans the whole tensor halves the
 corners if left out. A tensor that is one chunk needs no corners at all, and per-expert
-checkpoints consist of those. Many tensors are checked in one sort, keyed by (tensor, corner).
+checkpoints consist of those. And boxes that touch along one axis and agree on all others are first
+joined, axis by axis, which changes f nowhere and leaves a single box of any regular grid, and few of
+most others. Many tensors are checked in one sort, keyed by (tensor, corner).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -84,9 +88,7 @@ def _corners(
     spans, starts, widths = shapes[:, varying], offsets[:, varying], sizes[:, varying]
 
     # Row-major positions on the grid of corner points, (span + 1) of them along each axis.
-    strides = np.ones_like(spans)
-    for axis in range(len(varying) - 2, -1, -1):
-        strides[:, axis] = strides[:, axis + 1] * (spans[:, axis + 1] + 1)
+    strides = _strides(spans, range(len(varying)))
     points = strides[:, 0] * (spans[:, 0] + 1) if len(varying) else np.ones(count, np.int64)
     # int64 arithmetic wraps silently, so the bound is computed in floats first.
     with np.errstate(over="ignore"):
@@ -95,6 +97,7 @@ def _corners(
         return _corners_one_by_one(shapes, tensors, offsets, sizes)
     base = np.concatenate([[0], np.cumsum(points)[:-1]])
 
+    tensors, starts, widths = _join(tensors, starts, widths, spans, base)
     keys = _signed(base[tensors] + (starts * strides[tensors]).sum(axis=1), widths * strides[tensors], 0)
     whole = _signed(base, spans * strides, 1)
     every = np.sort(np.concatenate([keys, whole]))  # (corner << 1 | negative): one fast integer sort
@@ -114,6 +117,44 @@ def _corners(
     for axis, stride in zip(varying.tolist(), strides[tensor].tolist(), strict=True):
         place[axis], rest = divmod(rest, stride)
     return tensor, int(totals[left[0]]), tuple(place)
+
+
+def _strides(spans: Int64s, axes: Sequence[int]) -> Int64s:
+    """Steps along each axis on the grid of corner points, `axes` from the slowest to the fastest."""
+    strides = np.ones_like(spans)
+    for slow, fast in reversed(list(pairwise(axes))):
+        strides[:, slow] = strides[:, fast] * (spans[:, fast] + 1)
+    return strides
+
+
+def _join(
+    tensors: Int64s, starts: Int64s, widths: Int64s, spans: Int64s, base: Int64s
+) -> tuple[Int64s, Int64s, Int64s]:
+    """Boxes that continue each other along one axis become one; every index is covered as often as before."""
+    axes = range(spans.shape[1])
+    begin, width = list(starts.T), list(widths.T)
+    for axis in reversed(axes):
+        others = [other for other in axes if other != axis]
+        strides = _strides(spans, [*others, axis])
+        key = base[tensors]
+        for at in axes:
+            key = key + begin[at] * strides[tensors, at]
+        if (key[1:] < key[:-1]).any():
+            order = np.argsort(key, kind="stable")
+            tensors, begin, width = tensors[order], [b[order] for b in begin], [w[order] for w in width]
+        apart = tensors[1:] != tensors[:-1]
+        apart |= begin[axis][1:] != begin[axis][:-1] + width[axis][:-1]
+        for other in others:
+            apart |= (begin[other][1:] != begin[other][:-1]) | (width[other][1:] != width[other][:-1])
+        heads = np.flatnonzero(np.concatenate([[True], apart])) if len(tensors) else np.zeros(0, np.int64)
+        if len(heads) == len(tensors):
+            continue
+        sums = np.add.reduceat(width[axis], heads)
+        tensors, begin, width = tensors[heads], [b[heads] for b in begin], [w[heads] for w in width]
+        width[axis] = sums
+    if not axes:
+        return tensors, starts, widths
+    return tensors, np.stack(begin, axis=1), np.stack(width, axis=1)
 
 
 def _signed(corner: Int64s, widths: Int64s, negative: int) -> Int64s:

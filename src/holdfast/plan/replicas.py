@@ -19,17 +19,26 @@ from holdfast.layout.box import Box
 from holdfast.plan.holding import Replica
 
 
-def pieces(box: Box, nbytes: int, count: int, split_bytes: int) -> Iterator[Box]:
-    """The pieces that replicas of a box share, the same on all of them."""
+def cut(box: Box, nbytes: int, count: int, split_bytes: int) -> tuple[int, int]:
+    """(axis, parts): how replicas of a box share it, the same on all of them. One part: not at all.
+
+    The axis is the first longer than 1, so that a piece lies in the box in one piece.
+    """
     parts = min(count, max(1, nbytes // split_bytes))
-    axis = next((a for a, size in enumerate(box.shape) if size >= parts), None)
-    if parts == 1 or axis is None or any(size > 1 for size in box.shape[:axis]):
-        long = next((a for a, size in enumerate(box.shape) if size > 1), None)
-        if parts == 1 or long is None:
-            yield box
-            return
-        axis, parts = long, min(parts, box.shape[long])
-    yield from box.split(axis, parts)
+    axis = next((a for a, size in enumerate(box.shape) if size > 1), 0)
+    return axis, min(parts, box.shape[axis]) if box.shape else 1
+
+
+def piece(box: Box, axis: int, parts: int, number: int) -> Box:
+    """One of the parts that `cut` makes."""
+    if parts == 1:
+        return box
+    size = box.shape[axis]
+    low, high = size * number // parts, size * (number + 1) // parts
+    return Box(
+        (*box.offset[:axis], box.offset[axis] + low, *box.offset[axis + 1 :]),
+        (*box.shape[:axis], high - low, *box.shape[axis + 1 :]),
+    )
 
 
 def first_writer(name: str, box: Box, count: int) -> int:
@@ -37,9 +46,19 @@ def first_writer(name: str, box: Box, count: int) -> int:
     return digest(f"{name}@{box.offset}".encode()) % count
 
 
-def shares(name: str, box: Box, nbytes: int, replica: Replica, split_bytes: int) -> Iterator[tuple[Box, int]]:
-    """(piece, its writer's index) for every piece of a replicated box."""
-    count = replica[1]
+def shares(
+    name: str, box: Box, nbytes: int, replica: Replica, split_bytes: int, everyone: bool
+) -> Iterator[tuple[Box, bool]]:
+    """(piece, does this replica write it?) for the pieces it writes or witnesses.
+
+    It writes at most one, and witnesses that of the replica before it, or all others if `everyone`.
+    """
+    index, count = replica
+    axis, parts = cut(box, nbytes, count, split_bytes)
     first = first_writer(name, box, count)
-    for at, piece in enumerate(pieces(box, nbytes, count, split_bytes)):
-        yield piece, (first + at) % count
+    own = (index - first) % count
+    if own < parts:
+        yield piece(box, axis, parts, own), True
+    for number in range(parts) if everyone else ((own - 1) % count,):
+        if number < parts and number != own:
+            yield piece(box, axis, parts, number), False

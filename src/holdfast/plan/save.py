@@ -65,14 +65,17 @@ def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) 
     seen_boxes: list[Box] = []
     for shared in np.flatnonzero(full & (count > 1)).tolist():
         name, box, replica = held.specs[shared].name, held.boxes[shared], replicas[shared]
-        everybody = _witnessed_by_all(held.plain[shared], options.check_replicas)
-        for piece, writer in shares(name, box, int(tables.nbytes[shared]), replica, options.split_bytes):
-            if writer == replica[0]:
+        check = options.check_replicas
+        everyone = check == "full" or (check == "auto" and held.plain[shared])
+        for part, writes in shares(
+            name, box, int(tables.nbytes[shared]), replica, options.split_bytes, everyone
+        ):
+            if writes:
                 rows.append(shared)
-                boxes.append(piece)
-            elif everybody or (everybody is None and (writer + 1) % replica[1] == replica[0]):
+                boxes.append(part)
+            elif check != "off":
                 seen_rows.append(shared)
-                seen_boxes.append(piece)
+                seen_boxes.append(part)
     row = np.concatenate([sole, np.asarray(rows, np.int64)])
     offset = np.concatenate([tables.offset[sole], pad([box.offset for box in boxes], tables.dims, 0)])
     size = np.concatenate([tables.size[sole], pad([box.shape for box in boxes], tables.dims, 1)])
@@ -93,13 +96,6 @@ def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) 
         else np.full(len(witnesses.row), options.check_replicas == "full")
     )
     return SavePlan(tables.dims, _in_order(chunks, tables.itemsize), witnesses, complete)
-
-
-def _witnessed_by_all(plain: bool, check: str) -> bool | None:
-    """True: by every other replica; None: by one of them; False: by nobody."""
-    if check == "off":
-        return False
-    return True if check == "full" or (check == "auto" and plain) else None
 
 
 def _to_cut(held: Holding, patterns: tuple[str, ...]) -> Array:

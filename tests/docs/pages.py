@@ -1,0 +1,52 @@
+"""The pages as text: their code blocks, tables, links and headings."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+OURS = [
+    ROOT / name
+    for name in ("README.md", "docs/api.md", "docs/failure-model.md", "docs/format.md", "docs/protocol.md")
+]
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def code(page: str, language: str = "python") -> list[tuple[int, str]]:
+    """The code blocks of a page, each with the line it begins on."""
+    return [
+        (page.count("\n", 0, found.start(2)) + 1, found[2])
+        for found in _FENCE.finditer(page)
+        if found[1] == language
+    ]
+
+
+def after(page: str, marker: str) -> str:
+    """The code block that follows a marker."""
+    _, found, rest = page.partition(f"<!-- {marker} -->\n")
+    assert found, marker
+    return code(rest)[0][1]
+
+
+def without_code(page: str) -> str:
+    return _FENCE.sub("", page)
+
+
+def table(page: str, marker: str) -> list[list[str]]:
+    """The cells of the table between a marker and the next end."""
+    _, found, rest = page.partition(f"<!-- {marker} -->\n")
+    assert found, marker
+    lines = rest.partition("<!-- end -->")[0].strip().split("\n")
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives a page's headings."""
+    heads = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}

@@ -1,0 +1,304 @@
+"""docs/format.md is enough to read a checkpoint: its own reader does, and its tables are the code's."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.format.container import Header, read_header
+from holdfast.format.digest import block_size
+from holdfast.format.index import FENCE, FORMAT, PAGE
+from holdfast.layout.tensor import DTYPES
+from holdfast.roster.memory import MemoryRoster
+from tests.docs.pages import after, table, text
+from tests.docs.threads import on_ranks
+
+WORLD = 4
+ODD = {"nan": float("nan"), "inf": float("-inf"), "keys": {1: "a", (2, 3): b"\x00\xff"}, "!": {"set": {3, 1}}}
+PLAIN = {"step": 100, "lr": [1e-3, (2, 3)], "odd": ODD, "c": 1 - 2j, "text": "ä\n", "none": None}
+
+Space = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def page() -> Space:
+    """What the page's code defines."""
+    space: Space = {}
+    for block in ("reader", "objects"):
+        exec(compile(after(text("docs/format.md"), block), "docs/format.md", "exec"), space)
+    return space
+
+
+def whole(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(name) + sum(shape)))
+
+
+def every_type() -> dict[str, torch.Tensor]:
+    raw = torch.randint(0, 256, (6, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return {
+        d.name: (raw[:, 0:1] % 2).bool() if d.name == "bool" else raw.view(getattr(torch, d.name))
+        for d in DTYPES
+    }
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    experts, rows = whole("experts", (8, 96, 64)), whole("flat", (10, 7))
+    cuts = (0, 1, 1, 6, 10)  # rank 1 holds nothing of it
+    return {
+        "model": {
+            "dense": whole("dense", (300, 200)),
+            "wide": whole("wide", (1200, 1024)),
+            "experts": holdfast.Shard(
+                experts[rank % 2 * 4 : rank % 2 * 4 + 4].clone(),
+                experts.shape,
+                (rank % 2 * 4, 0, 0),
+                (rank // 2, 2),
+            ),
+            "uneven": holdfast.Shard(
+                rows[cuts[rank] : cuts[rank + 1]].clone(), rows.shape, (cuts[rank], 0), (0, 1)
+            ),
+            "bf16": whole("bf16", (5, 3)).bfloat16(),
+            "empty": torch.zeros(0, 5),
+            "scalar": torch.tensor(2.5),
+        },
+        "types": every_type(),
+        "many": {f"tensor {at}": torch.full((2,), float(at)) for at in range(600)},  # beyond one fence
+        "rng": holdfast.PerRank({"seed": rank, "state": torch.full((3,), rank)}),
+        "names": {"__metadata__": torch.ones(1), "a@1,2": torch.zeros(2), "ünï 中": torch.ones(2)},
+        **PLAIN,
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("format") / "step-00000100")
+    options = holdfast.Options(
+        split_bytes=20_000, max_file_bytes=400_000, columns=("*",), check_replicas="full"
+    )
+
+    def save(roster: MemoryRoster) -> None:
+        holdfast.save(
+            state_of(roster.rank), path, step=100, notes={"by": "me"}, options=options, roster=roster
+        )
+
+    on_ranks(WORLD, save)
+    return path
+
+
+def raw(value: torch.Tensor) -> bytes:
+    return value.contiguous().flatten().view(torch.uint8).numpy().tobytes() if value.numel() else b""
+
+
+def test_the_reader_uses_nothing_of_ours() -> None:
+    found = set()
+    for block in ("reader", "objects"):
+        for node in ast.walk(ast.parse(after(text("docs/format.md"), block))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add(node.module or "")
+    assert found - set(sys.stdlib_module_names) == {"numpy", "xxhash"}
+
+
+def test_every_value_is_read(page: Space, saved: str) -> None:
+    reader = page["Reader"](saved)
+    expected: dict[str, torch.Tensor] = {
+        "model.dense": whole("dense", (300, 200)),
+        "model.wide": whole("wide", (1200, 1024)),
+        "model.experts": whole("experts", (8, 96, 64)),
+        "model.uneven": whole("flat", (10, 7)),
+        "model.bf16": whole("bf16", (5, 3)).bfloat16(),
+        "model.empty": torch.zeros(0, 5),
+        "model.scalar": torch.tensor(2.5),
+        **{f"types.{name}": value for name, value in every_type().items()},
+        **{f"many.tensor {at}": torch.full((2,), float(at)) for at in range(600)},
+        **{f"rng@{rank}.state": torch.full((3,), rank) for rank in range(WORLD)},
+        "names.__metadata__": torch.ones(1),
+        "names.a@1,2": torch.zeros(2),
+        "names.ünï 中": torch.ones(2),
+    }
+    for name, value in expected.items():
+        found = reader.read(name)
+        assert found.shape == tuple(value.shape), name
+        assert found.tobytes() == raw(value), name
+    assert reader.read("model.bf16").dtype == np.uint16
+    objects: dict[str, Any] = {name: value for name, value in PLAIN.items() if name != "odd"}
+    objects |= {f"rng@{rank}.seed": rank for rank in range(WORLD)}
+    for name, value in objects.items():
+        assert page["decode"](reader.read(name).tobytes()) == value, name
+    assert set(reader.names) >= set(expected) | set(objects)
+    with pytest.raises(KeyError):
+        reader.read("model.dens")
+
+
+def test_several_ranks_files_and_panels_took_part(page: Space, saved: str) -> None:
+    """What the test above read was not the simple case."""
+    reader = page["Reader"](saved)
+    assert set(reader.column["file_rank"].tolist()) == set(range(WORLD))
+    assert len(reader.files) > WORLD
+    assert len(reader.column["fence_end"]) > 2
+    for name, axis in (("model.wide", 1), ("model.experts", 0)):
+        chunks = range(*reader.rows("chunk_end", reader.names.index(name)))
+        cut = int(reader.meta["dims"]) - int(reader.column["ndim"][reader.names.index(name)])
+        assert len({int(reader.column["offset"][at, cut + axis]) for at in chunks}) > 1
+
+
+@pytest.mark.parametrize("value", list(PLAIN.values()) + list(ODD.values()), ids=repr)
+def test_objects_are_decoded(page: Space, tmp_path: Path, value: Any) -> None:
+    holdfast.save({"x": [value], "t": (value,)}, tmp_path / "s", no_dist=True)
+    reader = page["Reader"](str(tmp_path / "s"))
+    assert repr(page["decode"](reader.read("x").tobytes())) == repr([value])
+    assert repr(page["decode"](reader.read("t").tobytes())) == repr((value,))
+
+
+def test_every_flipped_byte_is_caught_or_read_by_nobody(page: Space, saved: str, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    reader = page["Reader"](str(copy))
+    clean = {name: reader.read(name).tobytes() for name in reader.names}
+    rng = random.Random(3)
+
+    def flip(path: Path, at: int) -> None:
+        with open(path, "r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ (1 << rng.randrange(8))]))
+
+    index = copy / "index.safetensors"
+    for _ in range(60):
+        at = rng.randrange(os.path.getsize(index))
+        kept = index.read_bytes()
+        flip(index, at)
+        with pytest.raises(ValueError):
+            page["Reader"](str(copy))
+        index.write_bytes(kept)
+    for _ in range(40):
+        row = rng.randrange(len(reader.names))
+        first, last = reader.rows("chunk_end", row)
+        if first == last:
+            continue
+        chunk = rng.randrange(first, last)
+        nbytes = int(np.prod(reader.column["size"][chunk])) * DTYPES[reader.column["dtype"][row]].size
+        path = copy / reader.files[reader.column["file"][chunk]]
+        at = int(reader.column["position"][chunk]) + rng.randrange(nbytes)
+        byte = path.read_bytes()[at]
+        flip(path, at)
+        with pytest.raises(ValueError, match="damaged checkpoint: data/"):
+            reader.read(reader.names[row])
+        with open(path, "r+b") as file:
+            file.seek(at)
+            file.write(bytes([byte]))
+    assert {name: reader.read(name).tobytes() for name in reader.names} == clean
+
+
+def header_of(path: str) -> Header:
+    with open(path, "rb") as file:
+        data = file.read()
+    return read_header(lambda start, length: data[start : start + length], len(data), path)
+
+
+def test_the_table_of_columns(page: Space, saved: str) -> None:
+    rows = {row[0]: (row[1], row[2]) for row in table(text("docs/format.md"), "columns")}
+    reader, header = page["Reader"](saved), header_of(f"{saved}/index.safetensors")
+    assert set(rows) == set(header.entries)
+    dims = int(reader.meta["dims"])
+    counts = {
+        "T": len(reader.names),
+        "C": len(reader.column["file"]),
+        "G": len(reader.column["digests"]),
+        "F": len(reader.files),
+        "W": 0,
+        "T/256 up": -(-len(reader.names) // FENCE),
+        "2": 2,
+        "pages": -(-header.entries["pages"].data_offsets[0] // PAGE),
+    }
+    for name, (tag, shape) in rows.items():
+        entry = header.entries[name]
+        assert entry.dtype == tag, name
+        if shape != "bytes":
+            wide = (dims,) if shape.endswith(" x d") else ()
+            assert entry.shape == (counts[shape.removesuffix(" x d")], *wide), name
+    assert list(header.entries)[-3:] == ["padding", "pages", "seal"]
+    assert header.metadata.keys() == {"format", "dims", "about"}
+
+
+def test_the_table_of_types() -> None:
+    rows = table(text("docs/format.md"), "dtypes")
+    told = [
+        (int(code), name, int(size), tag.removesuffix(", twice"), 2 if tag.endswith("twice") else 1)
+        for code, name, size, tag in rows
+    ]
+    assert told == [(code, *dtype) for code, dtype in enumerate(DTYPES)]
+
+
+def test_numbers_on_the_page() -> None:
+    page = text("docs/format.md")
+    assert f"`{FORMAT}`" in page
+    assert f"PAGE = {PAGE}\n" in page
+    assert f"{PAGE} bytes, the last one shorter" in page
+    assert FENCE == 256
+
+    def rule(nbytes: int, row: int) -> int:
+        """The page's sentence about blocks, word by word."""
+        if nbytes <= 65536:
+            return max(nbytes, 1)
+        size = min(max(-(-nbytes // 8 // 16) * 16, 16 << 10), 4 << 20)
+        if row <= 4 << 20:
+            size = max(size // row, 1) * row if size == 4 << 20 else -(-size // row) * row
+        return size
+
+    rng = random.Random(0)
+    for _ in range(2000):
+        row, rows = (
+            rng.choice([1, 2, 3, 100, 4096, 5_000_001]) * rng.randrange(1, 900),
+            rng.randrange(2, 3000),
+        )
+        assert block_size(row * rows, row) == rule(row * rows, row)
+
+
+def test_the_embedded_index_is_an_index(page: Space, saved: str, tmp_path: Path) -> None:
+    reader, witnesses = page["Reader"](saved), 0
+    os.symlink(f"{saved}/data", tmp_path / "data")
+    for name in reader.files:
+        header = header_of(f"{saved}/{name}")
+        low, high = header.entries["__holdfast__"].data_offsets
+        data = Path(saved, name).read_bytes()[header.data_start :]
+        (tmp_path / "index.safetensors").write_bytes(data[low:high])
+        alone = page["Reader"](str(tmp_path))
+        assert alone.files == [name]
+        witnesses += len(alone.column["witness_digest"])
+        for row, tensor in enumerate(alone.names):
+            for chunk in range(*alone.rows("chunk_end", row)):
+                nbytes = (
+                    int(np.prod(alone.column["size"][chunk])) * DTYPES[int(alone.column["dtype"][row])].size
+                )
+                assert len(alone.verified(chunk, nbytes)) == nbytes, tensor
+    assert witnesses > 0
+
+
+def test_data_files_are_as_told(page: Space, saved: str) -> None:
+    reader = page["Reader"](saved)
+    for name in reader.files:
+        header = header_of(f"{saved}/{name}")
+        assert header.metadata["format"] == FORMAT
+        assert header.metadata.keys() == {"format", "rank"}
+        assert list(header.entries)[-1] == "__holdfast__"
+        ends = 0
+        for entry in header.entries.values():
+            assert entry.data_offsets[0] == ends
+            ends = entry.data_offsets[1]
+        assert header.data_start % 64 == 0
+    listed = [name for file in reader.files for name in header_of(f"{saved}/{file}").entries]
+    assert "model.wide@0,128" in listed
+    assert "types.complex64" in listed

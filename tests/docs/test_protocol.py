@@ -1,0 +1,88 @@
+"""docs/protocol.md is up to date with the tables and with the messages that ranks send."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.flow.protocol import TRANSITIONS
+from holdfast.roster.memory import Board, MemoryRoster
+from holdfast.testing.simulate import check, simulate
+from tests.docs.pages import ROOT, table, text
+from tests.docs.threads import on_ranks
+
+
+def generator() -> Any:
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_blocks_are_up_to_date() -> None:
+    page = text("docs/protocol.md")
+    assert generator().rewritten(page) == page, "run: python docs/generate.py"
+    for phase, ways in TRANSITIONS.items():
+        for other in ways:
+            assert f"    {phase} --> {other}: " in page
+
+
+def test_labels_are_what_mermaid_takes() -> None:
+    for line in generator().diagram(TRANSITIONS).split("\n")[3:-1]:
+        assert re.fullmatch(r"    [\w\[\]*]+ --> [\w\[\]*]+(: [^:;`#]+)?", line), line
+
+
+class Recording(MemoryRoster):
+    """Keeps the keys that any rank writes."""
+
+    keys: set[str]
+
+    def put(self, key: str, message: Any) -> None:
+        self.keys.add(key)
+        super().put(key, message)
+
+    def claim(self, key: str, message: Any) -> Any:
+        self.keys.add(key)
+        return super().claim(key, message)
+
+
+def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
+    keys: set[str] = set()
+
+    def job(plain: MemoryRoster) -> None:
+        roster = Recording(plain.rank, plain.world_size, plain.board)
+        roster.keys = keys
+        state = {"w": torch.ones(4), "step": 1}
+        if roster.rank == 2:
+            state["own"] = torch.zeros(1)  # fingerprints differ, so lists are asked for
+        run = holdfast.Checkpoints(tmp_path, roster=roster)
+        run.save(1, state)
+        assert run.restore(state) == 1
+
+    on_ranks(3, job)
+    seen = {
+        re.sub(r"/\d+\Z", "/<rank>", re.sub(r"\A(save|load|choice)/[0-9a-f]{16}/\d+/", "K/", key))
+        for key in keys
+    }
+    assert seen == {row[0] for row in table(text("docs/protocol.md"), "messages")}
+
+
+def test_what_stays_after_a_save(tmp_path: Path) -> None:
+    board = Board()
+    on_ranks(3, lambda roster: holdfast.save({"w": torch.ones(4)}, tmp_path / "s", roster=roster), board)
+    left = {key.rpartition("/")[2] for key in board.messages if key.startswith("save/")}
+    assert left == {"open", "outcome", "assigned", "final"}
+
+
+@pytest.mark.parametrize("start", [0, 100_000])
+def test_simulated_faults_keep_the_invariants(start: int) -> None:
+    for seed in range(start, start + 300):
+        assert check(simulate(seed)) == [], seed
