@@ -167,7 +167,7 @@ def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():
         found.update(_tree(child))
-    return found
+    return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 
 def from_message(message: dict[str, Any]) -> HoldfastError:
@@ -177,13 +177,22 @@ def from_message(message: dict[str, Any]) -> HoldfastError:
 
 
 def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastError:
-    infos = tuple(msgspec.convert(info, RankInfo) for info in message.get("missing") or ())
-    return kind(
+    missing = []
+    for info in message.get("missing") or ():
+        try:
+            missing.append(msgspec.convert(info, RankInfo))
+        except msgspec.ValidationError:
+            continue  # another version's; the message itself still says it
+    details = message.get("details")
+    error = kind(
         str(message.get("message", "")),
         step=message.get("step"),
         phase=str(message.get("phase") or ""),
         rank=message.get("rank"),
-        missing=infos,
+        missing=tuple(missing),
         hint=str(message.get("hint") or ""),
-        details=message.get("details") or {},
+        details=details if isinstance(details, dict) else {},
     )
+    if isinstance(error, OSError):
+        error.errno = error.details.get("errno")
+    return error

@@ -45,7 +45,7 @@ class Options:
             raise BadInput(f"columns must be a tuple of name patterns, not {self.columns!r}.")
         for name in ("writer_threads", "max_file_bytes", "split_bytes"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise BadInput(f"{name} must be a whole number of at least 1, not {value!r}.")
 
 

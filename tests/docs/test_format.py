@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import random
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -269,6 +271,10 @@ def test_numbers_on_the_page() -> None:
 
 def test_the_embedded_index_is_an_index(page: Space, saved: str, tmp_path: Path) -> None:
     reader, witnesses = page["Reader"](saved), 0
+    about = {"step", "grid", "notes", "attempt", "ranks"}
+    assert set(json.loads(reader.meta["about"])) == about | {"created", "versions"}
+    for key in (*about, "created", "versions", "rank", "part", "parts"):
+        assert f"`{key}`" in text("docs/format.md")
     os.symlink(f"{saved}/data", tmp_path / "data")
     for name in reader.files:
         header = header_of(f"{saved}/{name}")
@@ -277,6 +283,9 @@ def test_the_embedded_index_is_an_index(page: Space, saved: str, tmp_path: Path)
         (tmp_path / "index.safetensors").write_bytes(data[low:high])
         alone = page["Reader"](str(tmp_path))
         assert alone.files == [name]
+        assert set(json.loads(alone.meta["about"])) == about | {"rank", "part", "parts"}
+        attempt = json.loads(alone.meta["about"])["attempt"]
+        assert re.fullmatch(rf"data/{attempt}-r\d{{5}}(-\d{{3}})?\.safetensors", name)
         witnesses += len(alone.column["witness_digest"])
         for row, tensor in enumerate(alone.names):
             for chunk in range(*alone.rows("chunk_end", row)):

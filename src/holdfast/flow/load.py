@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from holdfast.flow.world import find_roster, the_place
 from holdfast.format import objects
 from holdfast.format.index import Columns, Index
 from holdfast.layout.box import whole
-from holdfast.layout.tensor import KINDS, OBJECT
+from holdfast.layout.tensor import KINDS, OBJECT, listed, nearest
 from holdfast.options import Options
 from holdfast.plan.holding import Holding, describe
 from holdfast.plan.merge import what
@@ -138,13 +137,13 @@ class _Work:
         )
         if names and self.strict:
             have = index.names()
-            near = {name: get_close_matches(name, have, 1) for name in names[:10]}
-            shown = "; ".join(
-                f"{name!r}" + (f" (nearest: {found[0]!r})" if (found := near[name]) else "")
-                for name in names[:10]
-            )
+
+            def say(name: str) -> str:
+                near = nearest(name, have)
+                return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
+
             raise MissingTensors(
-                f"{self.store.url} does not hold {len(names)} of the names in the state: {shown}{'; and more' if len(names) > 10 else ''}.",
+                f"{self.store.url} does not hold {len(names)} of the names in the state: {listed(names, say)}.",
                 hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass strict=False to keep "
                 "present values.",
                 details={"missing": names[:100]},

@@ -240,6 +240,8 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
             return (yield from _publish(at, work))
         yield Put(at.said("written", at.rank), message)
         return (yield from _await_final(at, work))
+    except _Settled as settled:
+        raise settled.error from None
     except CommitUnconfirmed:
         at.enter("unconfirmed")
         raise
@@ -424,7 +426,8 @@ def _publish(at: Context, work: SaveWork) -> Steps:
     except RosterLost:
         raise
     except HoldfastError as error:
-        yield Put(at.final, {"error": error.to_message()})
+        with suppress(RosterLost):  # the others will look into storage
+            yield Put(at.final, {"error": error.to_message()})
         if isinstance(error, CommitUnconfirmed):
             raise
         at.enter("failed")
@@ -437,8 +440,8 @@ def _publish(at: Context, work: SaveWork) -> Steps:
     return final
 
 
-class _Settled(HoldfastError):
-    """Carries an error past `_abandon`: the outcome is decided and everybody knows it."""
+class _Settled(Exception):
+    """Carries an error past `_abandon`: the outcome is decided and everybody has been told."""
 
     def __init__(self, error: HoldfastError) -> None:
         super().__init__(error.message)
@@ -447,8 +450,6 @@ class _Settled(HoldfastError):
 
 def _abandon(at: Context, error: HoldfastError) -> Steps:
     """Publish the failure first, then raise: the first one to be published is everyone's."""
-    if isinstance(error, _Settled):
-        return error.error
     if error.rank is None and not error.missing and at.phase != "committing":
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:

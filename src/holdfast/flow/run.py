@@ -19,8 +19,10 @@ from holdfast.flow.protocol import Alive, Claim, Context, Do, Get, Pause, Put, S
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 
-GRACE = 1.5
-"""Seconds past its deadline that a call may take to come back."""
+GRACE = 0.75
+"""Seconds past its deadline, or past the others' giving up, that a worker is left to come back by itself."""
+LAST_CALL = 0.5
+"""Seconds that it is then left to notice that it was cancelled."""
 
 
 class Cancelled(HoldfastError):
@@ -91,7 +93,7 @@ def run(
         _wait(done, at, presence)
     except BaseException:
         cancel.set()
-        if not done.wait(GRACE):
+        if not done.wait(LAST_CALL):
             with suppress(HoldfastError):
                 roster.renew()
             raise
@@ -99,7 +101,7 @@ def run(
         presence.stop()
     if not done.is_set():
         raise AssertionError("unreachable: the wait ended without a result")
-    thread.join(timeout=GRACE)
+    thread.join(timeout=LAST_CALL)
     value, error = ended[0]
     if isinstance(error, Cancelled):
         raise _stuck(at, presence)
@@ -120,7 +122,7 @@ def _wait(done: threading.Event, at: Context, presence: Presence) -> None:
             and presence.seen["state"] == "abandoned"
         ):
             heard = now
-        if now >= at.deadline.at + GRACE / 2 or (heard is not None and now >= heard + GRACE):
+        if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
             raise _stuck(at, presence)
 
 

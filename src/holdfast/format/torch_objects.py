@@ -24,8 +24,6 @@ _ALLOWED: list[Any] = [
     argparse.Namespace,
     collections.OrderedDict,
     collections.Counter,
-    collections.deque,
-    collections.defaultdict,
     bytes,  # how an empty array's content is pickled
     np.ndarray,
     np.dtype,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
+from itertools import islice
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
@@ -47,6 +50,7 @@ CODE_OF = {dtype.name: code for code, dtype in enumerate(DTYPES)}
 
 TENSOR, OBJECT = 0, 1
 KINDS = ("tensor", "object")
+_MANY = 2000
 
 
 def dtype_code(name: str, where: str) -> int:
@@ -85,3 +89,18 @@ class HeldShard(NamedTuple):
 def matches(name: str, pattern: str) -> bool:
     """Does a name match a shell pattern, or lie in the subtree that the pattern names?"""
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """The most similar of some names, for an error's hint; looks at a few thousand at most."""
+    if len(names) > _MANY:
+        tail = name.rpartition(".")[2]
+        names = list(islice((other for other in names if other.endswith(tail)), _MANY))
+    found = get_close_matches(name[:200], names, 1)
+    return found[0] if found else None
+
+
+def listed(names: Sequence[str], say: Callable[[str], str] = repr, most: int = 10) -> str:
+    """Names for a message: the first few, each no longer than a line."""
+    shown = [say(name if len(name) <= 200 else name[:199] + "…") for name in names[:most]]
+    return "; ".join(shown) + ("; and more" if len(names) > most else "")

@@ -8,7 +8,6 @@ digest equal to the writer's, no name of the previous step gone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +16,7 @@ from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 from holdfast.format.digest import digest_many
 from holdfast.format.index import Array, Columns, unpad
 from holdfast.layout.coverage import Problem, first_problem
-from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 
 DECLARE = (
     "If every rank has its own value, wrap it in holdfast.PerRank or give it a name of its own (a global expert "
@@ -304,18 +303,18 @@ def check_vanished(
     gone = sorted(name for name in before if name not in now)
     if not gone:
         return
-    shown = "; ".join(
-        f"{name!r}"
-        + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if (ranks := wrote(name)) else "")
-        for name in gone[:10]
-    )
-    near = get_close_matches(gone[0], now, 1)
+
+    def say(name: str) -> str:
+        ranks = wrote(name)
+        return f"{name!r}" + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if ranks else "")
+
+    near = nearest(gone[0], now)
     ranks = wrote(gone[0])
     raise Vanished(
         f"{len(gone)} name{'s' if len(gone) > 1 else ''} that {whose} has {'are' if len(gone) > 1 else 'is'} not in this save: "
-        f"{shown}{'; and more' if len(gone) > 10 else ''}.",
+        f"{listed(gone, say)}.",
         rank=ranks[0] if ranks else None,
-        hint=(f"The nearest name that is there is {near[0]!r}. " if near else "")
+        hint=(f"The nearest name that is there is {near!r}. " if near else "")
         + "If they were removed on purpose, say so: expected=None.",
         details={"names": gone[:100]},
     )

@@ -227,7 +227,7 @@ class _Rank:
         )
         self.steps: Steps = save_steps(self.context, _Work(world, self.rank))
         self.beat()
-        world.after(world.timeout + GRACE / 2, self.give_up)
+        world.after(world.timeout + GRACE, self.give_up)
         self.resume(lambda: self.steps.send(None))
 
     def stopped_for(self) -> float:

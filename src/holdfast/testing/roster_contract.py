@@ -1,0 +1,89 @@
+"""What every roster must do. Subclass it, give it a `world` fixture, and pytest runs the contract."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.roster.base import Message, Roster
+
+
+class RosterContract:
+    """Override the fixture `world`: a function that makes the rosters of a world of some size."""
+
+    @pytest.fixture
+    def world(self) -> Callable[[int], list[Roster]]:
+        raise NotImplementedError("override the fixture `world`")
+
+    def test_ranks_know_who_they_are(self, world: Callable[[int], list[Roster]]) -> None:
+        rosters = world(3)
+        assert [roster.rank for roster in rosters] == [0, 1, 2]
+        assert {roster.world_size for roster in rosters} == {3}
+        assert rosters[2].second().rank == 2
+
+    def test_what_one_puts_all_get(self, world: Callable[[int], list[Roster]]) -> None:
+        first, second = world(2)
+        message: Message = {"text": "ü/..", "numbers": [1, 2.5, None, True], "nested": {"a": {}}}
+        first.put("key/with/slashes", message)
+        assert second.wait("key/with/slashes", 5.0)
+        assert second.get(["key/with/slashes", "nothing"]) == [message, None]
+        assert second.second().get(["key/with/slashes"]) == [message]
+        first.put("key/with/slashes", {"now": 2})
+        assert first.get(["key/with/slashes"]) == [{"now": 2}]
+
+    def test_get_never_waits(self, world: Callable[[int], list[Roster]]) -> None:
+        (roster,) = world(1)
+        begun = time.monotonic()
+        assert roster.get(["a", "b"]) == [None, None]
+        assert roster.get([]) == []
+        assert time.monotonic() - begun < 0.5
+
+    def test_wait_is_bounded_and_wakes(self, world: Callable[[int], list[Roster]]) -> None:
+        first, second = world(2)
+        begun = time.monotonic()
+        assert not first.wait("never", 0.2)
+        assert 0.15 < time.monotonic() - begun < 1.0
+        timer = threading.Timer(0.2, lambda: second.put("soon", {}))
+        timer.start()
+        begun = time.monotonic()
+        assert first.wait("soon", 10.0)
+        assert time.monotonic() - begun < 2.0
+        timer.join()
+
+    def test_of_many_claims_one_stands(self, world: Callable[[int], list[Roster]]) -> None:
+        rosters = world(6)
+        for turn in range(10):
+            start = threading.Barrier(len(rosters))
+            found: list[Message] = []
+
+            def claim(roster: Roster, turn: int = turn, start: threading.Barrier = start) -> None:
+                start.wait(10)
+                found.append(roster.claim(f"outcome/{turn}", {"rank": roster.rank}))  # noqa: B023
+
+            threads = [threading.Thread(target=claim, args=(roster,)) for roster in rosters]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(10)
+            assert len(found) == len(rosters)
+            assert all(message == found[0] for message in found)
+            assert rosters[0].get([f"outcome/{turn}"]) == [found[0]]
+
+    def test_deleted_keys_are_gone_and_may_be_claimed_anew(
+        self, world: Callable[[int], list[Roster]]
+    ) -> None:
+        first, second = world(2)
+        first.put("a", {"x": 1})
+        first.delete(["a", "never there"])
+        assert second.get(["a"]) == [None]
+        assert second.claim("a", {"x": 2}) == {"x": 2}
+
+    def test_renewed_clients_see_the_same(self, world: Callable[[int], list[Roster]]) -> None:
+        (roster,) = world(1)
+        roster.put("a", {"x": 1})
+        roster.renew()
+        assert roster.get(["a"]) == [{"x": 1}]
+        assert roster.second().get(["a"]) == [{"x": 1}]

@@ -1,0 +1,141 @@
+"""The pages say what is so: their code runs, what they name exists, their tables are the code's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import errors
+from holdfast.cli import COMMANDS, cli
+from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def run(page: str, blocks: list[tuple[int, str]]) -> dict[str, Any]:
+    """Run code blocks one after the other; lines in errors are the page's."""
+    space: dict[str, Any] = {"__name__": page}
+    for line, block in blocks:
+        exec(compile("\n" * (line - 1) + block, str(ROOT / page), "exec"), space)
+    return space
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    example, switch = code(text("README.md"))
+    assert len(example[1].strip().split("\n")) <= 10
+    run("README.md", [example])
+    space = run("README.md", [switch])
+    assert (space["dcp"].save, space["dcp"].load) == (holdfast.save, holdfast.load)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_the_code_of_the_reference_runs() -> None:
+    assert len(code(text("docs/api.md"))) >= 12
+    run("docs/api.md", code(text("docs/api.md")))
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
+    import torch.distributed.checkpoint as dcp
+
+    for name in ("save", "load"):
+        theirs = inspect.signature(getattr(dcp, name)).parameters
+        ours = inspect.signature(getattr(holdfast, name)).parameters
+        same = {"checkpoint_id", "process_group", "no_dist"}
+        assert same <= set(theirs) & set(ours)
+        for argument in same:
+            assert theirs[argument].default == ours[argument].default
+    state = {"w": torch.arange(3.0)}
+    holdfast.save(state, checkpoint_id="there", no_dist=True)
+    blank = {"w": torch.zeros(3)}
+    holdfast.load(blank, checkpoint_id="there", no_dist=True, process_group=None)
+    assert torch.equal(blank["w"], state["w"])
+
+
+@pytest.mark.parametrize("name", ["save", "load", "Checkpoints", "Options"])
+def test_tables_of_arguments(name: str) -> None:
+    rows = table(text("docs/api.md"), name)
+    parameters = inspect.signature(getattr(holdfast, name)).parameters.values()
+    told = [(row[0], row[1]) for row in rows]
+    assert told == [
+        (p.name, "" if p.default is inspect.Parameter.empty else repr(p.default)) for p in parameters
+    ]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    page = text("docs/api.md")
+    for name in holdfast.__all__:
+        assert re.search(rf"\b{name}\b", page), name
+    told = {row[0] for row in table(page, "errors")}
+    tree = {errors.HoldfastError.__name__}
+    for value in vars(errors).values():
+        if inspect.isclass(value) and issubclass(value, errors.HoldfastError):
+            tree.add(value.__name__)
+    assert told == tree
+
+
+def test_the_table_of_commands() -> None:
+    rows = {row[0]: row[1] for row in table(text("README.md"), "commands")}
+    assert {call.split()[1]: does for call, does in rows.items()} == COMMANDS
+    for call in rows:
+        _, name, *arguments = call.split()
+        command = cli.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        takes = [p.human_readable_name for p in command.params if p.param_type_name == "argument"]
+        assert [given.upper() for given in takes] == arguments
+        assert "--json" in {option for p in command.params for option in p.opts}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    body = without_code(page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)]+)\)", body):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        there = page if not file else (page.parent / file)
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there.read_text(encoding="utf-8")), target
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+def test_what_is_cited_exists(page: Path) -> None:
+    body = page.read_text(encoding="utf-8")
+    cited = set(re.findall(r"((?:tests|src|examples|docs|bench)/[\w./-]*\w)(?:::(\w+))?", body))
+    for file, test in cited:
+        assert (ROOT / file).exists(), file
+        if test:
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+@pytest.mark.parametrize("page", OURS, ids=lambda page: page.name)
+def test_pages_are_for_everybody(page: Path) -> None:
+    """No path of one machine, no line too long to read, no trailing blanks."""
+    body = page.read_text(encoding="utf-8")
+    assert not re.search(r"(?<![\w.])/(work|root|home|tmp|mnt|usr)/", body)
+    for number, line in enumerate(body.split("\n"), 1):
+        assert line == line.rstrip(), number
+        assert len(line) <= 130 or line.startswith("|"), number
+
+
+@pytest.mark.parametrize("name", ["demo", "test", "soak"])
+def test_words_of_the_makefile(name: str) -> None:
+    assert f"\n{name}:" in text("Makefile")

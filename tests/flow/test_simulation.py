@@ -1,0 +1,128 @@
+"""The save protocol over thousands of seeded fault schedules, and proof that the check has teeth."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from holdfast.errors import HoldfastError
+from holdfast.flow import protocol
+from holdfast.flow.protocol import Context, Do, Put, Steps
+from holdfast.testing.simulate import World, check, simulate
+
+SCHEDULES = 10_000
+
+
+def explore(first: int, count: int) -> tuple[list[str], Counter[str]]:
+    """What the schedules broke (at most a few), and how their ranks ended."""
+    wrong: list[str] = []
+    ends: Counter[str] = Counter()
+    for seed in range(first, first + count):
+        try:
+            world = simulate(seed)
+        except AssertionError as error:  # a step that the table does not have
+            return [f"seed {seed}: {error}"], ends
+        ends.update({outcome.state for outcome in world.outcomes.values()})
+        broken = check(world)
+        if broken:
+            wrong.append(tell(world, broken))
+            if len(wrong) == 3:
+                break
+    return wrong, ends
+
+
+def tell(world: World, broken: list[str]) -> str:
+    lines = [f"seed {world.seed}: {world.ranks} ranks, {world.faults}", *broken, *world.trace[-30:]]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_invariants_hold(part: int) -> None:
+    count = SCHEDULES // 4
+    wrong, ends = explore(part * count, count)
+    assert not wrong, "\n\n".join(wrong)
+    # Every kind of end was seen often, so the schedules are neither all harmless nor all hopeless.
+    assert ends["committed"] > count // 10
+    assert ends["failed"] > count // 10
+    assert ends["unconfirmed"] > count // 50
+
+
+@pytest.mark.soak
+def test_invariants_hold_for_long() -> None:
+    wrong, _ = explore(1_000_000, 300_000)
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    assert simulate(7).trace == simulate(7).trace
+    assert simulate(7).trace != simulate(8).trace
+
+
+# -- mutations: protocols with one step left out must be caught --------------------------------
+
+
+def no_claim(at: Context) -> Steps:
+    """Publishes without claiming the outcome first."""
+    return
+    yield
+
+
+def no_collect(at: Context, stage: str, mine: Any, ranks: Any) -> Steps:
+    """Does not wait for the others to have written."""
+    return dict.fromkeys(at.participants, mine)
+    yield
+
+
+def silent_abandon(at: Context, error: HoldfastError) -> Steps:
+    """Raises without telling anybody."""
+    at.enter("failed")
+    return error
+    yield
+
+
+def optimistic_final(at: Context, work: Any) -> Steps:
+    """Believes in the commit as soon as it was agreed, without waiting for the index."""
+    yield from protocol._await(at, at.outcome, "commit")
+    at.enter("committed")
+    return {"state": "committed"}
+
+
+def pessimistic_doubt(at: Context, cause: HoldfastError) -> HoldfastError:
+    """Calls what it can't know a failure."""
+    return HoldfastError(f"{at.title} failed: {cause.message}")
+
+
+def hasty_publish(at: Context, work: Any) -> Steps:
+    """Tells the others first and makes the index after."""
+    yield Put(at.final, {"state": "committed"})
+    final = yield Do("publish", work.publish)
+    at.enter("committed")
+    return final
+
+
+def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
+    """Looks at nobody and at no deadline."""
+    return
+    yield
+
+
+MUTATIONS: list[tuple[Any, str, Any]] = [
+    (protocol, "_claim_agreed", no_claim),
+    (protocol, "_collect", no_collect),
+    (protocol, "_abandon", silent_abandon),
+    (protocol, "_await_final", optimistic_final),
+    (protocol, "_unconfirmed", pessimistic_doubt),
+    (protocol, "_publish", hasty_publish),
+]
+
+
+@pytest.mark.parametrize(("where", "name", "mutant"), MUTATIONS, ids=[name for _, name, _ in MUTATIONS])
+def test_a_broken_protocol_is_caught(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Any
+) -> None:
+    monkeypatch.setattr(where, name, mutant)
+    wrong, _ = explore(0, 3_000)
+    assert wrong, f"3,000 schedules did not notice that {name} was replaced"
