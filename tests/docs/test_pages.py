@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import holdfast
 from holdfast import errors
 from holdfast.cli import COMMANDS, cli
+from holdfast.testing.processes import ProcessWorld
 from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
 
 
@@ -38,10 +40,22 @@ def run(page: str, blocks: list[tuple[int, str]]) -> dict[str, Any]:
 @pytest.mark.usefixtures("elsewhere")
 def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     example, switch = code(text("README.md"))
-    assert len(example[1].strip().split("\n")) <= 10
+    assert len([line for line in example[1].split("\n") if line]) <= 10
     run("README.md", [example])
     space = run("README.md", [switch])
     assert (space["dcp"].save, space["dcp"].load) == (holdfast.save, holdfast.load)
+
+
+def readme_on_a_rank(rank: int, folder: str) -> str:
+    os.chdir(folder)
+    run("README.md", code(text("README.md"))[:1])
+    return sorted(os.listdir("run/step-00000100/data"))[rank]
+
+
+def test_the_readmes_example_runs_on_every_rank(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        files = world.run(readme_on_a_rank, str(tmp_path))
+    assert [name.rpartition("-")[2] for name in files] == ["r00000.safetensors", "r00001.safetensors"]
 
 
 @pytest.mark.usefixtures("elsewhere")
@@ -80,7 +94,7 @@ def test_tables_of_arguments(name: str) -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     page = text("docs/api.md")
-    for name in holdfast.__all__:
+    for name in (*holdfast.__all__, *holdfast.testing.__all__):
         assert re.search(rf"\b{name}\b", page), name
     told = {row[0] for row in table(page, "errors")}
     tree = {errors.HoldfastError.__name__}

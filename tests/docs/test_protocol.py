@@ -7,13 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import holdfast
 from holdfast.flow.protocol import TRANSITIONS
 from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.testing.simulate import check, simulate
 from tests.docs.pages import ROOT, table, text
 from tests.docs.threads import on_ranks
 
@@ -80,9 +78,3 @@ def test_what_stays_after_a_save(tmp_path: Path) -> None:
     on_ranks(3, lambda roster: holdfast.save({"w": torch.ones(4)}, tmp_path / "s", roster=roster), board)
     left = {key.rpartition("/")[2] for key in board.messages if key.startswith("save/")}
     assert left == {"open", "outcome", "assigned", "final"}
-
-
-@pytest.mark.parametrize("start", [0, 100_000])
-def test_simulated_faults_keep_the_invariants(start: int) -> None:
-    for seed in range(start, start + 300):
-        assert check(simulate(seed)) == [], seed

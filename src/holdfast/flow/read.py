@@ -80,16 +80,16 @@ def _widen(values: Array, dims: int, fill: int) -> Array:
     return np.pad(values, ((0, 0), (missing, 0)), constant_values=fill) if missing else values
 
 
-class _Block(NamedTuple):
-    """One digest block to read. `buffer` is target memory, or None for scratch."""
+class _Run(NamedTuple):
+    """Consecutive digest blocks of a chunk, to be read at once."""
 
     position: int
     length: int
     buffer: Buffer | None
-    digest: int
+    """The target's own memory, or None: they pass through the stage."""
     chunk: int
     start: int
-    """Bytes from the start of the chunk."""
+    """Bytes from the start of the chunk; a multiple of its block."""
 
 
 @dataclass
@@ -115,6 +115,8 @@ class _Job:
         self.itemsize: list[int] = columns.itemsizes().tolist()
         self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
         self.lock = threading.Lock()
+        self.digests: list[int] = columns.digests.tolist()
+        self.block: list[int] = columns.block.tolist()
         self.simple = self._find_simple(chunks, first)
         order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
         done = 0
@@ -134,7 +136,7 @@ class _Job:
                 reader.close()
         return done
 
-    def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Block]:
+    def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
         """Chunks of one block that fill one target each, as they lie: what MoE has thousands of."""
         columns, pairs = self.columns, self.plan.pairs
         tables = self.held.tables()
@@ -147,15 +149,14 @@ class _Job:
         rows = np.flatnonzero(fits)
         memory = self.held.memory
         return {
-            chunk: _Block(
-                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address), number, chunk, 0
+            chunk: _Run(
+                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address), chunk, 0
             )
-            for chunk, position, size, target, number in zip(
+            for chunk, position, size, target in zip(
                 chunks[rows].tolist(),
                 columns.position[chunks[rows]].tolist(),
                 nbytes[rows].tolist(),
                 wanted[rows].tolist(),
-                columns.digests[self.digest_start[chunks[rows]]].tolist(),
                 strict=True,
             )
             if memory[target].address
@@ -173,44 +174,46 @@ class _Job:
 
     def _some(self, reader: Reader, name: str, chunks: Array) -> int:
         """Read chunks of one file in order, in batches of neighbouring blocks."""
-        batch: list[_Block] = []
+        batch: list[_Run] = []
         stage = Stage()
         size, total = 0, 0
         for chunk in chunks.tolist():
             simple = self.simple.get(chunk)
-            for block in (simple,) if simple is not None else self._blocks(chunk):
+            for run in (simple,) if simple is not None else self._runs(chunk):
                 if batch and (
-                    size >= BATCH
+                    size + run.length > BATCH
                     or len(batch) >= BATCH_BUFFERS
-                    or batch[-1].position + batch[-1].length != block.position
+                    or batch[-1].position + batch[-1].length != run.position
                 ):
                     total += self._flush(reader, name, batch, stage)
                     batch, size = [], 0
-                batch.append(block)
-                size += block.length
+                batch.append(run)
+                size += run.length
         return total + (self._flush(reader, name, batch, stage) if batch else 0)
 
-    def _blocks(self, chunk: int) -> list[_Block]:
-        """The blocks of a chunk that hold wanted bytes."""
-        columns = self.columns
-        position, block = int(columns.position[chunk]), int(columns.block[chunk])
-        nbytes, base = int(self.nbytes[chunk]), int(self.digest_start[chunk])
+    def _runs(self, chunk: int) -> Iterator[_Run]:
+        """The blocks of a chunk that hold wanted bytes, in runs that are read and copied as one."""
+        position, block = int(self.columns.position[chunk]), self.block[chunk]
+        nbytes = int(self.nbytes[chunk])
         first, last = self.first[chunk], self.last[chunk]
         target = self._direct(chunk, first) if last - first == 1 else None
-        wanted: set[int] = set()
-        for pair in range(first, last):
-            wanted |= self._touched(chunk, pair, block)
-        out = []
-        for number in sorted(wanted):
-            start = number * block
-            length = min(block, nbytes - start)
-            buffer: Buffer = None
-            if target is not None and target[1] <= start and start + length <= target[2]:
-                buffer = (ctypes.c_ubyte * length).from_address(target[0] + start - target[1])
-            out.append(
-                _Block(position + start, length, buffer, int(columns.digests[base + number]), chunk, start)
-            )
-        return out
+        touched = [self._touched(chunk, pair, block) for pair in range(first, last)]
+        numbers = touched[0] if last - first == 1 else np.unique(np.concatenate(touched))
+        starts = numbers * block
+        stops = np.minimum(starts + block, nbytes)
+        inside = np.zeros(len(starts), bool)
+        if target is not None:
+            inside = (target[1] <= starts) & (stops <= target[2])
+        apart = (starts[1:] != stops[:-1]) | (inside[1:] != inside[:-1])
+        heads = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
+        step = max(BATCH // block, 1) * block
+        for head, end in pairwise(heads):
+            for low in range(int(starts[head]), int(stops[end - 1]), step):
+                length = min(step, int(stops[end - 1]) - low)
+                buffer: Buffer = None
+                if target is not None and inside[head]:
+                    buffer = (ctypes.c_ubyte * length).from_address(target[0] + low - target[1])
+                yield _Run(position + low, length, buffer, chunk, low)
 
     def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
         """The chunk's shape, the common box in it, and the element size."""
@@ -238,11 +241,11 @@ class _Job:
             return None
         return memory.address + at * itemsize, start * itemsize, (start + inner.volume) * itemsize
 
-    def _touched(self, chunk: int, pair: int, block: int) -> set[int]:
-        """Numbers of the blocks that hold bytes of the common box."""
+    def _touched(self, chunk: int, pair: int, block: int) -> Array:
+        """Numbers of the blocks that hold bytes of the common box, ascending."""
         shape, box, itemsize = self._relative(chunk, pair)
-        if not shape:
-            return {0}
+        if box.shape == shape:
+            return np.arange(-(-int(self.nbytes[chunk]) // block))
         strides = [1]
         for size in shape[:0:-1]:
             strides.insert(0, strides[0] * size)
@@ -256,21 +259,20 @@ class _Job:
         run = math.prod(box.shape[axis:]) * itemsize
         low = starts * itemsize // block
         counts = -(-(starts * itemsize + run) // block) - low
-        return set(
-            (np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))).tolist()
-        )
+        numbers = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        return numbers if len(starts) == 1 else np.unique(numbers)
 
-    def _flush(self, reader: Reader, name: str, batch: list[_Block], stage: Stage) -> int:
+    def _flush(self, reader: Reader, name: str, batch: list[_Run], stage: Stage) -> int:
         """Read a batch, verify every block, and copy over what was not read to where it belongs."""
-        staged = stage.take(sum(block.length for block in batch if block.buffer is None))
-        assert staged is not None
-        buffers, at = [], 0
-        for block in batch:
-            if block.buffer is None:
-                buffers.append(staged[at : at + block.length])
-                at += block.length
-            else:
-                buffers.append(block.buffer)
+        buffers: list[Buffer] = []
+        staged: list[tuple[_Run, memoryview]] = []
+        for run in batch:
+            view = run.buffer
+            if view is None:
+                view = stage.take(run.length)
+                assert view is not None
+                staged.append((run, view))
+            buffers.append(view)
         wanted = batch[-1].position + batch[-1].length - batch[0].position
         got = reader.read_into(batch[0].position, buffers)
         if got != wanted:
@@ -278,26 +280,34 @@ class _Job:
                 f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.",
                 details={"file": name},
             )
-        for block, buffer in zip(batch, buffers, strict=True):
-            if digest(buffer) != block.digest:
-                raise self._damaged(block, name)
-        at = 0
-        for blocks in _neighbours(batch):
-            length = sum(block.length for block in blocks)
-            self._scatter(blocks[0].chunk, blocks[0].start, staged[at : at + length])
-            at += length
+        digests = self.digests
+        for run, buffer in zip(batch, buffers, strict=True):
+            block = self.block[run.chunk]
+            at = int(self.digest_start[run.chunk]) + run.start // block
+            if run.length <= block:
+                if digest(buffer) != digests[at]:
+                    raise self._damaged(run, 0, name)
+                continue
+            view = memoryview(buffer)
+            for low in range(0, run.length, block):
+                if digest(view[low : low + block]) != digests[at]:
+                    raise self._damaged(run, low, name)
+                at += 1
+        for run, view in staged:
+            self._scatter(run.chunk, run.start, view)
         stage.reset()
         with self.lock:
             self.progress(wanted)
         return wanted
 
-    def _damaged(self, block: _Block, name: str) -> CorruptCheckpoint:
-        tensor = self.columns.names[int(self.tensor[block.chunk])]
+    def _damaged(self, run: _Run, low: int, name: str) -> CorruptCheckpoint:
+        tensor = self.columns.names[int(self.tensor[run.chunk])]
+        start, length = run.position + low, min(self.block[run.chunk], run.length - low)
         return CorruptCheckpoint(
-            f"{self.store.url}/{name} is damaged: bytes {block.position} to {block.position + block.length}, part of "
-            f"{tensor!r}, do not match the digest they were written with.",
+            f"{self.store.url}/{name} is damaged: bytes {start} to {start + length}, part of {tensor!r}, do not match "
+            "the digest they were written with.",
             hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
-            details={"file": name, "tensor": tensor, "position": block.position},
+            details={"file": name, "tensor": tensor, "position": start},
         )
 
     def _scatter(self, chunk: int, start: int, data: memoryview) -> None:
@@ -319,20 +329,6 @@ class _Job:
                 self.held.memory[row].scatter(
                     place.relative_to(outer.offset), piece, part.shape, common.relative_to(part.offset)
                 )
-
-
-def _neighbours(batch: list[_Block]) -> Iterator[list[_Block]]:
-    """Runs of staged blocks that follow each other in one chunk: one copy serves them all."""
-    run: list[_Block] = []
-    for block in batch:
-        if block.buffer is not None:
-            continue
-        if run and (run[-1].chunk != block.chunk or run[-1].start + run[-1].length != block.start):
-            yield run
-            run = []
-        run.append(block)
-    if run:
-        yield run
 
 
 def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:

@@ -301,12 +301,14 @@ class _Stream:
 
     def chunk(self, source: ChunkSource) -> None:
         nbytes, block = source.nbytes, source.block
+        step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
         if source.address:
-            for low in range(0, nbytes, block):
-                length = min(block, nbytes - low)
-                self.add(source.direct(low, length), length)
+            for low in range(0, nbytes, step):
+                length = min(step, nbytes - low)
+                if self._size + length > BATCH:
+                    self.flush()
+                self.add_blocks(memoryview(source.direct(low, length)), block)
             return
-        step = max(BATCH // block, 1) * block  # several blocks are gathered by one copy
         for low in range(0, nbytes, step):
             length = min(step, nbytes - low)
             view = self._stage.take(length)
@@ -315,16 +317,15 @@ class _Stream:
                 view = self._stage.take(length)
                 assert view is not None
             source.gather(low, view)
-            for at in range(0, length, block):
-                self.add_staged(view[at : at + block])
+            self.add_blocks(view, block)
             if self._size >= BATCH:
                 self.flush()
 
-    def add_staged(self, buffer: memoryview) -> None:
-        """Like `add`, but leaves the flush to the caller: the stage is in use."""
-        self.digests.append(digest(buffer))
-        self._batch.append(buffer)
-        self._size += len(buffer)
+    def add_blocks(self, view: memoryview, block: int) -> None:
+        """Like `add` for several blocks, but leaves the flush to the caller: the stage may be in use."""
+        self.digests.extend([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        self._batch.append(view)
+        self._size += len(view)
 
 
 def _stream(
