@@ -319,6 +319,8 @@ def fsync_own_files(args: Any) -> None:
 class Ours(Side):
     """Holdfast: every tensor an explicit shard of its global tensor, with its replica number."""
 
+    options: Any = None
+
     name = "holdfast"
 
     def prepare(self, model: Model, layout: Layout, own: Sequence[Piece], state: State) -> None:
@@ -337,12 +339,23 @@ class Ours(Side):
     def save(self, path: Path) -> Any:
         import holdfast
 
-        return holdfast.save(self.state, path)
+        return holdfast.save(self.state, path, options=self.options)
 
     def load(self, path: Path) -> Any:
         import holdfast
 
         return holdfast.load(self.state, path)
+
+
+class OursInColumns(Ours):
+    """Holdfast, told which matrices may be cut along their columns (Megatron's RowParallelLinear)."""
+
+    name = "holdfast in columns"
+
+    def __init__(self) -> None:
+        import holdfast
+
+        self.options = holdfast.Options(columns=("*.down_proj.weight", "*.o_proj.weight"))
 
 
 # ------------------------------------------------------- plain tensors, which only this rank holds
@@ -423,4 +436,4 @@ PLAIN: dict[str, type[Plain]] = {
     "DCP": PlainDcp,
     "holdfast": PlainOurs,
 }
-SIDES: dict[str, type] = {cls.name: cls for cls in (Raw, Dcp, Mcore, TorchCheckpointing, Ours)}
+SIDES: dict[str, type] = {cls.name: cls for cls in (Raw, Dcp, Mcore, TorchCheckpointing, Ours, OursInColumns)}

@@ -207,6 +207,23 @@ def load_rows(bench: Bench, place: str, saved: Layout, layout: Layout, figures: 
         )
 
 
+def column_rows(
+    bench: Bench, saved: Layout, layouts: tuple[Layout, ...], figures: Figures, size: int
+) -> None:
+    """The same with `Options(columns=)`: what it costs everywhere, and what it saves a slice along columns."""
+    side, where = "holdfast in columns", str(layouts[-1])
+    save, same, cut = ("save", side), ("load", side, str(layouts[0])), ("load", side, where)
+    report_faults(bench, figures, "tmpfs", save, same, cut)
+    note = "down_proj and o_proj stored as column panels"
+    what = f"save {size / GB:.2f} GB, {saved}, tmpfs, in columns / DCP"
+    bench.compare(what, figures.wall(*save), figures.wall("save", "DCP"), "s", note=note)
+    for key in (same, cut):
+        what = f"load {saved} -> {key[2]}, tmpfs, in columns / DCP"
+        bench.compare(what, figures.wall(*key), figures.wall("load", "DCP", key[2]), "s", note=note)
+    what = f"load {saved} -> {where}, tmpfs, in columns: bytes read / needed"
+    bench.target(what, figures.amplification(*cut), AMPLIFICATION, "x", note=note)
+
+
 def report_faults(bench: Bench, figures: Figures, place: str, *keys: tuple[str, ...]) -> None:
     for key in keys:
         if (reason := figures.excuse(key)) is not None:
@@ -239,16 +256,18 @@ def run(bench: Bench) -> None:
                 group = ("DCP",)
             model = model_for(bench, group)
             size = unique_bytes(model)
+            columns = ("holdfast in columns",) if "DCP" in group and place == "tmpfs" else ()
             with scratch(place) as root:
-                plan = Plan(
-                    model, saved, loaded, ("raw", "holdfast", *group), bench.reps, root, place == "tmpfs"
-                )
+                sides = ("raw", "holdfast", *columns, *group)
+                plan = Plan(model, saved, loaded, sides, bench.reps, root, place == "tmpfs")
                 limit = 120.0 if bench.quick else 900.0
                 figures = Figures(run_ranks(job, saved.world, (plan,), limit_s=limit))
             for peer in group:
                 save_rows(bench, place, saved, figures, peer, size)
                 for layout in plan.loaded if plan.load else ():
                     load_rows(bench, place, saved, layout, figures, peer)
+            if columns:
+                column_rows(bench, saved, loaded, figures, size)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long to wait, for what, and by which clock. Nothing else in Holdfast waits.
+"""How long to wait, for what, and by which clock. What waits elsewhere counts against one of these.
 
 A `Deadline` is absolute. A `StallTimer` is reset by progress: slow is not dead. Both read a
 `Clock`, so that a test turns an hour into a microsecond (`holdfast.testing.ManualClock`).

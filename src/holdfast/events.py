@@ -21,7 +21,8 @@ class Event(msgspec.Struct, frozen=True):
     """One thing that happened. `at` is wall-clock seconds, for people; order is per thread."""
 
     name: str
-    """`save.` or `load.` or `prune.` and a phase from the protocol table, as `save.writing`."""
+    """`save.`, `load.` or `choice.` and a phase from the protocol table, as `save.writing`; or
+    `raised` in its place, when the call raises; or `load.rejected`, for a damaged step passed over."""
     rank: int
     step: int | None
     path: str

@@ -260,9 +260,10 @@ def test_numbers_on_the_page() -> None:
 
     def rule(nbytes: int, row: int) -> int:
         """The page's sentence about blocks, word by word."""
-        if nbytes <= 65536:
+        if nbytes < 128 << 10:
             return max(nbytes, 1)
-        size = min(max(-(-nbytes // 8 // 16) * 16, 16 << 10), 4 << 20)
+        parts = 2 if nbytes < 256 << 10 else 4 if nbytes < 512 << 10 else 8
+        size = min(-(-nbytes // (16 * parts)) * 16, 4 << 20)
         if row <= 4 << 20:
             size = max(size // row, 1) * row if size == 4 << 20 else -(-size // row) * row
         return size

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from holdfast.format.digest import (
     MAX_BLOCK,
     MIN_BLOCK,
-    SMALL_CHUNK,
     block_counts,
     block_size,
     block_sizes,
@@ -19,7 +18,9 @@ from holdfast.format.digest import (
 )
 
 sizes = st.one_of(
-    st.integers(0, 1 << 20), st.integers(0, 1 << 40), st.sampled_from([SMALL_CHUNK, SMALL_CHUNK + 1])
+    st.integers(0, 1 << 20),
+    st.integers(0, 1 << 40),
+    st.sampled_from([count * MIN_BLOCK + more for count in (1, 2, 4, 8) for more in (-1, 0, 1)]),
 )
 row_sizes = st.one_of(
     st.integers(0, 1 << 12), st.integers(0, 1 << 24), st.sampled_from([MAX_BLOCK, MAX_BLOCK + 1])
@@ -39,7 +40,7 @@ def test_the_two_forms_agree(pairs: list[tuple[int, int]]) -> None:
 def test_a_block_is_within_bounds_and_whole_rows(nbytes: int, row: int) -> None:
     block = block_size(nbytes, row)
     assert block >= 1
-    if nbytes <= SMALL_CHUNK:
+    if nbytes < 2 * MIN_BLOCK:
         assert block == max(nbytes, 1)
         return
     assert MIN_BLOCK <= block < 2 * MAX_BLOCK

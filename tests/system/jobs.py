@@ -114,6 +114,19 @@ def pause_at(event: str, flag: str) -> Any:
     return events.subscribe(watch)
 
 
+def interrupt_at(event: str) -> Any:
+    """Ctrl-C, as it were, at an event: SIGINT to this process, once."""
+    seen_once = []
+
+    def watch(seen: events.Event) -> None:
+        if seen.name == event and not seen_once:
+            seen_once.append(True)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)  # the signal reaches the main thread while this one is still writing
+
+    return events.subscribe(watch)
+
+
 def fail_write(number: int) -> Any:
     """Every positioned write of this process fails with an errno."""
     real = os.pwritev
@@ -153,6 +166,7 @@ def die_before_call(number: int) -> Any:
 
 
 MISHAPS = {
+    "interrupt": interrupt_at,
     "die_before": die_before_call,
     "die": die_at,
     "pause": pause_at,

@@ -164,3 +164,58 @@ def test_non_participant_is_told(world: ProcessWorld, tmp_path: Path) -> None:
 def _plain(state: dict) -> None:  # type: ignore[type-arg]
     for name in [name for name in state["model"] if "experts" in name]:
         del state["model"][name]
+
+
+def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
+    """A store host that is stopped, not dead: every call into it blocks, and still all come back."""
+    path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
+    with ProcessWorld(8, store_host="rank 0") as world:
+        world.start(save_job, path, 1, {"timeout": 4.0, "mishap": {0: ("pause", "save.entered", str(flag))}})
+        _paused(flag)
+        errors = []
+        begun = time.monotonic()
+        while len(errors) < 7 and time.monotonic() < begun + 15:
+            errors += [result.error for result in world.collect_some(0.2)]
+        took = time.monotonic() - begun
+        world.signal(0, signal.SIGCONT)
+        world.collect(20)
+    assert len(errors) == 7
+    assert took < 4.0 + 2.5
+    for error in errors:
+        assert isinstance(error, DeadlineExceeded | CommitUnconfirmed | RankFailed), error
+    no_checkpoint(path)
+
+
+def test_interrupted_rank_tells_the_others(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    world.start(save_job, path, 1, {**FAST, "mishap": {3: ("interrupt", "save.writing")}})
+    results = world.collect(20)
+    assert isinstance(results[3].error, KeyboardInterrupt)
+    errors = errors_of(result for result in results if result.rank != 3)
+    error = same_everywhere(errors, 7)
+    assert error.rank == 3
+    assert "was interrupted by KeyboardInterrupt" in str(error)
+    in_time(errors, 1.0)
+    no_checkpoint(path)
+    no_data(path)
+    world.run(save_job, path, 1, FAST)
+    world.run(load_job, path, 1, {})
+
+
+def test_a_failure_alone_is_not_remembered(world: ProcessWorld, tmp_path: Path) -> None:
+    assert world.run(alone_job, str(tmp_path), ranks=[4]) == [None]
+
+
+def alone_job(rank: int, folder: str) -> None:
+    import torch
+
+    import holdfast
+    from holdfast.errors import NotCommitted
+
+    place = f"{folder}/step"
+    with pytest.raises(NotCommitted):
+        holdfast.load({"w": torch.zeros(3)}, place, participants=[rank])
+    holdfast.save({"w": torch.ones(3)}, place, participants=[rank])
+    state = {"w": torch.zeros(3)}
+    holdfast.load(state, place, participants=[rank])
+    assert state["w"].tolist() == [1.0] * 3

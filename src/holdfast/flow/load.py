@@ -187,7 +187,7 @@ class _Work:
 
 
 def load(
-    state: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
@@ -214,7 +214,7 @@ def load(
     """
     return load_from(
         open_store(the_place(path, checkpoint_id)),
-        state,
+        state_dict,
         roster=find_roster(roster, no_dist),
         participants=participants,
         process_group=process_group,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from holdfast import events
 from holdfast.deadline import REAL_CLOCK, check_seconds
 from holdfast.errors import HoldfastError
 from holdfast.flow.protocol import CHOICE_TRANSITIONS, Context, Steps, Table, choice_steps
-from holdfast.flow.run import Cancelled, run
+from holdfast.flow.run import Cancel, run
 from holdfast.flow.world import find_participants, meeting_key
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
@@ -42,15 +41,17 @@ class Operation:
         everyone = find_participants(roster, participants, process_group)
         self.kind, self.place, self.step, self.roster = kind, place, step, roster
         self.begun = time.monotonic()
-        self.cancel = threading.Event()
-        key, self.attempt = meeting_key(kind, place, (step, signature), everyone, roster)
-        self.presence = Presence(roster, key, title, min(1.0, stall_timeout / 5))
+        self.cancel = Cancel()
+        self.attempt = ""
+        """A name of this attempt that all its ranks share and no other attempt has."""
+        self._signature = (step, signature)
+        self.presence = Presence(roster, title, min(1.0, stall_timeout / 5))
         me = self.presence.identity
         self.clocks = {"entered": self.begun}
         self.at = Context(
             roster.rank,
             everyone,
-            key,
+            "",
             title,
             REAL_CLOCK,
             timeout,
@@ -58,7 +59,7 @@ class Operation:
             table=table,
             step=step,
             on_phase=self._on_phase,
-            on_wait=lambda waiting: setattr(self.presence, "waiting", waiting),
+            on_wait=self.presence.wait_for,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
         )
         self.emit("entered")
@@ -85,22 +86,24 @@ class Operation:
         self.presence.progress += 1
 
     def still_wanted(self) -> None:
-        if self.cancel.is_set():
-            raise Cancelled("The operation was given up.")
+        self.cancel.check()
+
+    def _enter(self) -> None:
+        """Find the others, and show this rank to them."""
+        key, self.attempt = meeting_key(
+            self.kind, self.place, self._signature, self.at.participants, self.roster
+        )
+        self.at.meet(key)
+        self.presence.begin(key, self.at.outcome if len(self.at.participants) > 1 else None)
 
     def run(self, make: Callable[[], Steps]) -> Any:
         """Run the protocol to its end; returns or raises by the deadline."""
         try:
             with collector_paused():
-                return run(make, self.at, self.roster, self.presence, self.cancel)
+                return run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             self.emit("raised", error=type(error).__name__, message=str(error))
             raise
-        finally:
-            self.presence.phase = f"idle since {self.presence.phase}"
-            self.presence.waiting = False
-            with suppress(HoldfastError):
-                self.presence.send()
 
     def seconds(self) -> float:
         return time.monotonic() - self.begun

@@ -93,6 +93,10 @@ CHOICE_TRANSITIONS: Table = {
 
 _ASK = 64
 """Keys asked for at once."""
+_QUOTED = 8
+"""Ranks that an error or a presence message lists."""
+COURTESY = 0.5
+"""Seconds past the deadline that other ranks leave the committer, which knows best who is missing."""
 _STAGES = {
     "claims": "enter the save",
     "told": "list its replicated tensors",
@@ -154,7 +158,8 @@ class Context:
     table: Table = field(default_factory=lambda: TRANSITIONS)
     step: int | None = None
     on_phase: Callable[[str], None] = lambda phase: None
-    on_wait: Callable[[bool], None] = lambda waiting: None
+    on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
+    """Told whom this rank waits for, None when it works."""
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""
@@ -163,8 +168,11 @@ class Context:
         self.deadline = Deadline(self.timeout, self.clock)
         self.committer = min(self.participants)
         self.who = self.who or f"rank {self.rank}"
-        self.outcome = f"{self.key}/outcome"
-        self.final = f"{self.key}/final"
+        self.meet(self.key)
+
+    def meet(self, key: str) -> None:
+        """Set the key under which the ranks of this operation meet."""
+        self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
 
     @property
     def leads(self) -> bool:
@@ -346,8 +354,8 @@ def _collect(at: Context, stage: str, mine: Message, ranks: Sequence[int]) -> St
     found = {at.rank: mine}
     missing = sorted(rank for rank in ranks if rank != at.rank)
     watch = _Watch(at)
-    at.on_wait(True)
     while missing:
+        at.on_wait(missing[:_QUOTED])
         yield from _raise_if_abandoned(at)
         some = missing[:_ASK]  # a bounded question, however large the world
         messages = yield Get([at.said(stage, rank) for rank in some])
@@ -359,18 +367,18 @@ def _collect(at: Context, stage: str, mine: Message, ranks: Sequence[int]) -> St
         if missing:
             yield from watch.look(missing, _STAGES[stage])
             yield Pause(at.said(stage, missing[0]), watch.patience())
-    at.on_wait(False)
+    at.on_wait(None)
     return found
 
 
 def _await(at: Context, key: str, what: str) -> Steps:
     """Another rank's: the committer's message under a key."""
     watch = _Watch(at)
-    at.on_wait(True)
+    at.on_wait([at.committer])
     while True:
         found = (yield Get([key]))[0]
         if found is not None and (key != at.outcome or found["state"] == "agreed"):
-            at.on_wait(False)
+            at.on_wait(None)
             return found
         yield from _raise_if_abandoned(at)
         yield from watch.look([at.committer], what)
@@ -380,7 +388,7 @@ def _await(at: Context, key: str, what: str) -> Steps:
 def _await_final(at: Context, work: SaveWork) -> Steps:
     yield from _await(at, at.outcome, "commit")
     watch = _Watch(at)
-    at.on_wait(True)
+    at.on_wait([at.committer])
     while True:
         final = (yield Get([at.final]))[0]
         if final is not None:
@@ -456,7 +464,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
         error.message = f"{at.title} failed on {at.who} in phase {at.phase!r}: {error.message}"
     error.step = at.step if error.step is None else error.step
     error.phase = error.phase or at.phase
-    at.on_wait(False)
+    at.on_wait(None)
     try:
         standing = yield Claim(
             at.outcome, {"state": "abandoned", "rank": at.rank, "error": error.to_message()}
@@ -514,7 +522,7 @@ class _Watch:
         """How long to pause before looking again: short at first, longer in a long wait."""
         self.rounds += 1
         limit = min(self.LOOK_EVERY, self.at.stall_timeout / 4)
-        return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.at.deadline.left() + 0.001))
+        return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.at.deadline.left() + 0.05))
 
     def look(self, ranks: list[int], what: str) -> Steps:
         at = self.at
@@ -535,16 +543,30 @@ class _Watch:
                     lost.append(describe(rank, message, "its process has ended"))
                     continue
                 inside = message.get("operation") == at.key
-                beating = message.get("beat") if inside and message.get("waiting") else None
+                beating = message.get("beat") if inside and message.get("waiting_for") is not None else None
                 timer.see((message.get("operation"), message.get("phase"), message.get("progress"), beating))
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s"
                 lost.append(describe(rank, message, self._where(message) or quiet))
         if lost:
             raise self._failed(lost, what, RankFailed)
-        if at.deadline.passed():
+        if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
+            waits_for = self._waits_for(here.get(at.committer)) if not at.leads else []
+            if waits_for:  # the committer itself only waits: name those that it waits for
+                messages = yield Get([at_key(rank) for rank in waits_for])
+                here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"
             out = [describe(rank, message, self._where(message)) for rank, message in here.items()]
             raise self._failed(out, what, DeadlineExceeded)
+
+    def _waits_for(self, message: Message | None) -> list[int]:
+        """Whom a rank in this very operation waits for, as it says itself."""
+        if message is None or message.get("operation") != self.at.key:
+            return []
+        return [
+            rank
+            for rank in message.get("waiting_for") or ()
+            if rank in self.at.participants and rank != self.at.rank
+        ]
 
     def _where(self, message: Message | None) -> str:
         if message is None:
@@ -555,8 +577,8 @@ class _Watch:
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         at = self.at
-        shown = "; ".join(str(info) for info in infos[:8]) + (
-            f"; and {len(infos) - 8} more" if len(infos) > 8 else ""
+        shown = "; ".join(str(info) for info in infos[:_QUOTED]) + (
+            f"; and {len(infos) - _QUOTED} more" if len(infos) > _QUOTED else ""
         )
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         waited = at.deadline.elapsed()

@@ -101,6 +101,7 @@ class _Job:
     columns: Columns
     plan: ReadPlan
     progress: Progress
+    asked: tuple[int, tuple[tuple[int, ...], Box, int]] | None = None
 
     def run(self, threads: int) -> int:
         """Read everything; returns the bytes read from data files."""
@@ -216,12 +217,17 @@ class _Job:
                 yield _Run(position + low, length, buffer, chunk, low)
 
     def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
-        """The chunk's shape, the common box in it, and the element size."""
+        """The chunk's shape, the common box in it, and the element size. Asked three times in a row."""
+        last = self.asked
+        if last is not None and last[0] == pair:
+            return last[1]
         tensor = int(self.tensor[chunk])
         ndim = int(self.columns.ndim[tensor])
         shape = unpad(self.columns.size[chunk], ndim)
         box = Box(unpad(self.plan.pairs.offset[pair], ndim), unpad(self.plan.pairs.size[pair], ndim))
-        return shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
+        found = shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
+        self.asked = (pair, found)
+        return found
 
     def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
         """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""

@@ -1,16 +1,16 @@
 """Runs a protocol for real: its effects on a roster and a clock, its waits under a bound.
 
-The steps run on a worker thread, because a call into storage or the store may block for ever;
-the caller waits for the worker, at most until the deadline plus a short grace, and takes the
-error that the beat has heard of if the worker is stuck. What is stuck is told to stop (`cancel`)
-and can no longer report `written`, so nothing that was given up can become visible later.
+Everything that may block for ever, storage and the message store, is called on a worker thread.
+The caller waits for the worker, at most until the deadline plus a short grace, and takes the
+error that the beat has heard of if the worker is stuck. What is stuck is told to stop (`Cancel`)
+and can no longer report `written`, so nothing that was given up can become visible later. Ctrl-C
+in the caller is thrown into the protocol, which tells the other ranks, and is then raised again.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from holdfast.deadline import REAL_CLOCK
@@ -29,10 +29,30 @@ class Cancelled(HoldfastError):
     """The operation was given up while this thread was at work."""
 
 
-def perform(steps: Steps, roster: Roster, presence: Presence, cancel: threading.Event) -> Any:
+class Cancel:
+    """Tells a worker to stop; with a reason, to tell the other ranks why first."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+        self.reason: HoldfastError | None = None
+
+    def set(self, reason: HoldfastError | None = None) -> None:
+        self.reason = reason
+        self._set.set()
+
+    def is_set(self) -> bool:
+        return self._set.is_set()
+
+    def check(self) -> None:
+        if self._set.is_set():
+            raise Cancelled("The operation was given up.")
+
+
+def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Drive a protocol to its end on this thread."""
     result: Any = None
     error: BaseException | None = None
+    told = False
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
@@ -40,8 +60,8 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: threading.
             return end.value
         result, error = None, None
         try:
-            if cancel.is_set():
-                raise Cancelled("The operation was given up.")
+            if not told:
+                cancel.check()
             match effect:
                 case Put(key, message):
                     roster.put(key, message)
@@ -56,51 +76,61 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: threading.
                 case Do(_, action):
                     result = action()
         except Cancelled:
-            steps.close()
-            raise
+            if cancel.reason is None or told:
+                steps.close()
+                raise
+            error, told = cancel.reason, True
         except HoldfastError as raised:
             error = raised
         except Exception as raised:  # a bug or a user's object: it must still reach the other ranks
-            wrapped = HoldfastError(
-                f"Rank {roster.rank} failed: {type(raised).__name__}: {raised}", rank=roster.rank
-            )
+            wrapped = HoldfastError(f"{type(raised).__name__}: {raised}", rank=roster.rank)
             wrapped.__cause__ = raised
             error = wrapped
 
 
 def run(
-    make: Callable[[], Steps], at: Context, roster: Roster, presence: Presence, cancel: threading.Event
+    enter: Callable[[], None],
+    make: Callable[[], Steps],
+    at: Context,
+    roster: Roster,
+    presence: Presence,
+    cancel: Cancel,
 ) -> Any:
-    """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
+    """Run a protocol under its deadline; returns or raises by then, whatever is stuck.
+
+    `enter` goes first, on the worker: it finds the meeting place and starts the beat.
+    """
     done = threading.Event()
     ended: list[Any] = []
 
     def work() -> None:
         try:
+            enter()
             ended.append((perform(make(), roster, presence, cancel), None))
         except BaseException as error:
             ended.append((None, error))
         finally:
             done.set()
+            presence.leave()
 
-    presence.send()
-    alone = len(at.participants) == 1
-    if not alone:
-        presence.start(at.outcome)
     thread = threading.Thread(target=work, name="holdfast-operation", daemon=True)
     thread.start()
     try:
         _wait(done, at, presence)
-    except BaseException:
+    except HoldfastError:
         cancel.set()
         if not done.wait(LAST_CALL):
-            with suppress(HoldfastError):
-                roster.renew()
+            roster.renew()
             raise
+    except BaseException as interrupt:
+        reason = HoldfastError(
+            f"{at.who} was interrupted by {type(interrupt).__name__}.", rank=at.rank, phase=at.phase
+        )
+        cancel.set(reason)
+        done.wait(LAST_CALL + GRACE)
+        raise
     finally:
         presence.stop()
-    if not done.is_set():
-        raise AssertionError("unreachable: the wait ended without a result")
     thread.join(timeout=LAST_CALL)
     value, error = ended[0]
     if isinstance(error, Cancelled):
@@ -132,7 +162,12 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
         return from_message(presence.seen["error"])
     me = presence.identity
     here = RankInfo(
-        at.rank, me.host, me.pid, f"{at.title}: {at.phase}", 0.0, "stuck in a system call or a callback"
+        at.rank,
+        me.host,
+        me.pid,
+        f"{at.title}: {at.phase}",
+        0.0,
+        "its call into storage, the message store or a callback does not return",
     )
     kind = CommitUnconfirmed if at.phase in ("written", "committing") else DeadlineExceeded
     return kind(
@@ -141,5 +176,5 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
         phase=at.phase,
         rank=at.rank,
         missing=(here,),
-        hint="Look at the storage that it writes to; a stack of the thread `holdfast-operation` shows where it is.",
+        hint="A stack of its thread `holdfast-operation` (py-spy, faulthandler) shows where it is.",
     )

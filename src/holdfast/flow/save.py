@@ -155,7 +155,7 @@ class _Work:
 
 
 def save(
-    state: Mapping[str, Any],
+    state_dict: Mapping[str, Any],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
@@ -180,7 +180,7 @@ def save(
     raises the same error on all of them if anything went wrong anywhere; then the folder holds
     what it held before.
 
-    state: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
+    state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
     path, checkpoint_id: the folder (torch DCP's name for it is taken too).
     participants, process_group: the ranks that take part; default all. Other ranks must not call.
     timeout: seconds until the call fails, however well it goes.
@@ -196,7 +196,7 @@ def save(
     place = the_place(path, checkpoint_id)
     return save_into(
         open_store(place),
-        state,
+        state_dict,
         step=step,
         roster=find_roster(roster, no_dist),
         participants=participants,

@@ -28,7 +28,6 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
         if known is None or known[0] is not store:
             _torch_rosters.clear()  # the process group was started anew
             known = _torch_rosters[id(store)] = (store, TorchRoster(store))
-            known[1].second()  # connect before any deadline runs: a slow name server costs seconds
         return known[1]
     if not no_dist and read_environment().world_size > 1:
         raise BadInput(
@@ -87,7 +86,7 @@ def meeting_key(
     text = f"{kind}|{os.path.abspath(place) if local else place}|{signature}|{participants}"
     base = f"{kind}/{hex_digest(digest(text.encode()))}"
     if len(participants) == 1:
-        return f"{base}/solo", name
+        return f"{base}/solo-{name}", name
     counter = (id(roster), base)
     number = _attempts.get(counter, 0)
     while True:

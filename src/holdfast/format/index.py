@@ -104,7 +104,7 @@ ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
 
 def unpad(values: Array, ndim: int) -> tuple[int, ...]:
     """The last `ndim` of a padded row."""
-    return tuple(int(v) for v in values[len(values) - ndim :])
+    return tuple(values[len(values) - ndim :].tolist())
 
 
 def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:

@@ -44,7 +44,7 @@ class Box(NamedTuple):
 
     def relative_to(self, origin: Dims) -> Box:
         """The same indices counted from `origin`."""
-        return Box(tuple(o - b for o, b in zip(self.offset, origin, strict=True)), self.shape)
+        return Box(tuple([o - b for o, b in zip(self.offset, origin, strict=True)]), self.shape)
 
     def subtract(self, other: Box) -> list[Box]:
         """What is left without `other`: at most 2n disjoint boxes."""

@@ -20,7 +20,7 @@ from holdfast.plan.replicas import shares
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
 """Bytes of a row that a column panel has at least; shorter rows are not worth a scattered copy."""
-PANEL_CHUNK = 1 << 20
+PANEL_CHUNK = 256 << 10
 """Chunks below this size are read whole anyway."""
 
 

@@ -1,7 +1,7 @@
 """Who a rank is and where it is: one message a rank, refreshed by a beat while it works.
 
-`at/<rank>` says host, pid, operation, phase, bytes moved so far, and whether the rank works or
-waits. That is what an error quotes about a rank that is missing. A beat comes from a thread of
+`at/<rank>` says host, pid, operation, phase, bytes moved so far, and whom the rank waits for, if
+it does not work. That is what an error quotes about a rank that is missing. A beat comes from a thread of
 its own with a client of its own, so it goes on while the rank is deep in a system call; a rank
 that is stopped or gone falls silent. On one host a process that has ended is seen at once.
 """
@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast.errors import RankInfo, RosterLost
@@ -75,10 +76,11 @@ def describe(rank: int, message: Message | None, note: str = "") -> RankInfo:
 class Presence:
     """This rank's message: changed by the operation, sent by a beat."""
 
-    def __init__(self, roster: Roster, operation: str, title: str, interval: float) -> None:
+    def __init__(self, roster: Roster, title: str, interval: float) -> None:
         self.identity = Identity(roster.rank)
-        self.operation, self.title = operation, title
-        self.phase, self.waiting, self.progress = "entered", False, 0
+        self.operation, self.title = "", title
+        self.phase, self.progress = "entered", 0
+        self.waiting_for: list[int] | None = None
         self._roster, self._interval = roster, interval
         self._beats = 0
         self._stop = threading.Event()
@@ -87,6 +89,10 @@ class Presence:
         self.seen: Message | None = None
         """The message under `watched`, once the beat has found it."""
         self.noticed = threading.Event()
+
+    def wait_for(self, ranks: Sequence[int] | None) -> None:
+        """Note whom this rank waits for; None: nobody, it works."""
+        self.waiting_for = None if ranks is None else list(ranks)
 
     def message(self) -> Message:
         who = self.identity
@@ -98,7 +104,7 @@ class Presence:
             "started": who.started,
             "operation": self.operation,
             "phase": f"{self.title}: {self.phase}",
-            "waiting": self.waiting,
+            "waiting_for": self.waiting_for,
             "progress": self.progress,
             "beat": self._beats,
             "wall": time.time(),
@@ -108,11 +114,21 @@ class Presence:
         self._beats += 1
         self._roster.put(at_key(self.identity.rank), self.message())
 
-    def start(self, watched: str) -> None:
-        """Begin to beat, and to look for a message under `watched` (the operation's outcome)."""
-        self.watched = watched
-        self._thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
-        self._thread.start()
+    def begin(self, operation: str, watched: str | None) -> None:
+        """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
+        self.operation, self.watched = operation, watched
+        self.send()
+        if watched is not None and not self._stop.is_set():
+            self._thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
+            self._thread.start()
+
+    def leave(self) -> None:
+        """Say that this rank does nothing any more; whoever misses it later can quote that."""
+        self._stop.set()
+        self.phase, self.waiting_for = f"idle since {self.phase}", None
+        with suppress(RosterLost):
+            if self.operation:
+                self.send()
 
     def _beat(self) -> None:
         try:
@@ -128,6 +144,7 @@ class Presence:
             return  # the operation itself meets the same loss and says so
 
     def stop(self) -> None:
+        """End the beat; one that is stuck in the message store is left to end by itself."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)
+            self._thread.join(timeout=0.2)

@@ -42,10 +42,17 @@ class TorchRoster:
         self._parent = base
         self._second: TorchRoster | None = None
         self._prefix = f"holdfast/{read_environment().incarnation}/"
-        with _Reachable("opening a client"):
-            self._store = base.clone()
+        self._client: Any = None
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
+
+    @property
+    def _store(self) -> Any:
+        """Our own client, connected at first use: that may block, so it is left to a worker thread."""
+        if self._client is None:
+            with _Reachable("opening a client"):
+                self._client = self._parent.clone()
+        return self._client
 
     def put(self, key: str, message: Message) -> None:
         with _Reachable(f"writing {key!r}"):
@@ -90,8 +97,7 @@ class TorchRoster:
         return self._second
 
     def renew(self) -> None:
-        with _Reachable("opening a client"):
-            self._store, self._second = self._parent.clone(), None
+        self._client = self._second = None
 
 
 class _Reachable:

@@ -104,6 +104,20 @@ def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
     return []
 
 
+def _link(source: str, target: str) -> None:
+    """A second name for a file; fails if the name is taken, which no other call promises as widely."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+            raise StorageError(
+                f"{target} can't be put in place: this file system makes no hard links ({os.strerror(error.errno)}).",
+                hint="Save to a file system that does (ext4, XFS, Lustre, GPFS, NFS).",
+                details={"errno": error.errno},
+            ) from None
+        raise
+
+
 class LocalWriter:
     """A file descriptor opened with O_EXCL."""
 
@@ -175,7 +189,7 @@ class LocalStore:
                 finally:
                     os.close(fd)
                 if replacing is None:
-                    os.link(hidden, target)
+                    _link(hidden, target)
                     os.unlink(hidden)
                 else:
                     self._replace(hidden, target, replacing)

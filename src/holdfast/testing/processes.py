@@ -105,6 +105,10 @@ class ProcessWorld:
         """The answers of all busy ranks, by rank; kills and reports those that give none in time."""
         return self._gather(sorted(self._busy), timeout)
 
+    def collect_some(self, timeout: float) -> list[Result]:
+        """The answers that arrive within a time; ranks that give none go on undisturbed."""
+        return self._receive(set(self._busy), timeout)
+
     def run(
         self, job: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0
     ) -> list[Any]:
@@ -112,25 +116,29 @@ class ProcessWorld:
         self.start(job, *args, ranks=ranks)
         return [result.get() for result in self.collect(timeout)]
 
-    def _gather(self, ranks: Iterable[int], timeout: float) -> list[Result]:
+    def _receive(self, ranks: set[int], timeout: float) -> list[Result]:
         ends = time.monotonic() + timeout
-        missing, found = set(ranks), {}
+        missing, found = set(ranks), []
         while missing and time.monotonic() < ends:
             for pipe in wait([self._pipes[rank] for rank in missing], max(0.0, ends - time.monotonic())):
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 missing.discard(rank)
                 self._busy.discard(rank)
                 try:
-                    found[rank] = self._pipes[rank].recv()
+                    found.append(self._pipes[rank].recv())
                 except (EOFError, ConnectionError):
                     self._processes[rank].join(5.0)
-                    found[rank] = Result(rank, died=self._processes[rank].exitcode)
+                    found.append(Result(rank, died=self._processes[rank].exitcode))
+        return found
+
+    def _gather(self, ranks: Iterable[int], timeout: float) -> list[Result]:
+        wanted = set(ranks)
+        found = {result.rank: result for result in self._receive(wanted, timeout)}
+        missing = sorted(wanted - set(found))
         if missing:
             dump = self.stacks(missing)
             self.close()
-            raise TimeoutError(
-                f"ranks {sorted(missing)} gave no answer within {timeout} s and were killed.\n{dump}"
-            )
+            raise TimeoutError(f"ranks {missing} gave no answer within {timeout} s and were killed.\n{dump}")
         return [found[rank] for rank in sorted(found)]
 
     def stacks(self, ranks: Iterable[int]) -> str:
@@ -193,7 +201,11 @@ def _serve(
     try:
         store = _connect(rank, port, port_file)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        find_roster(None, False)  # connect now: a slow name server must not count against a test's deadline
+        roster = find_roster(
+            None, False
+        )  # connect now: a slow name server must not count against a test's deadline
+        roster.get(["ready"])
+        roster.second().get(["ready"])
         pipe.send(Result(rank))
     except BaseException as error:
         pipe.send(Result(rank, error=error, trace=traceback.format_exc()))

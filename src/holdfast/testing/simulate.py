@@ -207,7 +207,8 @@ class _Rank:
         self.world, self.rank = world, rank
         self.done = False
         self.awake_at = 0.0
-        self.progress, self.beats, self.waiting, self.doing = 0, 0, False, ""
+        self.progress, self.beats, self.doing = 0, 0, ""
+        self.waiting_for: list[int] | None = None
 
     def enter(self) -> None:
         world = self.world
@@ -223,7 +224,7 @@ class _Rank:
             world.timeout,
             world.stall_timeout,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
-            on_wait=lambda waiting: setattr(self, "waiting", waiting),
+            on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
         )
         self.steps: Steps = save_steps(self.context, _Work(world, self.rank))
         self.beat()
@@ -248,7 +249,7 @@ class _Rank:
             message = {
                 "operation": "save/x",
                 "phase": self.context.phase,
-                "waiting": self.waiting,
+                "waiting_for": self.waiting_for,
                 "progress": self.progress,
                 "beat": self.beats,
                 "rank": self.rank,
@@ -295,7 +296,7 @@ class _Rank:
         except CommitUnconfirmed as error:
             self.finish("unconfirmed", error, own=True)
         except HoldfastError as error:
-            self.finish("failed", error, own=isinstance(error, RosterLost))
+            self.finish("failed", error, own=isinstance(error, RosterLost) or world.lost())
         else:
             self.perform(effect)
 
