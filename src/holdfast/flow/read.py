@@ -138,26 +138,28 @@ class _Job:
         return done
 
     def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
-        """Chunks of one block that fill one target each, as they lie: what MoE has thousands of."""
-        columns, pairs = self.columns, self.plan.pairs
-        tables = self.held.tables()
-        nbytes = self.nbytes[chunks]
-        wanted = pairs.wanted[first]
-        volume = np.prod(pairs.size[first], axis=1)
+        """Chunks that go, all of them, into one contiguous piece of one target: nearly all that there are
+        when the layout is the one that saved, or cuts along the first axis. Found for all at once."""
+        columns, pairs, tables = self.columns, self.plan.pairs, self.held.tables()
+        nbytes, wanted = self.nbytes[chunks], pairs.wanted[first]
+        itemsize = tables.itemsize[wanted]
+        dims = pairs.size.shape[1]
+        outer, origin = _widen(tables.size, dims, 1)[wanted], _widen(tables.offset, dims, 0)[wanted]
         alone = np.diff(np.append(first, len(pairs.chunk))) == 1
-        fits = alone & (nbytes <= columns.block[chunks]) & (tables.nbytes[wanted] == nbytes)
-        fits &= volume * tables.itemsize[wanted] == nbytes
-        rows = np.flatnonzero(fits)
+        whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
+        together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
+        rows = np.flatnonzero(alone & whole_chunk & together & (nbytes <= BATCH))
         memory = self.held.memory
         return {
             chunk: _Run(
-                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address), chunk, 0
+                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address + at), chunk, 0
             )
-            for chunk, position, size, target in zip(
+            for chunk, position, size, target, at in zip(
                 chunks[rows].tolist(),
                 columns.position[chunks[rows]].tolist(),
                 nbytes[rows].tolist(),
                 wanted[rows].tolist(),
+                (start * itemsize)[rows].tolist(),
                 strict=True,
             )
             if memory[target].address
@@ -335,6 +337,19 @@ class _Job:
                 self.held.memory[row].scatter(
                     place.relative_to(outer.offset), piece, part.shape, common.relative_to(part.offset)
                 )
+
+
+def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]:
+    """Per row: does the box lie in one piece in a row-major tensor of `shape`, and at which element?
+
+    It does if every axis is either cut to one index or has only whole axes after it.
+    """
+    full = (size == shape)[:, ::-1]
+    after = np.ones_like(full)
+    after[:, 1:] = np.logical_and.accumulate(full, axis=1)[:, :-1]
+    stride = np.ones_like(shape)
+    stride[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return (after[:, ::-1] | (size == 1)).all(axis=1), (offset * stride).sum(axis=1)
 
 
 def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
