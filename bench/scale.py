@@ -18,7 +18,8 @@ import numpy as np
 
 from bench.shapes import ADAM, DEEPSEEK_V3_671B, QWEN3_30B_A3B, Catalog, Model, catalog
 from holdfast.flow.write import embedded_columns
-from holdfast.format.index import Columns, Index, encode
+from holdfast.format.columns import Columns
+from holdfast.format.index import Index, encode
 from holdfast.layout.box import whole
 from holdfast.layout.tensor import CODE_OF, TensorSpec
 from holdfast.options import Options

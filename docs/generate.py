@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.flow.protocol import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
+from holdfast.flow.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
 
 PAGE = Path(__file__).with_name("protocol.md")
 

@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast.flow.commit import open_index
-from holdfast.format.index import Columns
+from holdfast.format.columns import Columns
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks

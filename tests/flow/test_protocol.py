@@ -14,7 +14,8 @@ import torch
 import holdfast
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
-from holdfast.flow.protocol import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Context, Table
+from holdfast.flow.effects import Context
+from holdfast.flow.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
 from holdfast.roster.memory import Board, MemoryRoster
 
 

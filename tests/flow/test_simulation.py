@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.errors import HoldfastError
 from holdfast.flow import protocol
-from holdfast.flow.protocol import Context, Do, Put, Steps
+from holdfast.flow.effects import Context, Do, Put, Steps
 from holdfast.testing.simulate import World, check, simulate
 
 SCHEDULES = 10_000

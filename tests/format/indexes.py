@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from holdfast.format.columns import ITEMSIZE, Columns, pad
 from holdfast.format.digest import block_counts, block_sizes
-from holdfast.format.index import ITEMSIZE, Columns, Index, pad
+from holdfast.format.index import Index
 from holdfast.layout.tensor import DTYPES, OBJECT
 
 names_of_any_kind = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpoint
+from holdfast.format.columns import Columns, pad, unpad
 from holdfast.format.digest import digest, digest_many
-from holdfast.format.index import FENCE, PAGE, Columns, Index, encode, pad, unpad
+from holdfast.format.index import FENCE, PAGE, Index, encode
 from holdfast.layout.tensor import OBJECT
 from tests.format.indexes import build, content, everything, many, open_bytes, random_rows
 

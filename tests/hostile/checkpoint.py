@@ -13,7 +13,8 @@ import torch
 import holdfast
 from holdfast import Options, PerRank, Shard
 from holdfast.errors import HoldfastError
-from holdfast.format.index import Columns, Index, encode
+from holdfast.format.columns import Columns
+from holdfast.format.index import Index, encode
 
 SHAPE = (96, 40)
 

@@ -23,8 +23,8 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, StorageError
 from holdfast.format import objects
+from holdfast.format.columns import Columns
 from holdfast.format.digest import digest, digest_many
-from holdfast.format.index import Columns
 from tests.hostile.checkpoint import columns_of, forge, is_right, outcome, read, rows_of, snapshot, write
 
 

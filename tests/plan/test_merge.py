@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
+from holdfast.format.columns import Columns, pad
 from holdfast.format.digest import digest_many
-from holdfast.format.index import Columns, encode, pad
+from holdfast.format.index import encode
 from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import CODE_OF, OBJECT

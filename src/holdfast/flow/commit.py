@@ -22,8 +22,9 @@ from holdfast.errors import (
 )
 from holdfast.flow.retention import INDEX
 from holdfast.flow.write import WrittenFile
+from holdfast.format.columns import Columns
 from holdfast.format.container import safe_data_name
-from holdfast.format.index import Columns, Index, encode
+from holdfast.format.index import Index, encode
 from holdfast.plan.merge import Merger, check_vanished
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store

@@ -18,7 +18,8 @@ from holdfast.flow.commit import open_index
 from holdfast.flow.places import Place
 from holdfast.flow.values import SLAB, read_all, read_box, slabs
 from holdfast.format import objects
-from holdfast.format.index import Array, Columns, Index, unpad
+from holdfast.format.columns import Array, Columns, unpad
+from holdfast.format.index import Index
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.plan.merge import what

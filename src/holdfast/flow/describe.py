@@ -15,7 +15,8 @@ from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number
 from holdfast.flow.retention import INDEX, all_steps, step_folder
 from holdfast.flow.values import read_all
 from holdfast.format import objects
-from holdfast.format.index import Array, Columns, Index
+from holdfast.format.columns import Array, Columns
+from holdfast.format.index import Index
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast.plan import explain as plan_explain

@@ -16,11 +16,13 @@ from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
 from holdfast.errors import HoldfastError, LoadFailed, MissingTensors, NotCommitted, ShapeMismatch
 from holdfast.flow.commit import open_index
 from holdfast.flow.operation import Operation, read_state
-from holdfast.flow.protocol import LOAD_TRANSITIONS, load_steps
+from holdfast.flow.phases import LOAD_TRANSITIONS
+from holdfast.flow.protocol import load_steps
 from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.world import find_roster, the_place
 from holdfast.format import objects
-from holdfast.format.index import Columns, Index
+from holdfast.format.columns import Columns
+from holdfast.format.index import Index
 from holdfast.layout.box import whole
 from holdfast.layout.tensor import KINDS, OBJECT, listed, nearest
 from holdfast.options import Options

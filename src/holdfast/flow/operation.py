@@ -12,7 +12,9 @@ from typing import Any
 from holdfast import events
 from holdfast.deadline import REAL_CLOCK, check_seconds
 from holdfast.errors import HoldfastError
-from holdfast.flow.protocol import CHOICE_TRANSITIONS, Context, Steps, Table, choice_steps
+from holdfast.flow.effects import Context, Steps
+from holdfast.flow.phases import CHOICE_TRANSITIONS, Table
+from holdfast.flow.protocol import choice_steps
 from holdfast.flow.run import Cancel, run
 from holdfast.flow.world import find_participants, meeting_key
 from holdfast.roster.base import Roster

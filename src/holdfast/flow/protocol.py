@@ -25,78 +25,15 @@ to all (n^2), deciding by majority (a checkpoint needs every rank's bytes).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-from holdfast.deadline import Clock, Deadline, StallTimer
-from holdfast.errors import (
-    CommitUnconfirmed,
-    DeadlineExceeded,
-    HoldfastError,
-    RankFailed,
-    RankInfo,
-    RosterLost,
-    from_message,
-)
+from holdfast.errors import CommitUnconfirmed, HoldfastError, RosterLost, from_message
+from holdfast.flow.effects import Claim, Context, Do, Get, LoadWork, Pause, Put, SaveWork, Steps
+from holdfast.flow.patience import ASK, QUOTED, Watch
 from holdfast.roster.base import Message
-from holdfast.roster.presence import at_key, describe
 
-Table = dict[str, dict[str, str]]
-
-TRANSITIONS: Table = {
-    "entered": {
-        "claims": "a rank holds tensors whose replicas nobody declared",
-        "writing": "this rank knows what it writes",
-        "failed": "an error on this rank, or an outcome `abandoned`",
-    },
-    "claims": {
-        "writing": "the committer said who writes them",
-        "failed": "an error on this rank, or an outcome `abandoned`",
-    },
-    "writing": {
-        "written": "this rank's files are durable",
-        "failed": "an error on this rank, or an outcome `abandoned`",
-    },
-    "written": {
-        "committing": "committer: every rank has written",
-        "committed": "the committer put `final` in place",
-        "unconfirmed": "agreed, but no `final` and no index by the deadline",
-        "failed": "outcome `abandoned`",
-    },
-    "committing": {
-        "committed": "the index is durable",
-        "unconfirmed": "the index may or may not be durable",
-        "failed": "headers disagree, shards leave a gap, or somebody abandoned first",
-    },
-    "committed": {},
-    "failed": {},
-    "unconfirmed": {},
-}
-"""A save on one rank: phase -> next phase -> why. docs/protocol.md draws this table."""
-
-LOAD_TRANSITIONS: Table = {
-    "entered": {"reading": "the committer named the checkpoint", "failed": "none there, or an error"},
-    "reading": {"read": "all bytes verified and in place", "failed": "an error on this rank, or `abandoned`"},
-    "read": {"loaded": "every rank has read", "failed": "outcome `abandoned`"},
-    "loaded": {},
-    "failed": {},
-}
-
-
-CHOICE_TRANSITIONS: Table = {
-    "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},
-    "chosen": {},
-    "failed": {},
-}
-
-_ASK = 64
-"""Keys asked for at once."""
-_QUOTED = 8
-"""Ranks that an error or a presence message lists."""
-COURTESY = 0.5
-"""Seconds past the deadline that other ranks leave the committer, which knows best who is missing."""
 _STAGES = {
     "claims": "enter the save",
     "told": "list its replicated tensors",
@@ -104,129 +41,6 @@ _STAGES = {
     "read": "read its part",
 }
 """What a rank that is waited for has yet to do."""
-
-
-class Put(NamedTuple):
-    key: str
-    message: Message
-
-
-class Get(NamedTuple):
-    keys: Sequence[str]
-
-
-class Claim(NamedTuple):
-    key: str
-    message: Message
-
-
-class Pause(NamedTuple):
-    """Until `key` appears, at most `seconds`."""
-
-    key: str
-    seconds: float
-
-
-class Do(NamedTuple):
-    """Work on this rank; what it raises is raised in the protocol."""
-
-    name: str
-    action: Callable[[], Any]
-
-
-class Alive(NamedTuple):
-    """Is the process behind this presence message alive? True, False, or None if unseen from here."""
-
-    message: Message
-
-
-Effect = Put | Get | Claim | Pause | Do | Alive
-Steps = Generator[Effect, Any, Any]
-
-
-@dataclass
-class Context:
-    """One rank's part in one operation."""
-
-    rank: int
-    participants: tuple[int, ...]
-    key: str
-    title: str
-    clock: Clock
-    timeout: float
-    stall_timeout: float
-    table: Table = field(default_factory=lambda: TRANSITIONS)
-    step: int | None = None
-    on_phase: Callable[[str], None] = lambda phase: None
-    on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
-    """Told whom this rank waits for, None when it works."""
-    phase: str = "entered"
-    who: str = ""
-    """This rank as errors name it."""
-
-    def __post_init__(self) -> None:
-        self.deadline = Deadline(self.timeout, self.clock)
-        self.committer = min(self.participants)
-        self.who = self.who or f"rank {self.rank}"
-        self.meet(self.key)
-
-    def meet(self, key: str) -> None:
-        """Set the key under which the ranks of this operation meet."""
-        self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.committer
-
-    def enter(self, phase: str) -> None:
-        """Move to a phase that the table allows."""
-        if phase not in self.table[self.phase]:
-            raise AssertionError(f"the protocol has no way from {self.phase!r} to {phase!r}")
-        self.phase = phase
-        self.on_phase(phase)
-
-    def said(self, stage: str, rank: int) -> str:
-        return f"{self.key}/{stage}/{rank}"
-
-
-class SaveWork(Protocol):
-    """What a save does on one rank; the simulation has its own."""
-
-    def claims(self) -> str | None:
-        """A fingerprint of what this rank holds without a declared replica, or None if nothing."""
-        ...
-
-    def tell(self) -> Message:
-        """All of it, for when fingerprints differ."""
-        ...
-
-    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
-        """Committer: for each rank that told, which replica it is of each tensor."""
-        ...
-
-    def write(self, assigned: Message | None) -> Message:
-        """Write and sync this rank's files; returns what the committer must know."""
-        ...
-
-    def prepare(self, written: dict[int, Message]) -> None:
-        """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
-        ...
-
-    def publish(self) -> Message:
-        """Committer: put the index in place, durably."""
-        ...
-
-    def is_committed(self) -> bool:
-        """Does the index in storage name this rank's files?"""
-        ...
-
-
-class LoadWork(Protocol):
-    def choose(self) -> Message:
-        """Committer: which checkpoint, and which version of it."""
-        ...
-
-    def read(self, chosen: Message) -> Message: ...
 
 
 def save_steps(at: Context, work: SaveWork) -> Steps:
@@ -353,11 +167,11 @@ def _collect(at: Context, stage: str, mine: Message, ranks: Sequence[int]) -> St
     """Committer: everybody's message for a stage, or the error that names who is missing."""
     found = {at.rank: mine}
     missing = sorted(rank for rank in ranks if rank != at.rank)
-    watch = _Watch(at)
+    watch = Watch(at)
     while missing:
-        at.on_wait(missing[:_QUOTED])
+        at.on_wait(missing[:QUOTED])
         yield from _raise_if_abandoned(at)
-        some = missing[:_ASK]  # a bounded question, however large the world
+        some = missing[:ASK]  # a bounded question, however large the world
         messages = yield Get([at.said(stage, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
         found.update(heard)
@@ -373,7 +187,7 @@ def _collect(at: Context, stage: str, mine: Message, ranks: Sequence[int]) -> St
 
 def _await(at: Context, key: str, what: str) -> Steps:
     """Another rank's: the committer's message under a key."""
-    watch = _Watch(at)
+    watch = Watch(at)
     at.on_wait([at.committer])
     while True:
         found = (yield Get([key]))[0]
@@ -387,7 +201,7 @@ def _await(at: Context, key: str, what: str) -> Steps:
 
 def _await_final(at: Context, work: SaveWork) -> Steps:
     yield from _await(at, at.outcome, "commit")
-    watch = _Watch(at)
+    watch = Watch(at)
     at.on_wait([at.committer])
     while True:
         final = (yield Get([at.final]))[0]
@@ -504,90 +318,3 @@ def _raise_if_abandoned(at: Context) -> Steps:
     outcome = (yield Get([at.outcome]))[0]
     if outcome is not None and outcome["state"] == "abandoned":
         raise from_message(outcome["error"])
-
-
-class _Watch:
-    """An eye on ranks that are waited for: gone, stalled, or out of time."""
-
-    LOOK_EVERY = 0.25
-
-    def __init__(self, at: Context) -> None:
-        self.at = at
-        self.timers: dict[int, StallTimer] = {}
-        self.next_look = at.clock.now() + self.LOOK_EVERY / 2
-        self.rounds = 0
-        self.turn = 0
-
-    def patience(self) -> float:
-        """How long to pause before looking again: short at first, longer in a long wait."""
-        self.rounds += 1
-        limit = min(self.LOOK_EVERY, self.at.stall_timeout / 4)
-        return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.at.deadline.left() + 0.05))
-
-    def look(self, ranks: list[int], what: str) -> Steps:
-        at = self.at
-        now = at.clock.now()
-        if now < self.next_look and not at.deadline.passed():
-            return
-        self.next_look = now + min(self.LOOK_EVERY, at.stall_timeout / 4)
-        if len(ranks) > 4 * _ASK:  # large worlds are looked at in turns
-            self.turn = (self.turn + 4 * _ASK) % len(ranks)
-            ranks = (ranks[self.turn :] + ranks[: self.turn])[: 4 * _ASK]
-        messages = yield Get([at_key(rank) for rank in ranks])
-        here = dict(zip(ranks, messages, strict=True))
-        lost: list[RankInfo] = []
-        for rank, message in here.items():
-            timer = self.timers.setdefault(rank, StallTimer(at.stall_timeout, at.clock))
-            if message is not None:
-                if (yield Alive(message)) is False:
-                    lost.append(describe(rank, message, "its process has ended"))
-                    continue
-                inside = message.get("operation") == at.key
-                beating = message.get("beat") if inside and message.get("waiting_for") is not None else None
-                timer.see((message.get("operation"), message.get("phase"), message.get("progress"), beating))
-            if timer.stalled():
-                quiet = f"no progress for {timer.quiet_for():.1f} s"
-                lost.append(describe(rank, message, self._where(message) or quiet))
-        if lost:
-            raise self._failed(lost, what, RankFailed)
-        if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
-            waits_for = self._waits_for(here.get(at.committer)) if not at.leads else []
-            if waits_for:  # the committer itself only waits: name those that it waits for
-                messages = yield Get([at_key(rank) for rank in waits_for])
-                here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"
-            out = [describe(rank, message, self._where(message)) for rank, message in here.items()]
-            raise self._failed(out, what, DeadlineExceeded)
-
-    def _waits_for(self, message: Message | None) -> list[int]:
-        """Whom a rank in this very operation waits for, as it says itself."""
-        if message is None or message.get("operation") != self.at.key:
-            return []
-        return [
-            rank
-            for rank in message.get("waiting_for") or ()
-            if rank in self.at.participants and rank != self.at.rank
-        ]
-
-    def _where(self, message: Message | None) -> str:
-        if message is None:
-            return f"it never entered {self.at.title}"
-        if message.get("operation") != self.at.key:
-            return f"it has not entered {self.at.title}"
-        return ""
-
-    def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
-        at = self.at
-        shown = "; ".join(str(info) for info in infos[:_QUOTED]) + (
-            f"; and {len(infos) - _QUOTED} more" if len(infos) > _QUOTED else ""
-        )
-        why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
-        waited = at.deadline.elapsed()
-        return kind(
-            f"{at.title} failed after {waited:.1f} s, {why} while rank {at.rank} waited for "
-            f"{'rank ' + str(infos[0].rank) if len(infos) == 1 else str(len(infos)) + ' ranks'} to {what}: {shown}.",
-            step=at.step,
-            phase=at.phase,
-            rank=infos[0].rank,
-            missing=tuple(infos),
-            hint="Nothing was committed; what was committed before is untouched.",
-        )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,18 +20,14 @@ import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint
-from holdfast.flow.write import Stage
+from holdfast.flow.stream import BATCH, BATCH_BUFFERS, Progress, Stage
+from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest
-from holdfast.format.index import Array, Columns, unpad
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.coverage import first_problem
 from holdfast.plan.holding import Holding, contiguous_at
 from holdfast.plan.read import Overlaps, overlaps
 from holdfast.store.base import Reader, Store
-
-BATCH = 2 << 20
-BATCH_BUFFERS = 512
-Progress = Callable[[int], None]
 
 
 class ReadPlan(NamedTuple):

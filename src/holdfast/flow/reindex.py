@@ -20,8 +20,9 @@ from holdfast.flow.commit import open_index, present_tail, versions
 from holdfast.flow.places import Place, about, number
 from holdfast.flow.retention import INDEX
 from holdfast.flow.write import EMBEDDED
+from holdfast.format.columns import Columns
 from holdfast.format.container import read_header, safe_data_name
-from holdfast.format.index import Columns, Index, encode
+from holdfast.format.index import Index, encode
 from holdfast.plan.merge import Merger
 from holdfast.store.base import Store
 from holdfast.store.local import open_store

@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
-from holdfast.flow.protocol import Alive, Claim, Context, Do, Get, Pause, Put, Steps
+from holdfast.flow.effects import Alive, Claim, Context, Do, Get, Pause, Put, Steps
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 

@@ -15,14 +15,16 @@ import numpy as np
 from holdfast.adapters.state import flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.commit import Commit, names_files, open_index, present_tail
+from holdfast.flow.effects import Context
 from holdfast.flow.operation import Operation, read_state
-from holdfast.flow.protocol import TRANSITIONS, Context, save_steps
+from holdfast.flow.phases import TRANSITIONS
+from holdfast.flow.protocol import save_steps
 from holdfast.flow.retention import step_folder
 from holdfast.flow.world import find_roster, the_place
 from holdfast.flow.write import discard, write_files
 from holdfast.format import objects
+from holdfast.format.columns import Columns
 from holdfast.format.digest import digest, hex_digest
-from holdfast.format.index import Columns
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT, matches
 from holdfast.options import Options

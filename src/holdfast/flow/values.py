@@ -8,7 +8,7 @@ import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.flow.read import plan_read, read_into
-from holdfast.format.index import Array, Columns
+from holdfast.format.columns import Array, Columns
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.plan.holding import Holding

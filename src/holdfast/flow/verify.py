@@ -27,9 +27,10 @@ from holdfast.errors import CorruptCheckpoint, HoldfastError
 from holdfast.flow.places import Place, about, checkpoint_or_run, number
 from holdfast.flow.retention import INDEX, committed_steps, step_folder
 from holdfast.flow.write import EMBEDDED
+from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.container import Entry, Header, read_header
 from holdfast.format.digest import digest
-from holdfast.format.index import PAGE, Array, Columns, Index, unpad
+from holdfast.format.index import PAGE, Index
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import DTYPES
 from holdfast.store.base import NotFound, Reader, Store

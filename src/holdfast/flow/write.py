@@ -8,31 +8,22 @@ so that a file is written front to back.
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.buffers import Buffer
+from holdfast.flow.stream import ChunkSource, Progress, stream_chunks
+from holdfast.format.columns import Array, Columns
 from holdfast.format.container import encode_header
 from holdfast.format.digest import block_counts, digest, digest_many
-from holdfast.format.index import Array, Columns, encode, unpad
-from holdfast.layout.box import Box, from_flat_range
+from holdfast.format.index import encode
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
-from holdfast.plan.holding import Holding, contiguous_at
+from holdfast.plan.holding import Holding
 from holdfast.plan.save import Planned, SavePlan
 from holdfast.store.base import Store, Writer
 
-BATCH = 2 << 20
-BATCH_BUFFERS = 512
 EMBEDDED = "__holdfast__"
-Progress = Callable[[int], None]
-"""Told the bytes moved since the last call; raises to give the work up."""
 
 
 class WrittenFile(NamedTuple):
@@ -48,70 +39,6 @@ def file_name(attempt: str, rank: int, part: int) -> str:
     """No attempt touches another's bytes: its name is in the files'."""
     suffix = f"-{part:03d}" if part else ""
     return f"data/{attempt}-r{rank:05d}{suffix}.safetensors"
-
-
-class Stage:
-    """Memory that is used again and again, for bytes that do not lie as the file wants them.
-
-    Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
-    """
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray())
-        self._used = 0
-
-    def take(self, size: int) -> memoryview | None:
-        """`size` bytes, valid until `reset`; None when that is due first."""
-        if self._used and self._used + size > len(self._memory):
-            return None
-        if size > len(self._memory):
-            self._memory = memoryview(bytearray(max(size, 2 * BATCH)))
-        view = self._memory[self._used : self._used + size]
-        self._used += -(-size // 64) * 64
-        return view
-
-    def reset(self) -> None:
-        self._used = 0
-
-
-class ChunkSource:
-    """Where the bytes of one planned chunk are."""
-
-    __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes")
-
-    def __init__(self, held: Holding, plan: Planned, at: int, nbytes: int, block: int) -> None:
-        row = int(plan.row[at])
-        spec, outer, self._memory = held.specs[row], held.boxes[row], held.memory[row]
-        ndim = len(spec.shape)
-        self._box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(outer.offset)
-        self._itemsize = DTYPES[spec.dtype].size
-        self.nbytes, self.block = nbytes, block
-        start = contiguous_at(outer.shape, self._box) if self._memory.address else None
-        self.address = 0 if start is None else self._memory.address + start * self._itemsize
-
-    def direct(self, low: int, length: int) -> Buffer:
-        """Bytes where they lie; only with an address."""
-        return (ctypes.c_ubyte * length).from_address(self.address + low)
-
-    def gather(self, low: int, out: memoryview) -> None:
-        """Copy bytes from `low` on into a buffer."""
-        done = 0
-        for part in from_flat_range(
-            self._box.shape, low // self._itemsize, (low + len(out)) // self._itemsize
-        ):
-            size = part.volume * self._itemsize
-            moved = Box(tuple(a + b for a, b in zip(part.offset, self._box.offset, strict=True)), part.shape)
-            self._memory.gather(moved, out[done : done + size])
-            done += size
-
-    def one_block(self, number: int) -> Buffer:
-        low = number * self.block
-        length = min(self.block, self.nbytes - low)
-        if self.address:
-            return self.direct(low, length)
-        out = memoryview(bytearray(length))
-        self.gather(low, out)
-        return out
 
 
 def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
@@ -179,7 +106,7 @@ def _write_file(
     columns.file_size[:] = data_start + end
 
     writer.write_at(0, [header])
-    digests = _stream(writer, held, chunks, starts, options.writer_threads, progress)
+    digests = stream_chunks(writer, held, chunks, starts, options.writer_threads, progress)
     digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
     columns.digests[:] = _ragged(digests, digest_ends, order)
     if first:
@@ -272,111 +199,6 @@ def _entries(
     end = ends[-1] if ends else 0
     rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
     return rows, end + embedded
-
-
-class _Stream:
-    """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
-
-    def __init__(self, writer: Writer, position: int, progress: Progress) -> None:
-        self._writer, self._position, self._progress = writer, position, progress
-        self._batch: list[Buffer] = []
-        self._size = 0
-        self._stage = Stage()
-        self.digests: list[int] = []
-
-    def add(self, buffer: Buffer, size: int) -> None:
-        self.digests.append(digest(buffer))
-        self._batch.append(buffer)
-        self._size += size
-        if self._size >= BATCH or len(self._batch) >= BATCH_BUFFERS:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._batch:
-            self._writer.write_at(self._position, self._batch)
-            self._position += self._size
-            self._progress(self._size)
-            self._batch, self._size = [], 0
-        self._stage.reset()
-
-    def chunk(self, source: ChunkSource) -> None:
-        nbytes, block = source.nbytes, source.block
-        step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
-        if source.address:
-            for low in range(0, nbytes, step):
-                length = min(step, nbytes - low)
-                if self._size + length > BATCH:
-                    self.flush()
-                self.add_blocks(memoryview(source.direct(low, length)), block)
-            return
-        for low in range(0, nbytes, step):
-            length = min(step, nbytes - low)
-            view = self._stage.take(length)
-            if view is None:
-                self.flush()
-                view = self._stage.take(length)
-                assert view is not None
-            source.gather(low, view)
-            self.add_blocks(view, block)
-            if self._size >= BATCH:
-                self.flush()
-
-    def add_blocks(self, view: memoryview, block: int) -> None:
-        """Like `add` for several blocks, but leaves the flush to the caller: the stage may be in use."""
-        self.digests.extend([digest(view[at : at + block]) for at in range(0, len(view), block)])
-        self._batch.append(view)
-        self._size += len(view)
-
-
-def _stream(
-    writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress
-) -> Array:
-    """Hash and write all chunks; returns the block digests in file order."""
-    counts = block_counts(chunks.nbytes, chunks.block)
-    ends = np.cumsum(counts)
-    digests = np.zeros(int(counts.sum()), "<u8")
-    lock = threading.Lock()
-    nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
-    simple = _simple(held, chunks)
-
-    def moved(size: int) -> None:
-        with lock:
-            progress(size)
-
-    def work(start: int, stop: int) -> None:
-        stream = _Stream(writer, int(starts[start]), moved)
-        for at in range(start, stop):
-            if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
-                stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
-            else:
-                stream.chunk(ChunkSource(held, chunks, at, nbytes[at], blocks[at]))
-        stream.flush()
-        first = int(ends[start] - counts[start])
-        digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
-
-    if not len(chunks.row):
-        return digests
-    if threads == 1:
-        work(0, len(chunks.row))
-        return digests
-    bytes_before = np.cumsum(chunks.nbytes)
-    cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
-    edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
-    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-write") as pool:
-        for done in [pool.submit(work, a, b) for a, b in pairwise(edges)]:
-            done.result()
-    return digests
-
-
-def _simple(held: Holding, chunks: Planned) -> list[int]:
-    """Addresses of chunks that are one block and all of their shard; 0 for the others."""
-    tables = held.tables()
-    whole_shard = (chunks.nbytes == tables.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
-    address = np.fromiter(
-        (held.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
-    )
-    found: list[int] = np.where(whole_shard, address, 0).tolist()
-    return found
 
 
 def _ragged(values: Array, ends: Array, order: Array) -> Array:

@@ -18,14 +18,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from holdfast.errors import CorruptCheckpoint
+from holdfast.format.columns import Array, Columns
 from holdfast.format.container import Header, Read, encode_header, read_header, safe_data_name
 from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
@@ -35,87 +35,8 @@ PAGE = 16 << 10
 FENCE = 256
 """Every 256th name stands in the fence, which is read whole; the others are read by the page."""
 
-Array = npt.NDArray[Any]
 _TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
 _NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
-
-
-def _int64() -> Array:
-    return np.zeros(0, "<i8")
-
-
-@dataclass
-class Columns:
-    """A whole index in memory. T tensors, C chunks, G block digests, F files, W witnesses, d dims."""
-
-    names: list[str] = field(default_factory=list)
-    dtype: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    kind: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    ndim: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    shape: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    """T x d, leading ones."""
-    chunk_end: Array = field(default_factory=_int64)
-    """T: the row after a tensor's last chunk; its first is the previous tensor's end."""
-    offset: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    size: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    """C x d: the chunk's box, its elements row-major in the file."""
-    file: Array = field(default_factory=lambda: np.zeros(0, "<i4"))
-    position: Array = field(default_factory=_int64)
-    """C: bytes from the start of the file."""
-    block: Array = field(default_factory=_int64)
-    """C: bytes a digest block has in this chunk."""
-    digest_end: Array = field(default_factory=_int64)
-    digests: Array = field(default_factory=lambda: np.zeros(0, "<u8"))
-    file_names: list[str] = field(default_factory=list)
-    file_size: Array = field(default_factory=_int64)
-    file_rank: Array = field(default_factory=lambda: np.zeros(0, "<i4"))
-    witness_tensor: Array = field(default_factory=_int64)
-    witness_offset: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    witness_size: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    witness_block: Array = field(default_factory=_int64)
-    """W: which block's digest it is, or -1 for the digest of all block digests."""
-    witness_digest: Array = field(default_factory=lambda: np.zeros(0, "<u8"))
-
-    @property
-    def dims(self) -> int:
-        return int(self.shape.shape[1])
-
-    def itemsizes(self) -> Array:
-        """T: bytes an element."""
-        sizes: Array = ITEMSIZE[self.dtype]
-        return sizes
-
-    def tensor_of_chunk(self) -> Array:
-        """C: the tensor row each chunk belongs to."""
-        counts = np.diff(self.chunk_end, prepend=0)
-        return np.repeat(np.arange(len(self.names)), counts)
-
-    def chunk_bytes(self) -> Array:
-        """C: bytes of each chunk."""
-        nbytes: Array = np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
-        return nbytes
-
-    def shape_of(self, row: int) -> tuple[int, ...]:
-        return unpad(self.shape[row], int(self.ndim[row]))
-
-
-ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
-
-
-def unpad(values: Array, ndim: int) -> tuple[int, ...]:
-    """The last `ndim` of a padded row."""
-    return tuple(values[len(values) - ndim :].tolist())
-
-
-def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
-    """Rows of differing length as a rectangle, padded in front."""
-    out = np.full((len(values), dims), fill, "<i8")
-    lengths = np.fromiter(map(len, values), np.int64, len(values))
-    for length in np.unique(lengths).tolist():
-        if length:
-            rows = np.flatnonzero(lengths == length).tolist()
-            out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")
-    return out
 
 
 def _heap(names: Sequence[str]) -> tuple[Array, Array]:

@@ -11,8 +11,8 @@ import math
 import msgspec
 import numpy as np
 
+from holdfast.format.columns import Columns, unpad
 from holdfast.format.digest import hex_digest
-from holdfast.format.index import Columns, unpad
 from holdfast.layout.box import Box, Dims
 from holdfast.plan.read import overlaps
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput
-from holdfast.format.index import ITEMSIZE, Array, pad
+from holdfast.format.columns import ITEMSIZE, Array, pad
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import TensorSpec
 

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
+from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest_many
-from holdfast.format.index import Array, Columns, unpad
 from holdfast.layout.coverage import Problem, first_problem
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 

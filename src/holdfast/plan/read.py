@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.format.index import Array
+from holdfast.format.columns import Array
 
 _DIRECT = 32
 """Compare all pairs of a tensor while they are at most this many times its boxes."""

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from holdfast.format.columns import Array, pad
 from holdfast.format.digest import block_sizes
-from holdfast.format.index import Array, pad
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options

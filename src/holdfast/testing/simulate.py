@@ -32,7 +32,8 @@ from holdfast.errors import (
     RosterLost,
     StorageError,
 )
-from holdfast.flow.protocol import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps, save_steps
+from holdfast.flow.effects import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps
+from holdfast.flow.protocol import save_steps
 from holdfast.flow.run import GRACE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key

@@ -1,0 +1,134 @@
+"""What a protocol asks to be done, what it knows of itself, and what it needs from a save or a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.deadline import Clock, Deadline
+from holdfast.flow.phases import TRANSITIONS, Table
+from holdfast.roster.base import Message
+
+
+class Put(NamedTuple):
+    key: str
+    message: Message
+
+
+class Get(NamedTuple):
+    keys: Sequence[str]
+
+
+class Claim(NamedTuple):
+    key: str
+    message: Message
+
+
+class Pause(NamedTuple):
+    """Until `key` appears, at most `seconds`."""
+
+    key: str
+    seconds: float
+
+
+class Do(NamedTuple):
+    """Work on this rank; what it raises is raised in the protocol."""
+
+    name: str
+    action: Callable[[], Any]
+
+
+class Alive(NamedTuple):
+    """Is the process behind this presence message alive? True, False, or None if unseen from here."""
+
+    message: Message
+
+
+Effect = Put | Get | Claim | Pause | Do | Alive
+Steps = Generator[Effect, Any, Any]
+
+
+@dataclass
+class Context:
+    """One rank's part in one operation."""
+
+    rank: int
+    participants: tuple[int, ...]
+    key: str
+    title: str
+    clock: Clock
+    timeout: float
+    stall_timeout: float
+    table: Table = field(default_factory=lambda: TRANSITIONS)
+    step: int | None = None
+    on_phase: Callable[[str], None] = lambda phase: None
+    on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
+    """Told whom this rank waits for, None when it works."""
+    phase: str = "entered"
+    who: str = ""
+    """This rank as errors name it."""
+
+    def __post_init__(self) -> None:
+        self.deadline = Deadline(self.timeout, self.clock)
+        self.committer = min(self.participants)
+        self.who = self.who or f"rank {self.rank}"
+        self.meet(self.key)
+
+    def meet(self, key: str) -> None:
+        """Set the key under which the ranks of this operation meet."""
+        self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.committer
+
+    def enter(self, phase: str) -> None:
+        """Move to a phase that the table allows."""
+        if phase not in self.table[self.phase]:
+            raise AssertionError(f"the protocol has no way from {self.phase!r} to {phase!r}")
+        self.phase = phase
+        self.on_phase(phase)
+
+    def said(self, stage: str, rank: int) -> str:
+        return f"{self.key}/{stage}/{rank}"
+
+
+class SaveWork(Protocol):
+    """What a save does on one rank; the simulation has its own."""
+
+    def claims(self) -> str | None:
+        """A fingerprint of what this rank holds without a declared replica, or None if nothing."""
+        ...
+
+    def tell(self) -> Message:
+        """All of it, for when fingerprints differ."""
+        ...
+
+    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
+        """Committer: for each rank that told, which replica it is of each tensor."""
+        ...
+
+    def write(self, assigned: Message | None) -> Message:
+        """Write and sync this rank's files; returns what the committer must know."""
+        ...
+
+    def prepare(self, written: dict[int, Message]) -> None:
+        """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
+        ...
+
+    def publish(self) -> Message:
+        """Committer: put the index in place, durably."""
+        ...
+
+    def is_committed(self) -> bool:
+        """Does the index in storage name this rank's files?"""
+        ...
+
+
+class LoadWork(Protocol):
+    def choose(self) -> Message:
+        """Committer: which checkpoint, and which version of it."""
+        ...
+
+    def read(self, chosen: Message) -> Message: ...
