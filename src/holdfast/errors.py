@@ -9,6 +9,7 @@
     │   └── Conflict             another save committed into the same folder meanwhile
     ├── LoadFailed               the state was not restored
     │   ├── NotCommitted         there is no committed checkpoint there
+    │   ├── Replaced             the checkpoint was replaced or removed while it was being loaded
     │   ├── MissingTensors       the state asks for names that the checkpoint does not hold
     │   └── ShapeMismatch        same name, other shape or dtype
     ├── CorruptCheckpoint        bytes on disk are not what was written
@@ -129,6 +130,10 @@ class LoadFailed(HoldfastError):
 
 class NotCommitted(LoadFailed):
     """There is no committed checkpoint at that place."""
+
+
+class Replaced(LoadFailed):
+    """The checkpoint was replaced or removed while it was being loaded."""
 
 
 class MissingTensors(LoadFailed):

@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.adapters.dtensor import covers, is_dtensor, local_runs
+from holdfast.adapters.dtensor import is_dtensor, local_runs, spans
 from holdfast.adapters.state import flatten, hold
 from holdfast.errors import BadInput
 from holdfast.layout.coverage import tiles
@@ -227,8 +227,8 @@ def test_a_mesh_of_some_ranks_leaves_replicas_to_be_agreed() -> None:
     try:
         part = DeviceMesh("cpu", torch.arange(2))
         tensor = distribute_tensor(torch.zeros(4), part, [Replicate()], src_data_rank=None)
-        assert covers(part, (0, 1))
-        assert not covers(part, (0, 1, 2, 3))
+        assert spans(part, (0, 1))
+        assert not spans(part, (0, 1, 2, 3))
         inside, _ = hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1))
         assert inside.replicas == [(1, 2)]
         outside, _ = hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1, 2, 3))

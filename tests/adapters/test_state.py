@@ -12,7 +12,7 @@ import torch
 import holdfast
 from holdfast import PerRank, Shard
 from holdfast.adapters.state import flatten, hold, matches, select
-from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import OBJECT
 
@@ -138,11 +138,11 @@ def test_tensors_are_filled_where_they_lie_and_objects_replaced(tmp_path: Path) 
     assert inner == {"b": [1, (2, 3)]}
 
 
-def test_objects_in_a_tuple_beside_tensors_can_not_be_replaced(tmp_path: Path) -> None:
-    holdfast.save({"t": (torch.ones(2), 5)}, tmp_path)
-    with pytest.raises(LoadFailed, match=r"'t.1' stands in a tuple.*use a list"):
-        holdfast.load({"t": (torch.zeros(2), 0)}, tmp_path)
-    tensors = (torch.zeros(2),)
+def test_a_tuple_of_tensors_and_objects_is_refused_while_it_can_be_mended(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"'t' is a tuple of tensors and other values.*make it a list"):
+        holdfast.save({"t": (torch.ones(2), 5)}, tmp_path)
+    holdfast.save({"t": (torch.ones(2), torch.ones(3))}, tmp_path)
+    tensors = (torch.zeros(2), torch.zeros(3))
     holdfast.load({"t": tensors}, tmp_path)
     assert torch.equal(tensors[0], torch.ones(2))
 

@@ -217,7 +217,7 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
                 include=None,
                 exclude=None,
                 expected=None,
-                previous=None,
+                previous=lambda: None,
                 overwrite=True,
                 grid=None,
                 notes=None,

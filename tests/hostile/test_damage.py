@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, StorageError
+from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted
 from holdfast.format.container import read_header
 from tests.hostile.checkpoint import columns_of, is_right, outcome, read, snapshot, write
 
@@ -152,7 +152,7 @@ def test_missing_files_are_errors(folder: Path) -> None:
         path.unlink()
         error = outcome(folder)
         if regions_of(good, path):
-            assert isinstance(error, StorageError)
+            assert isinstance(error, CorruptCheckpoint)
             assert path.name in str(error)
             assert "No such file" in str(error)
         path.write_bytes(good)

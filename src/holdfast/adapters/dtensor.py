@@ -90,8 +90,14 @@ def _cuts(value: Any, name: str) -> tuple[list[list[tuple[int, int, int]]], tupl
     return cuts, (index, count)
 
 
-def add_dtensor(held: Holding, name: str, value: Any, everyone: tuple[int, ...]) -> None:
-    """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it."""
+def add_dtensor(
+    held: Holding, name: str, value: Any, everyone: tuple[int, ...], undeclared: tuple[int, int] | None
+) -> None:
+    """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
+
+    Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold
+    the same DTensor on a mesh of their own, and ranks of it that do not take part write nothing.
+    """
     local: torch.Tensor = value._local_tensor  # to_local() would record autograd and may communicate
     if hasattr(local, "wait"):  # an AsyncCollectiveTensor: its data is not there before this
         local = local.wait()
@@ -106,8 +112,9 @@ def add_dtensor(held: Holding, name: str, value: Any, everyone: tuple[int, ...])
             f"{name!r}: the local tensor has shape {tuple(local.shape)}, but its placements {value.placements} "
             f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
         )
-    # Ranks outside the mesh may hold the same DTensor on a mesh of their own: that is settled by asking.
-    declared = replica if covers(value.device_mesh, everyone) else None
+    declared = undeclared
+    if undeclared is None and spans(value.device_mesh, everyone):
+        declared = replica
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
     any_box = False
     for pick in itertools.product(*(range(len(axis)) for axis in runs)):
@@ -122,10 +129,10 @@ def add_dtensor(held: Holding, name: str, value: Any, everyone: tuple[int, ...])
         held.add(spec, Box(empty, empty), (0, 1), False, TensorMemory(local.detach()))
 
 
-def covers(mesh: Any, everyone: tuple[int, ...]) -> bool:
-    """Does the mesh contain every participant?"""
+def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
+    """Does the mesh contain just the participants?"""
     ranks = getattr(mesh, "_holdfast_ranks", None)
     if ranks is None:
         ranks = frozenset(mesh.mesh.flatten().tolist())
         mesh._holdfast_ranks = ranks
-    return ranks.issuperset(everyone)
+    return bool(ranks == frozenset(everyone))

@@ -114,6 +114,10 @@ def _walk(
             for item in items:
                 leaves.append(Leaf(name, item, lambda loaded: None))
             return
+        if isinstance(value, tuple) and not all(_has_tensors(item) for item in items):
+            raise BadInput(
+                f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; make it a list."
+            )
         for position, item in enumerate(items):
             _walk(item, _join(name, position), _setter(value, position), flat, rank, private)
     else:
@@ -183,7 +187,7 @@ def hold(
                 add_shard(held, leaf.name, value)
             elif isinstance(value, torch.Tensor):
                 if is_dtensor(value):
-                    add_dtensor(held, leaf.name, value, everyone)
+                    add_dtensor(held, leaf.name, value, everyone, undeclared)
                 else:
                     add_tensor(held, leaf.name, value, undeclared)
             else:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast import events
-from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
 from holdfast.flow.load import LoadReport, load_from
 from holdfast.flow.operation import agree
 from holdfast.flow.retention import committed_steps, remove_step, step_folder, surplus
@@ -18,9 +18,12 @@ from holdfast.flow.world import find_roster
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.roster.base import Roster
+from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
+TRIES = 10
+"""Times that a load begins anew because its checkpoint was replaced or retired meanwhile."""
 
 
 class Checkpoints:
@@ -71,8 +74,7 @@ class Checkpoints:
     ) -> SaveReport:
         """Save a step. `expected="previous"` compares its names with the newest committed step's."""
         roster = find_roster(self._roster, self._no_dist)
-        older = [other for other in committed_steps(self.store) if other != step]
-        report = save_into(
+        return save_into(
             self.store.child(step_folder(step)),
             state,
             step=step,
@@ -80,19 +82,25 @@ class Checkpoints:
             include=include,
             exclude=exclude,
             expected=expected,
-            previous=self.store.child(step_folder(older[-1])) if older else None,
+            previous=lambda: self._newest_but(step),
             overwrite=True,
             grid=self._grid,
             notes=notes,
+            after=lambda: self._retire(step),
             **self._who,
         )
-        everyone = self._who["participants"] or range(roster.world_size)
-        if self.keep is not None and roster.rank == min(everyone):
-            for old in surplus(committed_steps(self.store), self.keep):
-                if old != step:
-                    with suppress(HoldfastError):  # the next save tries again
-                        remove_step(self.store, old)
-        return report
+
+    def _newest_but(self, step: int) -> Store | None:
+        """The newest committed step's folder, other than this step's."""
+        older = [other for other in committed_steps(self.store) if other != step]
+        return self.store.child(step_folder(older[-1])) if older else None
+
+    def _retire(self, step: int) -> None:
+        """Remove steps beyond `keep`, the one just saved never among them."""
+        for old in surplus(committed_steps(self.store), self.keep):
+            if old != step:
+                with suppress(HoldfastError):  # the next save tries again
+                    remove_step(self.store, old)
 
     def restore(
         self,
@@ -121,6 +129,7 @@ class Checkpoints:
         fallback = how.pop("fallback", True) and step is None
         roster = find_roster(self._roster, self._no_dist)
         rejected: tuple[int, ...] = ()
+        tries = 0
         while True:
             chosen = step if step is not None else self._agree_on_newest(roster, rejected)
             if chosen is None:
@@ -133,10 +142,16 @@ class Checkpoints:
                 return load_from(
                     self.store.child(step_folder(chosen)), state, roster=roster, **how, **self._who
                 )
+            except (Replaced, NotCommitted) as error:
+                tries += 1
+                if step is not None or tries > TRIES:
+                    raise
+                log.info("Step %d went while it was being loaded; choosing again: %s", chosen, error)
             except CorruptCheckpoint as error:
                 if not fallback:
                     raise
-                log.warning("Step %d is damaged and passed over for the one before it: %s", chosen, error)
+                level = logging.WARNING if roster.rank == 0 else logging.DEBUG
+                log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
                     "load.rejected", rank=roster.rank, step=chosen, path=self.store.url, reason=str(error)
                 )

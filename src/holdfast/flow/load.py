@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,7 +14,15 @@ import numpy as np
 
 from holdfast.adapters.memory import BytesMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
-from holdfast.errors import HoldfastError, LoadFailed, MissingTensors, NotCommitted, ShapeMismatch
+from holdfast.errors import (
+    CorruptCheckpoint,
+    HoldfastError,
+    LoadFailed,
+    MissingTensors,
+    NotCommitted,
+    Replaced,
+    ShapeMismatch,
+)
 from holdfast.flow.commit import open_index
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
@@ -29,7 +38,7 @@ from holdfast.options import Options
 from holdfast.plan.holding import Holding, describe
 from holdfast.plan.merge import what
 from holdfast.roster.base import Message, Roster
-from holdfast.store.base import Store
+from holdfast.store.base import NotFound, Store
 from holdfast.store.local import open_store
 
 
@@ -70,6 +79,8 @@ class _Work:
     """Leaves that were filled."""
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of each object that was read, by leaf."""
+    values: dict[int, Any] = field(default_factory=dict)
+    """Objects that were read, by leaf."""
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -83,12 +94,18 @@ class _Work:
         self._wait_for(chosen["identity"])
         with open_index(self.store) as index:
             if index.identity != chosen["identity"]:
-                raise LoadFailed(
-                    f"{self.store.url} was replaced while rank {self.held.rank} began to load it.",
-                    hint="Load again.",
-                )
+                raise self._replaced()
             self.step = index.about.get("step")
-            self._read(index)
+            try:
+                self._read(index)
+            except NotFound as error:
+                if self._still(chosen["identity"]):
+                    raise CorruptCheckpoint(
+                        f"A data file of {self.store.url} is missing: {error.message}",
+                        hint="Load an older step, or another copy of this one.",
+                    ) from None
+                raise self._replaced() from None
+        self._decode()
         return {"bytes": self.bytes_read}
 
     def _read(self, index: Index) -> None:
@@ -114,6 +131,27 @@ class _Work:
         objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
         self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
 
+    def _replaced(self) -> Replaced:
+        return Replaced(
+            f"{self.store.url} was replaced or removed while rank {self.held.rank} loaded it.",
+            hint="Load again.",
+        )
+
+    def _still(self, identity: str) -> bool:
+        """Is the version that this load began with the one that is there?"""
+        try:
+            with open_index(self.store) as index:
+                return index.identity == identity
+        except HoldfastError:
+            return False
+
+    def tidy(self) -> None:
+        at = self.operation.at
+        with suppress(HoldfastError):
+            self.operation.roster.delete(
+                [at.said("read", rank) for rank in at.participants if rank != at.rank]
+            )
+
     def _wait_for(self, identity: str) -> None:
         """Until the version that the committer chose is visible here; a network file system may be late."""
         deadline = self.operation.at.deadline
@@ -137,6 +175,7 @@ class _Work:
                 self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional
             )
         )
+        self._refuse_unborn(gone, index)
         if names and self.strict:
             have = index.names()
 
@@ -152,6 +191,27 @@ class _Work:
             )
         self.missing = names
         return [row for row in range(len(self.held)) if rows[row] >= 0]
+
+    def _refuse_unborn(self, gone: list[int], index: Index) -> None:
+        """An empty dict in the state where the checkpoint has a subtree: an optimizer before its first step.
+        Passing it over would lose the moments without a word."""
+        empty = [
+            name
+            for row in gone
+            if self.leaves[self.owner[row]].value == {} and (name := self.held.specs[row].name)
+        ]
+        if not empty:
+            return
+        have = index.names()
+        for name in empty:
+            inside = next((other for other in have if other.startswith(name + ".")), None)
+            if inside is not None:
+                raise MissingTensors(
+                    f"{name!r} is empty in the state, but {self.store.url} holds {inside!r} and more under it.",
+                    hint="An optimizer has no state before its first step: make it have one (a step with zero gradients, or "
+                    "torch.distributed.checkpoint.state_dict.get_state_dict), or leave it out with exclude=.",
+                    details={"missing": [name]},
+                )
 
     def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
@@ -173,19 +233,18 @@ class _Work:
             )
         held.add(spec, self.held.boxes[row], (0, 1), False, memory)
 
+    def _decode(self) -> None:
+        """Objects, before this rank says that it has read: one that can't be decoded fails the load everywhere."""
+        rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
+        for owner, size in self.sizes.items():
+            memory = self.held.memory[rows[owner]]
+            assert isinstance(memory, BytesMemory)
+            self.values[owner] = objects.decode(memory.value(size), self.leaves[owner].name)
+
     def give_back(self) -> None:
         """Objects into the state; tensors are there already."""
-        rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
-        for owner in self.filled:
-            leaf, memory = self.leaves[owner], self.held.memory[rows[owner]]
-            if isinstance(memory, BytesMemory):
-                value = objects.decode(memory.value(self.sizes[owner]), leaf.name)
-                try:
-                    leaf.put(value)
-                except TypeError:
-                    raise LoadFailed(
-                        f"{leaf.name!r} stands in a tuple, which can't be filled in place; use a list."
-                    ) from None
+        for owner, value in self.values.items():
+            self.leaves[owner].put(value)
 
 
 def load(
@@ -214,19 +273,26 @@ def load(
     strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
     The other arguments are those of `save`.
     """
-    return load_from(
-        open_store(the_place(path, checkpoint_id)),
-        state_dict,
-        roster=find_roster(roster, no_dist),
-        participants=participants,
-        process_group=process_group,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-        include=include,
-        exclude=exclude,
-        strict=strict,
-        options=options,
-    )
+    store, found = open_store(the_place(path, checkpoint_id)), find_roster(roster, no_dist)
+    begun = time.monotonic()
+    while True:
+        try:
+            return load_from(
+                store,
+                state_dict,
+                roster=found,
+                participants=participants,
+                process_group=process_group,
+                timeout=timeout,
+                stall_timeout=stall_timeout,
+                include=include,
+                exclude=exclude,
+                strict=strict,
+                options=options,
+            )
+        except Replaced:  # the same on every rank: all begin anew, with the version that is there now
+            if time.monotonic() - begun > timeout / 2:
+                raise
 
 
 def load_from(
@@ -267,10 +333,18 @@ def load_from(
         work.held, work.owner = hold(work.leaves, roster.rank, operation.at.participants, for_load=True)
 
     work.trouble = read_state(read, roster.rank)
-    operation.run(lambda: load_steps(operation.at, work))
+    operation.run(lambda: load_steps(operation.at, work), work.trouble)
     work.give_back()
     for finish in flat.after:
-        finish()
+        try:
+            finish()
+        except Exception as error:
+            raise LoadFailed(
+                f"{operation.at.title}: all was read, but load_state_dict failed on {operation.at.who}: "
+                f"{type(error).__name__}: {error}",
+                rank=roster.rank,
+                hint="Other ranks don't know of this.",
+            ) from error
     return LoadReport(
         store.url,
         work.step,

@@ -98,13 +98,17 @@ class Operation:
         self.at.meet(key)
         self.presence.begin(key, self.at.outcome if len(self.at.participants) > 1 else None)
 
-    def run(self, make: Callable[[], Steps]) -> Any:
-        """Run the protocol to its end; returns or raises by the deadline."""
+    def run(self, make: Callable[[], Steps], trouble: HoldfastError | None = None) -> Any:
+        """Run the protocol to its end; returns or raises by the deadline. `trouble` is what reading the
+        state met: the protocol tells it to the others, and Ctrl-C among it goes on from here."""
         try:
             with collector_paused():
                 return run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             self.emit("raised", error=type(error).__name__, message=str(error))
+            cause = trouble.__cause__ if trouble is not None else None
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
             raise
 
     def seconds(self) -> float:
@@ -137,7 +141,7 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
             read()
     except HoldfastError as error:
         return error
-    except Exception as error:
+    except BaseException as error:  # Ctrl-C, too, is told to the others, and raised again after
         trouble = HoldfastError(f"The state could not be read: {type(error).__name__}: {error}", rank=rank)
         trouble.__cause__ = error
         return trouble

@@ -39,6 +39,7 @@ _STAGES = {
     "told": "list its replicated tensors",
     "written": "write its part",
     "read": "read its part",
+    "asked": "ask",
 }
 """What a rank that is waited for has yet to do."""
 
@@ -59,7 +60,9 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
             at.enter("committing")
             yield Do("prepare", lambda: work.prepare(written))
             yield from _claim_agreed(at)
-            return (yield from _publish(at, work))
+            final = yield from _publish(at, work)
+            yield Do("tidy", work.tidy)
+            return final
         yield Put(at.said("written", at.rank), message)
         return (yield from _await_final(at, work))
     except _Settled as settled:
@@ -70,7 +73,11 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
     except RosterLost as error:
         return (yield from _without_roster(at, work, error))
     except HoldfastError as error:
-        raise (yield from _abandon(at, error)) from error.__cause__
+        abandoned = yield from _abandon(at, error)
+        if abandoned is None:  # every rank had written, this one too: somebody will have committed
+            at.enter("unconfirmed")
+            abandoned = _unconfirmed(at, error)
+        raise abandoned from error.__cause__
 
 
 def load_steps(at: Context, work: LoadWork) -> Steps:
@@ -88,26 +95,34 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         if at.leads:
             yield from _collect(at, "read", message, at.participants)
             yield from _claim_agreed(at)
+            yield Do("tidy", work.tidy)
         else:
             yield Put(at.said("read", at.rank), message)
             yield from _await(at, at.outcome, "say that every rank has read")
         at.enter("loaded")
         return message
+    except RosterLost:
+        at.enter("failed")
+        raise
     except HoldfastError as error:
-        if isinstance(error, RosterLost):
-            at.enter("failed")
-            raise
-        raise (yield from _abandon(at, error)) from error.__cause__
+        abandoned = yield from _abandon(at, error)
+        if abandoned is None:  # every rank has read, this one too, and its patience ended a moment early
+            at.enter("loaded")
+            return message
+        raise abandoned from error.__cause__
 
 
 def choice_steps(at: Context, choose: Callable[[], Any]) -> Steps:
-    """The committer's answer to a question, on every rank."""
+    """The committer's answer to a question, on every rank, once every rank has asked it."""
     try:
         yield from _refuse_late(at)
         if at.leads:
             value = yield Do("choose", choose)
+            yield from _collect(at, "asked", {}, at.participants)
             yield Put(f"{at.key}/chosen", {"value": value})
+            yield from _claim_agreed(at)
         else:
+            yield Put(at.said("asked", at.rank), {})
             value = (yield from _await(at, f"{at.key}/chosen", "choose"))["value"]
         at.enter("chosen")
         return value
@@ -115,7 +130,11 @@ def choice_steps(at: Context, choose: Callable[[], Any]) -> Steps:
         at.enter("failed")
         raise
     except HoldfastError as error:
-        raise (yield from _abandon(at, error)) from error.__cause__
+        abandoned = yield from _abandon(at, error)
+        if abandoned is None:
+            at.enter("chosen")
+            return (yield Get([f"{at.key}/chosen"]))[0]["value"]
+        raise abandoned from error.__cause__
 
 
 # -- the parts ------------------------------------------------------------------------------
@@ -271,7 +290,10 @@ class _Settled(Exception):
 
 
 def _abandon(at: Context, error: HoldfastError) -> Steps:
-    """Publish the failure first, then raise: the first one to be published is everyone's."""
+    """Publish the failure first, then raise: the first one to be published is everyone's.
+
+    Returns the error to raise, or None where all ranks had agreed before.
+    """
     if error.rank is None and not error.missing and at.phase != "committing":
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:
@@ -284,11 +306,13 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
             at.outcome, {"state": "abandoned", "rank": at.rank, "error": error.to_message()}
         )
     except RosterLost:
+        if at.phase == "written" and not at.leads:  # the others may commit what this rank has written
+            at.enter("unconfirmed")
+            return _unconfirmed(at, error)
         at.enter("failed")
         return error
-    if standing["state"] == "agreed":  # only after this rank had written: somebody will have committed
-        at.enter("unconfirmed")
-        return _unconfirmed(at, error)
+    if standing["state"] == "agreed":
+        return None
     at.enter("failed")
     return error if standing["rank"] == at.rank else from_message(standing["error"])
 

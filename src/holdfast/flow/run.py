@@ -25,6 +25,11 @@ LAST_CALL = 0.5
 """Seconds that it is then left to notice that it was cancelled."""
 
 
+TIDY = 30.0
+"""Seconds after its success that a call waits for the removal of what is not needed any more."""
+SUCCESS = ("committed", "loaded", "chosen")
+
+
 class Cancelled(HoldfastError):
     """The operation was given up while this thread was at work."""
 
@@ -124,13 +129,17 @@ def run(
             raise
     except BaseException as interrupt:
         reason = HoldfastError(
-            f"{at.who} was interrupted by {type(interrupt).__name__}.", rank=at.rank, phase=at.phase
+            f"{at.title}: {at.who} was interrupted by {type(interrupt).__name__}.",
+            rank=at.rank,
+            phase=at.phase,
         )
         cancel.set(reason)
         done.wait(LAST_CALL + GRACE)
         raise
     finally:
         presence.stop()
+    if not ended:
+        return None  # it succeeded; what it still tidies up goes on by itself
     thread.join(timeout=LAST_CALL)
     value, error = ended[0]
     if isinstance(error, Cancelled):
@@ -143,8 +152,14 @@ def run(
 def _wait(done: threading.Event, at: Context, presence: Presence) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
+    succeeded: float | None = None
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
+        if at.phase in SUCCESS:
+            succeeded = now if succeeded is None else succeeded
+            if now >= succeeded + TIDY or now >= at.deadline.at + GRACE:
+                return
+            continue
         if (
             heard is None
             and presence.noticed.is_set()

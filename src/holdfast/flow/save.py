@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,7 +16,6 @@ import numpy as np
 from holdfast.adapters.state import flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.commit import Commit, names_files, open_index, present_tail
-from holdfast.flow.effects import Context
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import TRANSITIONS
 from holdfast.flow.protocol import save_steps
@@ -64,6 +64,9 @@ class _Work:
     grid: Message | None
     notes: Any
     operation: Operation
+    make_commit: Callable[[], Commit] | None = None
+    """Committer: what it must know of the folder before it starts; it reads from storage."""
+    after: Callable[[], None] = lambda: None
     commit: Commit | None = None
     trouble: HoldfastError | None = None
     made: list[str] = field(default_factory=list)
@@ -89,6 +92,8 @@ class _Work:
     def claims(self) -> str | None:
         if self.trouble is not None:
             raise self.trouble
+        if self.make_commit is not None:
+            self.commit = self.make_commit()
         rows = self._undeclared()
         if not rows:
             return None
@@ -152,6 +157,19 @@ class _Work:
         self.operation.still_wanted()
         return self.commit.publish()
 
+    def tidy(self) -> None:
+        """Data that only the replaced index named, messages nobody needs, and what the caller wants done."""
+        assert self.commit is not None
+        at = self.operation.at
+        with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
+            for name in self.commit.replaced_files - set(self.commit.file_names):
+                self.store.delete(name)
+        stages = ("claims", "told", "written")
+        others = [rank for rank in at.participants if rank != at.rank]
+        with suppress(HoldfastError):
+            self.operation.roster.delete([at.said(stage, rank) for stage in stages for rank in others])
+            self.after()
+
     def is_committed(self) -> bool:
         return names_files(self.store, self.made)
 
@@ -208,7 +226,7 @@ def save(
         include=include,
         exclude=exclude,
         expected=expected,
-        previous=None,
+        previous=lambda: None,
         overwrite=overwrite,
         grid=grid,
         notes=notes,
@@ -229,13 +247,15 @@ def save_into(
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
     expected: str | Iterable[str] | None,
-    previous: Store | None,
+    previous: Callable[[], Store | None],
     overwrite: bool,
     grid: Grid | None,
     notes: Any,
     options: Options | None,
+    after: Callable[[], None] = lambda: None,
 ) -> SaveReport:
-    """`save` into a store; `previous` is where the names to compare with are, if not here."""
+    """`save` into a store. The committer asks `previous` where the names to compare with are, if not
+    here, and calls `after` once the save is committed."""
     if step is not None:
         step_folder(step)  # refuses what is not a step
     title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
@@ -261,20 +281,24 @@ def save_into(
     def read() -> None:
         leaves = select(flatten(state, roster.rank).leaves, include, exclude)
         work.held, _ = hold(leaves, roster.rank, at.participants)
-        if at.leads:
-            work.commit = _commit(work, expected, previous, overwrite, include, exclude)
 
+    if at.leads:
+        work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
+        work.after = after
     work.trouble = read_state(read, roster.rank)
     try:
-        operation.run(lambda: save_steps(at, work))
+        operation.run(lambda: save_steps(at, work), work.trouble)
     except CommitUnconfirmed:
         raise
     except HoldfastError:
         if work.made and not options.keep_failed:
-            discard(store, work.made)
+            # On a thread, because the storage may be what failed: nobody waits for it longer than this.
+            sweep = threading.Thread(
+                target=discard, args=(store, work.made), name="holdfast-sweep", daemon=True
+            )
+            sweep.start()
+            sweep.join(timeout=1.0)
         raise
-    if work.commit is not None:
-        _tidy(work.commit, roster, at)
     names = len({spec.name for spec in work.held.specs})
     return SaveReport(store.url, step, names, work.bytes_written, operation.seconds(), operation.phases())
 
@@ -282,7 +306,7 @@ def save_into(
 def _commit(
     work: _Work,
     expected: str | Iterable[str] | None,
-    previous: Store | None,
+    previous: Callable[[], Store | None],
     overwrite: bool,
     include: Sequence[str] | None,
     exclude: Sequence[str] | None,
@@ -298,7 +322,7 @@ def _commit(
     if isinstance(expected, str):
         if expected != PREVIOUS:
             raise BadInput(f"expected={expected!r}: give a list of names, {PREVIOUS!r}, or None.")
-        compared = store if replacing is not None else previous
+        compared = store if replacing is not None else previous()
         names = _previous_names(compared)
         source = f"the checkpoint {compared.url}" if compared is not None else ""
     elif expected is not None:
@@ -356,15 +380,3 @@ def _writers_of(store: Store | None) -> Callable[[str], list[int]]:
             return sorted(set(found.file_rank[found.file].tolist()))
 
     return ranks
-
-
-def _tidy(commit: Commit, roster: Roster, at: Context) -> None:
-    """After a commit: data that only the replaced index named, and messages nobody needs."""
-    with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
-        for name in commit.replaced_files - set(commit.file_names):
-            commit.store.delete(name)
-    stages = ("claims", "told", "written")
-    with suppress(HoldfastError):
-        roster.delete(
-            [at.said(stage, rank) for stage in stages for rank in at.participants if rank != at.rank]
-        )

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from holdfast.errors import BadInput
 from holdfast.format.digest import digest, hex_digest
@@ -69,7 +70,7 @@ def find_participants(
     return ranks
 
 
-_attempts: dict[tuple[int, str], int] = {}
+_attempts: WeakKeyDictionary[Roster, dict[str, int]] = WeakKeyDictionary()
 
 
 def meeting_key(
@@ -87,14 +88,15 @@ def meeting_key(
     base = f"{kind}/{hex_digest(digest(text.encode()))}"
     if len(participants) == 1:
         return f"{base}/solo-{name}", name
-    counter = (id(roster), base)
-    number = _attempts.get(counter, 0)
+    counters = _attempts.setdefault(roster, {})
+    number = counters.get(base, 0)
     while True:
         over, later = roster.get([f"{base}/{number}/outcome", f"{base}/{number + 1}/open"])
-        if over is None or later is None:
+        # What was agreed had this rank in it; what was abandoned may have been waiting for this very call.
+        if over is None or (later is None and over["state"] != "agreed"):
             break
         number += 1
-    _attempts[counter] = number + 1
+    counters[base] = number + 1
     opened = roster.claim(f"{base}/{number}/open", {"rank": roster.rank, "attempt": name})
     return f"{base}/{number}", str(opened["attempt"])
 

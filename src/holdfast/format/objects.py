@@ -8,6 +8,8 @@ format, whose reader knows an allow-list of types and calls nothing outside it.
 
 from __future__ import annotations
 
+import argparse
+import collections
 import json
 import math
 from typing import Any
@@ -40,17 +42,25 @@ def _to_json(value: Any) -> Any:
         return {_TAG: kind.__name__, "v": sorted((_to_json(v) for v in value), key=json.dumps)}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "v": value.hex()}
+    if kind in _NAMED:  # by value: a pickle differs with what is the same object, and with the order
+        return {_TAG: kind.__name__, "v": [[_to_json(k), _to_json(v)] for k, v in _NAMED[kind](value)]}
     if kind is complex:
         return {_TAG: "complex", "v": [_to_json(value.real), _to_json(value.imag)]}
     raise _NotPlain
 
 
+_NAMED: dict[type, Any] = {
+    argparse.Namespace: lambda value: sorted(vars(value).items()),
+    collections.OrderedDict: lambda value: value.items(),
+}
 _BUILD: dict[str, Any] = {
     "float": float,
     "tuple": lambda v: tuple(_from_json(x) for x in v),
     "set": lambda v: {_from_json(x) for x in v},
     "frozenset": lambda v: frozenset(_from_json(x) for x in v),
     "dict": lambda v: {_from_json(k): _from_json(x) for k, x in v},
+    "Namespace": lambda v: argparse.Namespace(**{k: _from_json(x) for k, x in v}),
+    "OrderedDict": lambda v: collections.OrderedDict((_from_json(k), _from_json(x)) for k, x in v),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": lambda v: complex(_from_json(v[0]), _from_json(v[1])),

@@ -34,7 +34,7 @@ from holdfast.errors import (
 )
 from holdfast.flow.effects import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps
 from holdfast.flow.protocol import save_steps
-from holdfast.flow.run import GRACE
+from holdfast.flow.run import GRACE, SUCCESS
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
 
@@ -70,6 +70,8 @@ class Faults:
     publish: str = "ok"
     """`ok`, `refused`, `conflict`, or `unsynced`: visible, but storage could not confirm it."""
     store_lost: float | None = None
+    client_lost: dict[int, float] = field(default_factory=dict)
+    """A rank whose own connection to the message store breaks."""
     lag: float = 0.0
     """Seconds until a rank that looks sees an index that another made."""
 
@@ -79,7 +81,7 @@ def draw_faults(rng: random.Random, ranks: int) -> Faults:
     faults = Faults()
     for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 5])):
         rank = rng.choice([0, rng.randrange(ranks)])
-        kind = rng.randrange(11)
+        kind = rng.randrange(12)
         when = rng.uniform(0.0, 8.0)
         if kind == 0:
             faults.absent.add(rank)
@@ -99,6 +101,8 @@ def draw_faults(rng: random.Random, ranks: int) -> Faults:
             faults.publish = rng.choice(["refused", "conflict", "unsynced"])
         elif kind == 9:
             faults.store_lost = when
+        elif kind == 10:
+            faults.client_lost[rank] = when
         else:
             faults.lag = rng.choice([0.05, 1.0, 10.0])
     return faults
@@ -151,8 +155,10 @@ class World:
             self.clock.time, _, action = heapq.heappop(self._queue)
             action()
 
-    def lost(self) -> bool:
-        return self.faults.store_lost is not None and self.clock.time >= self.faults.store_lost
+    def lost(self, rank: int) -> bool:
+        """Can this rank not reach the message store any more?"""
+        since = min(self.faults.store_lost or 1e9, self.faults.client_lost.get(rank, 1e9))
+        return self.clock.time >= since
 
     def note(self, rank: int, text: str) -> None:
         self.trace.append(f"{self.clock.time:8.3f} rank {rank}: {text}")
@@ -195,6 +201,9 @@ class _Work:
         if kind == "unsynced":
             raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
         return {"state": "committed"}
+
+    def tidy(self) -> None:
+        pass
 
     def is_committed(self) -> bool:
         world = self.world
@@ -241,7 +250,7 @@ class _Rank:
     def beat(self) -> None:
         """The presence message, at its interval, while the process lives and runs."""
         world = self.world
-        if self.done or self.rank in world.dead or world.lost():
+        if self.done or self.rank in world.dead or world.lost(self.rank):
             return
         if not self.stopped_for():
             self.beats += 1
@@ -271,6 +280,9 @@ class _Rank:
         if pause:
             self.world.after(pause + 0.01, self.give_up)
             return
+        if self.context.phase in SUCCESS:
+            self.finish("committed")
+            return
         unsure = self.context.phase in ("written", "committing")
         error = CommitUnconfirmed("stuck") if unsure else DeadlineExceeded("stuck")
         self.finish("unconfirmed" if unsure else "failed", error, own=True)
@@ -297,7 +309,7 @@ class _Rank:
         except CommitUnconfirmed as error:
             self.finish("unconfirmed", error, own=True)
         except HoldfastError as error:
-            self.finish("failed", error, own=isinstance(error, RosterLost) or world.lost())
+            self.finish("failed", error, own=isinstance(error, RosterLost) or world.lost(self.rank))
         else:
             self.perform(effect)
 
@@ -323,7 +335,7 @@ class _Rank:
 
     def over_roster(self, make: Callable[[], Any]) -> None:
         def ask() -> Any:
-            if self.world.lost():
+            if self.world.lost(self.rank):
                 raise RosterLost("The message store can't be reached.")
             return make()
 
@@ -335,7 +347,7 @@ class _Rank:
             case Put(key, message):
                 # Applied some time later: a TCPStore client buffers, and a dying sender takes it along.
                 def apply() -> None:
-                    if not world.lost() and (self.rank not in world.dead or rng.random() < 0.5):
+                    if not world.lost(self.rank) and (self.rank not in world.dead or rng.random() < 0.5):
                         world.board[key] = message
 
                 world.after(rng.choice([0.0, 0.01, 0.2]) * rng.random(), apply)
