@@ -23,7 +23,7 @@ from holdfast.errors import (
     Replaced,
     ShapeMismatch,
 )
-from holdfast.flow.commit import open_index
+from holdfast.flow.commit import VISIBLE_WITHIN, open_index
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
 from holdfast.flow.protocol import load_steps
@@ -86,12 +86,12 @@ class _Work:
         if self.trouble is not None:
             raise self.trouble
         with open_index(self.store) as index:
-            return {"identity": index.identity}
+            return {"identity": index.identity, "created": index.about.get("created")}
 
     def read(self, chosen: Message) -> Message:
         if self.trouble is not None:
             raise self.trouble
-        self._wait_for(chosen["identity"])
+        self._wait_for(chosen)
         with open_index(self.store) as index:
             if index.identity != chosen["identity"]:
                 raise self._replaced()
@@ -152,20 +152,23 @@ class _Work:
                 [at.said("read", rank) for rank in at.participants if rank != at.rank]
             )
 
-    def _wait_for(self, identity: str) -> None:
-        """Until the version that the committer chose is visible here; a network file system may be late."""
-        deadline = self.operation.at.deadline
+    def _wait_for(self, chosen: Message) -> None:
+        """Until the version that the committer chose is visible here; a network file system may show it
+        late. Another version that is newer, or that the committer itself sees, has replaced it."""
+        at = self.operation.at
+        ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
         while True:
             with suppress(NotCommitted), open_index(self.store) as index:
-                if index.identity == identity:
+                if index.identity == chosen["identity"]:
                     return
+                created, before = index.about.get("created"), chosen["created"]
+                newer = isinstance(created, float) and isinstance(before, float) and created > before
+                if at.leads or newer:
+                    raise self._replaced()
             self.operation.still_wanted()
-            if deadline.passed():
-                raise LoadFailed(
-                    f"{self.store.url} does not show rank {self.held.rank} the version of the checkpoint that the other ranks load.",
-                    hint="It was replaced during the load, or this host sees another file system.",
-                )
-            deadline.clock.sleep(0.05)
+            if at.leads or at.clock.now() >= ends:
+                raise self._replaced()
+            at.clock.sleep(0.05)
 
     def _check_missing(self, rows: Any, index: Index) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
