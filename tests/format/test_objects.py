@@ -20,7 +20,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
 from holdfast.format import objects
 
 
@@ -209,9 +209,18 @@ def test_a_hostile_pickle_does_not_execute(kind: str, tmp_path: Path) -> None:
             pickle.loads(payload)
         assert mark.exists() or kind != "eval"
         mark.unlink(missing_ok=True)
-    with pytest.raises(CorruptCheckpoint, match=r"'it' was not loaded"):
+    with pytest.raises((CorruptCheckpoint, LoadFailed), match=r"'it' was not loaded"):
         objects.decode(objects.TORCH + payload, "it")
     assert not mark.exists()
+
+
+def test_a_type_that_only_the_saver_allowed_is_named_and_is_no_damage() -> None:
+    with torch.serialization.safe_globals([Thing]):
+        data = objects.encode(Thing(), "it")
+        assert isinstance(objects.decode(data, "it"), Thing)
+    with pytest.raises(LoadFailed, match=r"'it' .* allow-list: '.*Thing'") as caught:
+        objects.decode(data, "it")
+    assert "add_safe_globals" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,8 @@ class Context:
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""
+    round: int = 0
+    """How many calls these participants had brought to a good end before this one."""
 
     def __post_init__(self) -> None:
         self.deadline = Deadline(self.timeout, self.clock)

@@ -16,7 +16,7 @@ from holdfast.flow.effects import Context, Steps
 from holdfast.flow.phases import CHOICE_TRANSITIONS, Table
 from holdfast.flow.protocol import choice_steps
 from holdfast.flow.run import Cancel, run
-from holdfast.flow.world import find_participants, meeting_key
+from holdfast.flow.world import find_participants, meeting_key, rounds
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 
@@ -96,6 +96,7 @@ class Operation:
             self.kind, self.place, self._signature, self.at.participants, self.roster
         )
         self.at.meet(key)
+        self.at.round = rounds(self.roster)[self.at.participants]
         self.presence.begin(key, self.at.outcome if len(self.at.participants) > 1 else None)
 
     def run(self, make: Callable[[], Steps], trouble: HoldfastError | None = None) -> Any:
@@ -103,7 +104,9 @@ class Operation:
         state met: the protocol tells it to the others, and Ctrl-C among it goes on from here."""
         try:
             with collector_paused():
-                return run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
+                result = run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
+            rounds(self.roster)[self.at.participants] += 1
+            return result
         except HoldfastError as error:
             self.emit("raised", error=type(error).__name__, message=str(error))
             cause = trouble.__cause__ if trouble is not None else None

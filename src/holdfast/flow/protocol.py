@@ -294,7 +294,8 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    if error.rank is None and not error.missing and at.phase != "committing":
+    judging = at.leads and at.phase in ("claims", "committing")  # of what others said
+    if error.rank is None and not error.missing and not judging:
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:
         error.message = f"{at.title} failed on {at.who} in phase {at.phase!r}: {error.message}"
@@ -303,7 +304,8 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
     at.on_wait(None)
     try:
         standing = yield Claim(
-            at.outcome, {"state": "abandoned", "rank": at.rank, "error": error.to_message()}
+            at.outcome,
+            {"state": "abandoned", "rank": at.rank, "round": at.round, "error": error.to_message()},
         )
     except RosterLost:
         if at.phase == "written" and not at.leads:  # the others may commit what this rank has written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -71,6 +72,13 @@ def find_participants(
 
 
 _attempts: WeakKeyDictionary[Roster, dict[str, int]] = WeakKeyDictionary()
+_rounds: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+
+
+def rounds(roster: Roster) -> Counter[tuple[int, ...]]:
+    """How many calls these participants have brought to a good end together, by participants: a clock
+    that all of them share, as none succeeds unless all took part."""
+    return _rounds.setdefault(roster, Counter())
 
 
 def meeting_key(
@@ -79,8 +87,8 @@ def meeting_key(
     """The key under which the ranks of one call meet, and a name of this attempt that no other has.
 
     Made of what they call (`signature`: step, patterns) and a count of such calls. A rank that comes
-    to an attempt that is over while the others are in the next one joins them there: whether it
-    was late or had missed a call, it is the same call.
+    to an abandoned attempt is late, and gets its error, unless all ranks have done something together
+    since (`rounds`) or the others are in the next attempt: then it had missed that call, and joins.
     """
     name = secrets.token_hex(6)
     local = "://" not in place and not place.startswith("memory:")
@@ -89,11 +97,13 @@ def meeting_key(
     if len(participants) == 1:
         return f"{base}/solo-{name}", name
     counters = _attempts.setdefault(roster, {})
-    number = counters.get(base, 0)
+    number, round_now = counters.get(base, 0), rounds(roster)[participants]
     while True:
         over, later = roster.get([f"{base}/{number}/outcome", f"{base}/{number + 1}/open"])
         # What was agreed had this rank in it; what was abandoned may have been waiting for this very call.
-        if over is None or (later is None and over["state"] != "agreed"):
+        if over is None:
+            break
+        if later is None and over["state"] != "agreed" and over["round"] >= round_now:
             break
         number += 1
     counters[base] = number + 1

@@ -89,7 +89,7 @@ def encode(value: Any, name: str) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Any:
-    """The value; a value outside the allow-list, or damaged bytes, is CorruptCheckpoint or BadInput."""
+    """The value; a value outside the allow-list is LoadFailed, damaged bytes are CorruptCheckpoint."""
     if data[:1] == PLAIN:
         try:
             return _from_json(json.loads(data[1:]))

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
+from holdfast.layout.tensor import listed
 
 _numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
@@ -72,6 +73,19 @@ def decode(data: bytes, name: str) -> Any:
         return _read(data)
     except Exception as error:
         reason = _reason(error)
-        raise CorruptCheckpoint(
-            f"The object {name!r} was not loaded, because it is damaged or asks for code outside the allow-list: {reason}"
-        ) from None
+        wanted = _refused(data)
+    if wanted:
+        raise LoadFailed(
+            f"The object {name!r} was not loaded, because it asks for types outside the allow-list: {listed(wanted)}.",
+            hint="If you trust them, allow them with torch.serialization.add_safe_globals; or leave it out with exclude=.",
+        )
+    raise CorruptCheckpoint(f"The object {name!r} was not loaded, because it is damaged: {reason}")
+
+
+def _refused(data: bytes) -> list[str]:
+    """Types and functions that a pickle names and this process does not allow; empty where that can't be told."""
+    try:
+        with torch.serialization.safe_globals(_ALLOWED):
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
+    except Exception:
+        return []

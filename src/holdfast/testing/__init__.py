@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.testing.clock import ManualClock
+    from holdfast.testing.roster_contract import RosterContract
     from holdfast.testing.store_contract import StoreContract
 
 _WHERE = {
     "ManualClock": "holdfast.testing.clock",
+    "RosterContract": "holdfast.testing.roster_contract",
     "StoreContract": "holdfast.testing.store_contract",
 }
 
-__all__ = ["ManualClock", "StoreContract"]
+__all__ = ["ManualClock", "RosterContract", "StoreContract"]
 
 
 def __getattr__(name: str) -> Any:
