@@ -8,7 +8,7 @@ BENCHES := planning per_tensor save_load
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint,megatron]'
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

@@ -4,6 +4,10 @@ import os
 
 from hypothesis import settings
 
+from holdfast.testing.processes import PRELOAD
+
+PRELOAD.append("tests.megatron.preload")  # before the first world starts the forkserver
+
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

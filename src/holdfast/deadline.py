@@ -14,9 +14,11 @@ from holdfast.errors import BadInput, DeadlineExceeded
 
 
 class Clock(Protocol):
-    """Monotonic seconds, and a way to pass them. This is all that is asked of a clock."""
+    """Monotonic seconds, and a way to pass them; and the time of day, to tell other hosts."""
 
     def now(self) -> float: ...
+
+    def wall(self) -> float: ...
 
     def sleep(self, seconds: float) -> None: ...
 
@@ -26,6 +28,9 @@ class RealClock:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)

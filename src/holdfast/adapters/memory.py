@@ -16,17 +16,20 @@ from holdfast.layout.box import Box, Dims
 
 
 class TensorMemory:
-    """A tensor whose shape is that of the shard's box."""
+    """A tensor whose shape is that of the shard's box. `stored` is the dtype that its bytes have in a
+    checkpoint, where it is another: they are converted on the way in."""
 
-    __slots__ = ("address", "tensor")
+    __slots__ = ("address", "stored", "tensor")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype | None = None) -> None:
         self.tensor = tensor
+        self.stored = stored or tensor.dtype
         direct = (
             tensor.is_contiguous()
             and tensor.device.type == "cpu"
             and not tensor.is_conj()
             and not tensor.is_neg()
+            and self.stored == tensor.dtype
         )
         self.address = tensor.data_ptr() if direct else 0
 
@@ -38,7 +41,7 @@ class TensorMemory:
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         with torch.no_grad():
             part = self.tensor.detach()[box.slices()]
-            part.copy_(_wrap(data, part.dtype).view(shape)[inside.slices()])
+            part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
 
 
 def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

@@ -35,6 +35,11 @@ class Leaf:
     optional: bool = False
     private: bool = False
     """It is this rank's own (PerRank): no other rank holds the name."""
+    converts: bool = False
+    """A load converts another dtype to this tensor's, as torch DCP and Megatron do."""
+    fits: bool = False
+    """A load fills what the stored shape and this tensor's have in common, and zeroes the rest: a vocabulary
+    that is padded differently."""
 
 
 @dataclass

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast import events
+from holdfast.adapters.state import flatten
 from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
 from holdfast.flow.load import LoadReport, load_from
 from holdfast.flow.operation import agree
@@ -76,7 +77,7 @@ class Checkpoints:
         roster = find_roster(self._roster, self._no_dist)
         return save_into(
             self.store.child(step_folder(step)),
-            state,
+            lambda rank: flatten(state, rank),
             step=step,
             roster=roster,
             include=include,
@@ -140,7 +141,11 @@ class Checkpoints:
                 return None
             try:
                 return load_from(
-                    self.store.child(step_folder(chosen)), state, roster=roster, **how, **self._who
+                    self.store.child(step_folder(chosen)),
+                    lambda rank: flatten(state, rank),
+                    roster=roster,
+                    **how,
+                    **self._who,
                 )
             except (Replaced, NotCommitted) as error:
                 tries += 1
@@ -160,7 +165,7 @@ class Checkpoints:
     def _agree_on_newest(self, roster: Roster, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
 
-        def newest() -> int | None:
+        def newest(said: dict[int, Any]) -> int | None:
             found = [step for step in committed_steps(self.store) if step not in rejected]
             return found[-1] if found else None
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
-from holdfast.adapters.memory import BytesMemory
+from holdfast.adapters.memory import BytesMemory, TensorMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
 from holdfast.errors import (
     CorruptCheckpoint,
@@ -23,17 +24,17 @@ from holdfast.errors import (
     Replaced,
     ShapeMismatch,
 )
-from holdfast.flow.commit import VISIBLE_WITHIN, open_index
+from holdfast.flow.commit import VISIBLE_WITHIN
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
 from holdfast.flow.protocol import load_steps
 from holdfast.flow.read import plan_read, read_into
+from holdfast.flow.sources import Source, open_source
 from holdfast.flow.world import find_roster, the_place
 from holdfast.format import objects
 from holdfast.format.columns import Columns
-from holdfast.format.index import Index
-from holdfast.layout.box import whole
-from holdfast.layout.tensor import KINDS, OBJECT, listed, nearest
+from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
 from holdfast.options import Options
 from holdfast.plan.holding import Holding, describe
 from holdfast.plan.merge import what
@@ -79,20 +80,21 @@ class _Work:
     """Leaves that were filled."""
     sizes: dict[int, int] = field(default_factory=dict)
     """Bytes of each object that was read, by leaf."""
+    prefix: bytes = b""
     values: dict[int, Any] = field(default_factory=dict)
     """Objects that were read, by leaf."""
 
     def choose(self) -> Message:
         if self.trouble is not None:
             raise self.trouble
-        with open_index(self.store) as index:
+        with open_source(self.store) as index:
             return {"identity": index.identity, "created": index.about.get("created")}
 
     def read(self, chosen: Message) -> Message:
         if self.trouble is not None:
             raise self.trouble
         self._wait_for(chosen)
-        with open_index(self.store) as index:
+        with open_source(self.store) as index:
             if index.identity != chosen["identity"]:
                 raise self._replaced()
             self.step = index.about.get("step")
@@ -108,7 +110,7 @@ class _Work:
         self._decode()
         return {"bytes": self.bytes_read}
 
-    def _read(self, index: Index) -> None:
+    def _read(self, index: Source) -> None:
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
@@ -127,6 +129,7 @@ class _Work:
             lambda moved: self.operation.progress(moved, self.needed),
         )
         self.bytes_read = read + index.bytes_read
+        self.prefix = index.object_prefix
         self.filled = [self.owner[row] for row in keep]
         objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
         self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
@@ -140,7 +143,7 @@ class _Work:
     def _still(self, identity: str) -> bool:
         """Is the version that this load began with the one that is there?"""
         try:
-            with open_index(self.store) as index:
+            with open_source(self.store) as index:
                 return index.identity == identity
         except HoldfastError:
             return False
@@ -158,7 +161,7 @@ class _Work:
         at = self.operation.at
         ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
         while True:
-            with suppress(NotCommitted), open_index(self.store) as index:
+            with suppress(NotCommitted), open_source(self.store) as index:
                 if index.identity == chosen["identity"]:
                     return
                 created, before = index.about.get("created"), chosen["created"]
@@ -170,7 +173,7 @@ class _Work:
                 raise self._replaced()
             at.clock.sleep(0.05)
 
-    def _check_missing(self, rows: Any, index: Index) -> list[int]:
+    def _check_missing(self, rows: Any, index: Source) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.held)) if rows[row] < 0]
         names = list(
@@ -195,7 +198,7 @@ class _Work:
         self.missing = names
         return [row for row in range(len(self.held)) if rows[row] >= 0]
 
-    def _refuse_unborn(self, gone: list[int], index: Index) -> None:
+    def _refuse_unborn(self, gone: list[int], index: Source) -> None:
         """An empty dict in the state where the checkpoint has a subtree: an optimizer before its first step.
         Passing it over would lose the moments without a word."""
         empty = [
@@ -225,8 +228,17 @@ class _Work:
             memory.resize(shape[0])
             held.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
             return
-        stored = what(kind, int(columns.dtype[tensor]), shape)
-        if spec.kind != kind or spec.shape != shape or spec.dtype != int(columns.dtype[tensor]):
+        dtype, box = int(columns.dtype[tensor]), self.held.boxes[row]
+        leaf = self.leaves[self.owner[row]]
+        if spec.kind == TENSOR == kind and (leaf.converts or leaf.fits):
+            assert isinstance(memory, TensorMemory)
+            if leaf.converts and spec.dtype != dtype:
+                memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
+                spec = spec._replace(dtype=dtype)
+            if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
+                spec, box, memory = _fitted(spec, box, memory, shape)
+        stored = what(kind, dtype, shape)
+        if spec.kind != kind or spec.shape != shape or spec.dtype != dtype:
             raise ShapeMismatch(
                 f"{spec.name!r}: the checkpoint holds {stored}, the state wants {describe(spec)}.",
                 hint=f"{KINDS[kind]} and {KINDS[spec.kind]} can't be exchanged."
@@ -234,7 +246,7 @@ class _Work:
                 else "Build the model as it was saved, or leave this name out with exclude=.",
                 details={"tensor": spec.name},
             )
-        held.add(spec, self.held.boxes[row], (0, 1), False, memory)
+        held.add(spec, box, (0, 1), False, memory)
 
     def _decode(self) -> None:
         """Objects, before this rank says that it has read: one that can't be decoded fails the load everywhere."""
@@ -242,12 +254,26 @@ class _Work:
         for owner, size in self.sizes.items():
             memory = self.held.memory[rows[owner]]
             assert isinstance(memory, BytesMemory)
-            self.values[owner] = objects.decode(memory.value(size), self.leaves[owner].name)
+            self.values[owner] = objects.decode(self.prefix + memory.value(size), self.leaves[owner].name)
 
     def give_back(self) -> None:
         """Objects into the state; tensors are there already."""
         for owner, value in self.values.items():
             self.leaves[owner].put(value)
+
+
+def _fitted(
+    spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
+) -> tuple[TensorSpec, Box, TensorMemory]:
+    """The part of a shard that a stored tensor of another shape fills; the rest of it is zeroed."""
+    with torch.no_grad():
+        memory.tensor.zero_()
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    common = box.intersect(whole(shape)) or nothing
+    part = memory.tensor.detach()
+    if common.volume:
+        part = part[common.relative_to(box.offset).slices()]
+    return spec._replace(shape=shape), common, TensorMemory(part, memory.stored)
 
 
 def load(
@@ -282,7 +308,7 @@ def load(
         try:
             return load_from(
                 store,
-                state_dict,
+                lambda rank: flatten(state_dict, rank),
                 roster=found,
                 participants=participants,
                 process_group=process_group,
@@ -300,7 +326,7 @@ def load(
 
 def load_from(
     store: Store,
-    state: Mapping[str, Any],
+    take: Callable[[int], Flat],
     *,
     roster: Roster,
     participants: Iterable[int] | None,
@@ -312,7 +338,7 @@ def load_from(
     strict: bool,
     options: Options | None,
 ) -> LoadReport:
-    """`load` from a store."""
+    """`load` from a store, into what `take(rank)` yields; what that raises is told to the other ranks."""
     operation = Operation(
         "load",
         f"load of {store.url}",
@@ -330,7 +356,7 @@ def load_from(
     work = _Work(store, Holding(roster.rank), strict, options or Options(), operation)
 
     def read() -> None:
-        taken = flatten(state, roster.rank)
+        taken = take(roster.rank)
         flat.after = taken.after
         work.leaves = select(taken.leaves, include, exclude)
         work.held, work.owner = hold(work.leaves, roster.rank, operation.at.participants, for_load=True)

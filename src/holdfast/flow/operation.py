@@ -154,14 +154,15 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
 def agree(
     title: str,
     place: str,
-    choose: Callable[[], Any],
+    choose: Callable[[dict[int, Any]], Any],
     roster: Roster,
     participants: Iterable[int] | None,
     process_group: Any,
     timeout: float,
     stall_timeout: float,
+    mine: Any = None,
 ) -> Any:
-    """The lowest participant's answer, a JSON value, on every participant."""
+    """The lowest participant's answer, a JSON value, on every participant; it is given what each says (`mine`)."""
     operation = Operation(
         "choice",
         title,
@@ -175,4 +176,4 @@ def agree(
         stall_timeout,
         CHOICE_TRANSITIONS,
     )
-    return operation.run(lambda: choice_steps(operation.at, choose))
+    return operation.run(lambda: choice_steps(operation.at, choose, mine))

@@ -50,14 +50,14 @@ class Watch:
             timer = self.timers.setdefault(rank, StallTimer(at.stall_timeout, at.clock))
             if message is not None:
                 if (yield Alive(message)) is False:
-                    lost.append(describe(rank, message, "its process has ended"))
+                    lost.append(describe(rank, message, at.clock.wall(), "its process has ended"))
                     continue
                 inside = message.get("operation") == at.key
                 beating = message.get("beat") if inside and message.get("waiting_for") is not None else None
                 timer.see((message.get("operation"), message.get("phase"), message.get("progress"), beating))
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s"
-                lost.append(describe(rank, message, self._where(message) or quiet))
+                lost.append(describe(rank, message, at.clock.wall(), self._where(message) or quiet))
         if lost:
             raise self._failed(lost, what, RankFailed)
         if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
@@ -65,7 +65,10 @@ class Watch:
             if waits_for:  # the committer itself only waits: name those that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
                 here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"
-            out = [describe(rank, message, self._where(message)) for rank, message in here.items()]
+            out = [
+                describe(rank, message, at.clock.wall(), self._where(message))
+                for rank, message in here.items()
+            ]
             raise self._failed(out, what, DeadlineExceeded)
 
     def _waits_for(self, message: Message | None) -> list[int]:

@@ -112,17 +112,18 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         raise abandoned from error.__cause__
 
 
-def choice_steps(at: Context, choose: Callable[[], Any]) -> Steps:
-    """The committer's answer to a question, on every rank, once every rank has asked it."""
+def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any = None) -> Steps:
+    """The committer's answer, on every rank, once every rank has said its part of the question."""
     try:
         yield from _refuse_late(at)
         if at.leads:
-            value = yield Do("choose", choose)
-            yield from _collect(at, "asked", {}, at.participants)
+            asked = yield from _collect(at, "asked", {"mine": mine}, at.participants)
+            said = {rank: message["mine"] for rank, message in asked.items()}
+            value = yield Do("choose", lambda: choose(said))
             yield Put(f"{at.key}/chosen", {"value": value})
             yield from _claim_agreed(at)
         else:
-            yield Put(at.said("asked", at.rank), {})
+            yield Put(at.said("asked", at.rank), {"mine": mine})
             value = (yield from _await(at, f"{at.key}/chosen", "choose"))["value"]
         at.enter("chosen")
         return value

@@ -286,6 +286,8 @@ class _Job:
             )
         digests = self.digests
         for run, buffer in zip(batch, buffers, strict=True):
+            if not digests:  # another format's files carry none
+                break
             block = self.block[run.chunk]
             at = int(self.digest_start[run.chunk]) + run.start // block
             if run.length <= block:

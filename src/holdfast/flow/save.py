@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from holdfast.adapters.state import flatten, hold, select
+from holdfast.adapters.state import Flat, flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.commit import Commit, names_files, open_index, present_tail
 from holdfast.flow.operation import Operation, read_state
@@ -216,7 +216,7 @@ def save(
     place = the_place(path, checkpoint_id)
     return save_into(
         open_store(place),
-        state_dict,
+        lambda rank: flatten(state_dict, rank),
         step=step,
         roster=find_roster(roster, no_dist),
         participants=participants,
@@ -236,7 +236,7 @@ def save(
 
 def save_into(
     store: Store,
-    state: Mapping[str, Any],
+    take: Callable[[int], Flat],
     *,
     step: int | None,
     roster: Roster,
@@ -254,7 +254,7 @@ def save_into(
     options: Options | None,
     after: Callable[[], None] = lambda: None,
 ) -> SaveReport:
-    """`save` into a store. The committer asks `previous` where the names to compare with are, if not
+    """`save` what `take(rank)` yields into a store; what that raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
     here, and calls `after` once the save is committed."""
     if step is not None:
         step_folder(step)  # refuses what is not a step
@@ -279,7 +279,7 @@ def save_into(
     )
 
     def read() -> None:
-        leaves = select(flatten(state, roster.rank).leaves, include, exclude)
+        leaves = select(take(roster.rank).leaves, include, exclude)
         work.held, _ = hold(leaves, roster.rank, at.participants)
 
     if at.leads:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from holdfast.buffers import Buffer
+from holdfast.flow.commit import open_index
 from holdfast.flow.read import plan_read, read_into
+from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
@@ -48,6 +51,16 @@ def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
 def read_all(store: Store, columns: Columns, where: str) -> bytes:
     """All bytes of the one tensor (or object) in `columns`."""
     return read_box(store, columns, whole(columns.shape_of(0)), where).tobytes()
+
+
+def read_object(store: Store, name: str) -> Any:
+    """An object of a committed checkpoint by its name, or None if it has none such."""
+    with open_index(store) as index:
+        row = index.find_one(name)
+        if row < 0:
+            return None
+        columns, where = index.select(np.asarray([row])), index.where
+    return objects.decode(read_all(store, columns, where), name)
 
 
 def slabs(box: Box, itemsize: int, limit: int = SLAB) -> Iterator[Box]:

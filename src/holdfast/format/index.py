@@ -85,6 +85,8 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
 class Index:
     """An index file opened for reading; verifies every page before it believes it."""
 
+    object_prefix = b""
+
     def __init__(self, read: Read, size: int, where: str) -> None:
         self.where = where
         self.size = size

@@ -58,11 +58,11 @@ class Identity:
         return _started(int(message.get("pid", 0))) == message.get("started")
 
 
-def describe(rank: int, message: Message | None, note: str = "") -> RankInfo:
-    """A presence message as an error quotes it."""
+def describe(rank: int, message: Message | None, wall: float, note: str = "") -> RankInfo:
+    """A presence message as an error quotes it at the time `wall`."""
     if message is None:
         return RankInfo(rank, note=note)
-    since = max(0.0, time.time() - float(message.get("wall", 0.0)))
+    since = max(0.0, wall - float(message.get("wall", 0.0)))
     return RankInfo(
         rank,
         str(message.get("host", "")),

@@ -25,6 +25,9 @@ class ManualClock:
         with self._lock:
             return self._now
 
+    def wall(self) -> float:
+        return self.now()
+
     def sleep(self, seconds: float) -> None:
         self.slept.append(seconds)
         self.advance(seconds)

@@ -51,6 +51,9 @@ class SimulatedClock:
     def now(self) -> float:
         return self.time
 
+    def wall(self) -> float:
+        return self.time
+
     def sleep(self, seconds: float) -> None:
         """Nothing: the effect that sleeps has a duration of its own."""
 
@@ -265,7 +268,7 @@ class _Rank:
                 "rank": self.rank,
                 "pid": self.rank + 1,
                 "host": "h",
-                "wall": 0.0,
+                "wall": world.clock.time,
             }
             world.after(
                 world.rng.uniform(0.0, 0.05), lambda: world.board.__setitem__(at_key(self.rank), message)

@@ -1,0 +1,35 @@
+"""Megatron-core's checkpoint calls, without a collective: `from holdfast.adapters import megatron as dist_checkpointing`.
+
+`save`, `load` and the `load_*` functions take what `megatron.core.dist_checkpointing` takes.
+`optimizer_state_dict` describes a DistributedOptimizer so that it loads in any other layout, and
+`load_optimizer_state_dict` gives it back; `install()` puts all of them where frameworks call.
+"""
+
+from holdfast.adapters.megatron.checkpointing import (
+    check_is_distributed_checkpoint,
+    load,
+    load_common_state_dict,
+    load_content_metadata,
+    load_plain_tensors,
+    load_sharded_metadata,
+    load_tensors_metadata,
+    save,
+)
+from holdfast.adapters.megatron.install import install, uninstall
+from holdfast.adapters.megatron.optimizer import load_state_dict as load_optimizer_state_dict
+from holdfast.adapters.megatron.optimizer import sharded_state_dict as optimizer_state_dict
+
+__all__ = [
+    "check_is_distributed_checkpoint",
+    "install",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_optimizer_state_dict",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "optimizer_state_dict",
+    "save",
+    "uninstall",
+]

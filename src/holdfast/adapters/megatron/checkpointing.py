@@ -1,0 +1,358 @@
+"""`save` and `load` with the arguments of `megatron.core.dist_checkpointing`, without a collective."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.adapters.megatron import mcore
+from holdfast.adapters.megatron.optimizer import PREFIX
+from holdfast.adapters.megatron.shards import COMMON, Copies, take_data, to_load, to_save
+from holdfast.adapters.state import Flat, Leaf
+from holdfast.errors import BadInput, MissingTensors
+from holdfast.flow.commit import open_index
+from holdfast.flow.load import load_from
+from holdfast.flow.operation import agree
+from holdfast.flow.save import save_into
+from holdfast.flow.values import read_object
+from holdfast.flow.world import find_participants, find_roster
+from holdfast.format import objects
+from holdfast.layout.tensor import DTYPES, OBJECT, listed
+from holdfast.options import Options
+from holdfast.roster.base import Roster
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+log = logging.getLogger("holdfast")
+_warned: set[str] = set()
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    async_strategy: Any = None,
+    verify_integrity: bool = False,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    expected: str | Iterable[str] | None = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> Any:
+    """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
+
+    The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and LocalNonpersistentObject;
+    everything else is common state, taken from the lowest participant. Strategies decide how stock megatron-core
+    writes; here there is one way. Coverage is always checked, every byte has a digest, and what is saved is
+    durable when this returns. From `participants` on, the arguments are those of `holdfast.save`.
+
+    Returns None, or with async_sharded_save an AsyncRequest that is done. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, async_strategy)
+    store = open_store(os.fspath(checkpoint_dir))
+    found = find_roster(roster, no_dist=False)
+    everyone = find_participants(found, participants, process_group)
+
+    def take(rank: int) -> Flat:
+        state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
+        mcore.apply_factories(state)
+        _, state = mcore.extract_nonpersistent(state)
+        sharded, common = mcore.extract_sharded_base(state)
+        parts = list(mcore.nested_values(sharded))
+        if content_metadata is not None:
+            common[mcore.CONTENT_METADATA] = _clean(content_metadata, parts)
+        if rank == everyone[0]:
+            _check_storable(common)
+            _mark(store.url)
+        return Flat(to_save(parts, common, Copies.here(rank, everyone)))
+
+    with torch.serialization.safe_globals(mcore.safe_types()):
+        save_into(
+            store,
+            take,
+            step=None,
+            roster=found,
+            participants=everyone,
+            process_group=None,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            include=None,
+            exclude=None,
+            expected=expected,
+            previous=lambda: None,
+            overwrite=True,
+            grid=None,
+            notes={"megatron-core": mcore.VERSION},
+            options=options,
+        )
+    return mcore.AsyncRequest(None, (), []) if async_sharded_save else None
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    verify_integrity: bool = False,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> Any:
+    """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
+
+    Tensors are read into the memory that the state dict's ShardedTensors have, from any layout, converted to
+    their dtype. Every byte is verified.
+
+    strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint lacks;
+        missing ones are in the checkpoint and no participant asks for them.
+
+    Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple of it, the
+    missing and the unexpected keys. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, None)
+    store = open_store(os.fspath(checkpoint_dir))
+    found = find_roster(roster, no_dist=False)
+    who: dict[str, Any] = {
+        "roster": found,
+        "participants": find_participants(found, participants, process_group),
+        "process_group": None,
+        "timeout": timeout,
+        "stall_timeout": stall_timeout,
+    }
+    mode = mcore.parse_strict_flag(strict)
+    request = _Request(sharded_state_dict)
+    missing = request.compare(store, mode, who)
+    common: list[Any] = []
+
+    def take(rank: int) -> Flat:
+        request.refuse(store, mode, missing)
+        leaves = to_load(request.asked, request.unexpected)
+        return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
+
+    with torch.serialization.safe_globals(mcore.safe_types()):
+        load_from(store, take, include=None, exclude=None, strict=True, options=options, **who)
+    loaded = request.give(common[0] if common else {})
+    if mcore.StrictHandling.requires_returning_mismatch_keys(mode):
+        return loaded, missing, request.unexpected
+    return loaded
+
+
+class _Request:
+    """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
+
+    def __init__(self, sharded_state_dict: dict[str, Any]) -> None:
+        mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
+        state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
+        self._factories, _ = mcore.extract_matching_values(
+            state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
+        )
+        mcore.apply_factories(state)
+        self._local, state = mcore.extract_nonpersistent(state)
+        mcore.dict_list_map_inplace(lambda value: value.unwrap(), self._local)
+        self._state, _ = mcore.extract_sharded_base(state)
+        self.asked: list[Any] = list(mcore.nested_values(self._state))
+        self.unexpected: set[str] = set()
+        """Keys that are asked for and not there, where the mode wants to know."""
+
+    def compare(self, store: Store, mode: Any, who: dict[str, Any]) -> set[str]:
+        """Find `unexpected`; returns the keys that nobody asks for, where the mode wants to know."""
+        if not mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
+            return set()
+        with open_index(store) as index:
+            have = {_key(name) for name in index.names()} - {COMMON}
+        keys = {item.key for item in self.asked}
+        self.unexpected = keys - have
+        if not mcore.StrictHandling.requires_global_app_metadata(mode):
+            return set()
+
+        def unasked(said: dict[int, Any]) -> list[str]:
+            return sorted(have.difference(*said.values()))
+
+        title = f"comparison of the keys in {store.url}"
+        return set(agree(title, f"{store.url}|keys", unasked, mine=sorted(keys & have), **who))
+
+    def refuse(self, store: Store, mode: Any, missing: set[str]) -> None:
+        """Raise or log the differences, as the mode wants."""
+        strict = mcore.StrictHandling
+        said = [
+            f"{len(names)} {what}: {listed(sorted(names))}"
+            for names, what in (
+                (self.unexpected, "are asked for and not in the checkpoint"),
+                (missing, "are in the checkpoint and no rank asks for them"),
+            )
+            if names
+        ]
+        if not said or mode not in (
+            strict.RAISE_UNEXPECTED,
+            strict.RAISE_ALL,
+            strict.LOG_UNEXPECTED,
+            strict.LOG_ALL,
+        ):
+            return
+        text = f"The keys of the state dict and of {store.url} differ: {'; '.join(said)}."
+        if mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
+            log.warning(text)
+            return
+        raise MissingTensors(
+            text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
+        )
+
+    def give(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """The whole state dict: common state, local objects, and what was loaded."""
+
+        def is_unexpected(value: Any) -> bool:
+            return value.key in self.unexpected
+
+        _, state = mcore.extract_matching_values(self._state, is_unexpected)
+        _, factories = mcore.extract_matching_values(
+            self._factories, is_unexpected, return_lists_as_dicts=True
+        )
+        mcore.dict_list_map_inplace(take_data, state)
+        mcore.merge(loaded, self._local)
+        mcore.merge(loaded, state)
+        mcore.apply_factory_merges(loaded, factories)
+        return loaded
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
+    with torch.serialization.safe_globals(mcore.safe_types()):
+        found = read_object(open_store(os.fspath(checkpoint_dir)), COMMON)
+    return found if isinstance(found, dict) else {}
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    *,
+    preloaded_state_dict: dict[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """What `save` was given as content_metadata, or None; of a checkpoint or of its common state."""
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise BadInput("Give checkpoint_dir or preloaded_state_dict.")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(mcore.CONTENT_METADATA)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
+) -> dict[str, Any]:
+    """Every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
+    return {
+        key: item
+        for key, item in load_sharded_metadata(checkpoint_dir).items()
+        if isinstance(item, mcore.ShardedTensor)
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, Any]:
+    """`load_tensors_metadata`, and every ShardedObject."""
+    found: dict[str, Any] = {}
+    with open_index(open_store(os.fspath(checkpoint_dir))) as index:
+        columns = index.select()
+    for row, name in enumerate(columns.names):
+        if int(columns.kind[row]) == OBJECT:
+            if _SHARD in name:
+                found[name] = mcore.ShardedObject.empty_from_unique_key(name)
+            continue
+        dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+        data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
+        found[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
+    return found
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
+    loaded: dict[str, Any] = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?"""
+    if not checkpoint_dir:
+        return False
+    folder = Path(checkpoint_dir)
+    if (folder / "index.safetensors").exists():
+        return True
+    return bool(mcore.is_stock_checkpoint(str(folder)))
+
+
+_SHARD = "/shard_"
+
+
+def _key(name: str) -> str:
+    """The key of a ShardedObject from its unique one; other names are keys already."""
+    return name.partition(_SHARD)[0]
+
+
+def _note_strategies(*strategies: Any) -> None:
+    """Say once of each strategy that is not megatron-core's own that it has no effect."""
+    for strategy in strategies:
+        kind = type(strategy)
+        known = (
+            strategy is None
+            or isinstance(strategy, str | tuple)
+            or kind.__module__.startswith("megatron.core")
+        )
+        if not known and kind.__qualname__ not in _warned:
+            _warned.add(kind.__qualname__)
+            log.warning(
+                "The strategy %s.%s has no effect: Holdfast saves and loads in one way.",
+                kind.__module__,
+                kind.__qualname__,
+            )
+
+
+def _clean(content_metadata: Mapping[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+    """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for."""
+    from torch.distributed import ProcessGroup
+
+    found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
+    if any(part.key.startswith(PREFIX) for part in parts):
+        found[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
+    return found
+
+
+def _check_storable(common: Mapping[str, Any]) -> None:
+    """Name the part of the common state that can't be stored."""
+    try:
+        objects.encode(dict(common), COMMON)
+    except BadInput:
+        for key, value in common.items():
+            objects.encode(value, f"{COMMON}[{key!r}]")
+        raise
+
+
+def _mark(folder: str) -> None:
+    """By this file frameworks know a distributed checkpoint. It says nothing of whether the save was
+    committed: the index does, and loading looks for that."""
+    config = {
+        "sharded_backend": "holdfast",
+        "sharded_backend_version": 1,
+        "common_backend": "holdfast",
+        "common_backend_version": 1,
+    }
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, mcore.CONFIG).write_text(json.dumps(config))

@@ -1,0 +1,116 @@
+"""`install()`: the frameworks' own save and load functions call Holdfast, with no other change.
+
+verl, Megatron-LM, Megatron-Bridge and ms-swift all call through attributes of the module
+`megatron.core.dist_checkpointing` and through methods of the optimizer, so those are what is replaced. `uninstall()` puts back
+what was there. Nothing is replaced by importing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from holdfast.adapters.megatron import checkpointing, mcore, optimizer
+
+_replaced: list[tuple[Any, str, Any]] = []
+_STOCK_OPTIMIZER_FORMATS = (
+    "dp_reshardable",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+    "fully_sharded_model_space",
+    "fsdp_dtensor",
+)
+"""Descriptions of optimizer state that a stock checkpoint may need to be loaded."""
+
+
+def install(*, timeout: float = 1800.0, stall_timeout: float = 120.0, participants: Any = None) -> None:
+    """Replace megatron-core's save and load, and its optimizer's state dict, by Holdfast's. Idempotent.
+
+    timeout, stall_timeout, participants: as for `save`, for every call that frameworks make.
+    """
+    uninstall()
+    how = {"timeout": timeout, "stall_timeout": stall_timeout, "participants": participants}
+    modules = (mcore.dist_checkpointing, mcore.serialization)
+    for module in modules:
+        _replace(module, "save", _with(checkpointing.save, how))
+        _replace(module, "load", _with(checkpointing.load, how))
+        for name in (
+            "load_common_state_dict",
+            "load_content_metadata",
+            "load_tensors_metadata",
+            "load_sharded_metadata",
+            "load_plain_tensors",
+        ):
+            _replace(module, name, getattr(checkpointing, name))
+    _replace(
+        mcore.dist_checkpointing,
+        "check_is_distributed_checkpoint",
+        checkpointing.check_is_distributed_checkpoint,
+    )
+    _replace(
+        mcore.DistributedOptimizer,
+        "sharded_state_dict",
+        _describe(mcore.DistributedOptimizer.sharded_state_dict),
+    )
+    for kind in (mcore.DistributedOptimizer, mcore.ChainedOptimizer):
+        _replace(kind, "load_state_dict", _give_back(kind.load_state_dict))
+    _replace(
+        mcore.ChainedOptimizer, "sharded_state_dict", _describe(mcore.ChainedOptimizer.sharded_state_dict)
+    )
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced."""
+    while _replaced:
+        target, name, original = _replaced.pop()
+        setattr(target, name, original)
+
+
+def _replace(target: Any, name: str, new: Any) -> None:
+    if hasattr(target, name):
+        _replaced.append((target, name, getattr(target, name)))
+        setattr(target, name, new)
+
+
+def _with(call: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def bound(*args: Any, **named: Any) -> Any:
+        return call(*args, **{**how, **named})
+
+    return bound
+
+
+def _describe(original: Callable[..., Any]) -> Callable[..., Any]:
+    """sharded_state_dict of an optimizer: ours, unless a stock checkpoint has it otherwise."""
+
+    @wraps(original)
+    def sharded_state_dict(
+        self: Any,
+        model_sharded_state_dict: Any = None,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> Any:
+        wanted = sharding_type or (metadata or {}).get(mcore.SHARDING_TYPE)
+        if wanted == "fsdp_dtensor" or (is_loading and wanted in _STOCK_OPTIMIZER_FORMATS):
+            if sharding_type is not None:
+                named["sharding_type"] = sharding_type
+            return original(self, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
+        return optimizer.sharded_state_dict(self, model_sharded_state_dict or {}, is_loading)
+
+    return sharded_state_dict
+
+
+def _give_back(original: Callable[..., Any]) -> Callable[..., Any]:
+    """load_state_dict of an optimizer: ours for what `_describe` made, else Megatron's."""
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        if optimizer.is_ours(state_dict):
+            optimizer.load_state_dict(self, state_dict)
+        else:
+            original(self, state_dict)
+
+    return load_state_dict

@@ -1,0 +1,169 @@
+"""Every name of megatron-core that Holdfast uses, in one place; those it does not publish are marked.
+
+Tried with 0.16.1 (docs/megatron.md says which others). What is missing in another version fails here, at import, with
+the name that is missing, not in the middle of a save.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+try:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import serialization, validation
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing.dict_utils import (
+        dict_list_map_inplace,
+        extract_matching_values,
+        merge,
+        nested_values,
+    )
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedBase,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        apply_factories,
+        apply_factory_merges,
+        is_main_replica,
+    )
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+    from megatron.core.dist_checkpointing.utils import (
+        extract_nonpersistent,
+        extract_sharded_base,
+        force_all_tensors_to_non_fp8,
+    )
+    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys as GROUP_KEYS
+    from megatron.core.package_info import __version__ as VERSION
+except ImportError as error:
+    raise ImportError(
+        f"holdfast.adapters.megatron needs megatron-core ({error}). Install it: pip install 'holdfast[megatron]'."
+    ) from error
+
+CONFIG = "metadata.json"
+"""By which frameworks know a distributed checkpoint."""
+CONTENT_METADATA = "content_metadata"
+SHARDING_TYPE = "distrib_optim_sharding_type"
+FULLY_RESHARDABLE = "fully_reshardable"
+
+
+is_stock_checkpoint = dist_checkpointing.check_is_distributed_checkpoint
+
+
+def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Global ranks of this rank's data-parallel group (with context parallel) and of its expert one, in the
+    order of their replica numbers; empty where Megatron's own groups are not set up."""
+    return (
+        _ranks(lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
+        _ranks(lambda: parallel_state.get_expert_data_parallel_group()),
+    )
+
+
+def _ranks(find: Any) -> tuple[int, ...]:
+    from torch.distributed import get_process_group_ranks
+
+    if not parallel_state.is_initialized():
+        return ()
+    try:
+        return tuple(get_process_group_ranks(find()))
+    except AssertionError:  # this group was not made
+        return ()
+
+
+def safe_types() -> list[Any]:
+    """Megatron's enumerations, which its `args` hold; an object that has them loads."""
+    from megatron.core import enums
+    from megatron.core.transformer import enums as transformer_enums
+
+    found = [*vars(enums).values(), *vars(transformer_enums).values()]
+    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)]
+
+
+# -- private names of DistributedOptimizer -----------------------------------------------------
+
+
+def local_ranges(optimizer: Any) -> list[tuple[Any, int, int]]:
+    """(model parameter, start, stop): the flat range of each parameter whose state this rank has."""
+    return [
+        (param, ranges["param"].start, ranges["param"].end)
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for param, ranges in bucket["param_map"].items()
+    ]
+
+
+def parameter_state(optimizer: Any, param: Any) -> dict[str, Any]:
+    """`param`, `exp_avg`, `exp_avg_sq` ... of a model parameter, flat; views or copies."""
+    return dict(optimizer._get_main_param_and_optimizer_states(param))
+
+
+def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
+    optimizer._set_main_param_and_optimizer_states(param, tensors)
+
+
+ORIGINAL_LOAD = DistributedOptimizer.load_state_dict
+"""Megatron's own, also after `install()`."""
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    """Is it a HybridDeviceOptimizer, whose parts have their own copies of the state?"""
+    return hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers")
+
+
+def sync_offloaded(optimizer: Any) -> None:
+    optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def holders(optimizer: Any) -> tuple[int, ...]:
+    """Global ranks over which a DistributedOptimizer has cut its state."""
+    from torch.distributed import get_process_group_ranks
+
+    return tuple(get_process_group_ranks(optimizer.data_parallel_group))
+
+
+__all__ = [
+    "CONFIG",
+    "CONTENT_METADATA",
+    "FULLY_RESHARDABLE",
+    "GROUP_KEYS",
+    "ORIGINAL_LOAD",
+    "SHARDING_TYPE",
+    "VERSION",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "ChainedOptimizer",
+    "CheckpointingException",
+    "DistributedOptimizer",
+    "LocalNonpersistentObject",
+    "ShardedBase",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StrictHandling",
+    "apply_factories",
+    "apply_factory_merges",
+    "dict_list_map_inplace",
+    "dist_checkpointing",
+    "extract_matching_values",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "force_all_tensors_to_non_fp8",
+    "groups",
+    "is_main_replica",
+    "is_offloaded",
+    "is_stock_checkpoint",
+    "local_ranges",
+    "merge",
+    "nested_values",
+    "parallel_state",
+    "parse_strict_flag",
+    "safe_types",
+    "serialization",
+    "validation",
+]

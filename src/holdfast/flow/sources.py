@@ -1,0 +1,117 @@
+"""What can be loaded from: a committed Holdfast checkpoint, or one of torch DCP or megatron-core's `torch_dist`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from holdfast.errors import NotCommitted
+from holdfast.flow.commit import nothing_there, open_index
+from holdfast.format import torch_dist
+from holdfast.format.columns import ITEMSIZE, Array, Columns
+from holdfast.format.digest import digest, hex_digest
+from holdfast.format.objects import TORCH
+from holdfast.layout.tensor import CODE_OF, OBJECT
+from holdfast.store.base import NotFound, Reader, Store
+
+
+class Source(Protocol):
+    """An index, ours or one made of another format's metadata."""
+
+    where: str
+    identity: str
+    about: dict[str, Any]
+    tensors: int
+    bytes_read: int
+    object_prefix: bytes
+    """Goes before an object's bytes to make them what `objects.decode` takes."""
+
+    def names(self) -> list[str]: ...
+
+    def find(self, wanted: Sequence[str]) -> Array: ...
+
+    def find_one(self, name: str) -> int: ...
+
+    def select(self, rows: Array | None = None) -> Columns: ...
+
+
+@contextmanager
+def open_source(store: Store) -> Iterator[Source]:
+    """What is in a folder, closed afterwards; NotCommitted if there is no checkpoint."""
+    try:
+        with open_index(store) as index:
+            yield index
+            return
+    except NotCommitted:
+        metadata = _metadata(store)
+        if metadata is None:
+            raise nothing_there(store) from None
+    source = TorchDist(store, metadata)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _metadata(store: Store) -> bytes | None:
+    try:
+        reader = store.open(torch_dist.METADATA)
+    except NotFound:
+        return None
+    try:
+        return reader.read(0, reader.size)
+    finally:
+        reader.close()
+
+
+class TorchDist:
+    """A `torch_dist` folder; reads of its data files what a selection needs to find its elements."""
+
+    object_prefix = TORCH
+
+    def __init__(self, store: Store, metadata: bytes) -> None:
+        self.where = f"{store.url}/{torch_dist.METADATA}"
+        self.identity = hex_digest(digest(metadata))
+        self.about: dict[str, Any] = {"step": None}
+        self._store = store
+        self._entries = torch_dist.read_metadata(metadata, self.where)
+        self._row = {entry.name: row for row, entry in enumerate(self._entries)}
+        self._readers: dict[str, Reader] = {}
+        self.tensors = len(self._entries)
+        self.bytes_read = len(metadata)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def names(self) -> list[str]:
+        return [entry.name for entry in self._entries]
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return np.fromiter((self._row.get(name, -1) for name in wanted), np.int64, len(wanted))
+
+    def find_one(self, name: str) -> int:
+        return self._row.get(name, -1)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        chosen = self._entries if rows is None else [self._entries[row] for row in rows.tolist()]
+        columns = torch_dist.to_columns(
+            chosen, [[self._locate(entry, chunk) for chunk in entry.chunks] for entry in chosen]
+        )
+        columns.file_size = np.asarray([self._reader(name).size for name in columns.file_names], "<i8")
+        return columns
+
+    def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
+        if entry.kind == OBJECT:
+            return torch_dist.Member(chunk.start, chunk.length, 0, False)
+        itemsize = int(ITEMSIZE[CODE_OF[entry.dtype]])
+        return torch_dist.locate(self._reader(chunk.file).read, chunk, itemsize, entry.name, self._store.url)
+
+    def _reader(self, name: str) -> Reader:
+        if name not in self._readers:
+            self._readers[name] = self._store.open(name)
+        return self._readers[name]

@@ -1,0 +1,81 @@
+"""Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is replaced.
+
+Every function of a rank's process must call `use_cpu()` first; it changes the process for good, so these ranks
+are a pool of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_done: list[Any] = []
+
+
+class _Stream:
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+class _OnCpu(TorchFunctionMode):
+    """Sends what is addressed to "cuda" to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = dict(kwargs or {})
+        if str(named.get("device")).startswith("cuda"):
+            named["device"] = "cpu"
+        if getattr(func, "__name__", "") == "to":
+            args = tuple("cpu" if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args)
+        return func(*args, **named)
+
+
+def use_cpu() -> None:
+    if _done:
+        return
+    warnings.filterwarnings("ignore")  # what megatron-core says of CUDA extensions that it does not find
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *args, **named: None  # type: ignore[assignment]
+    torch.cuda.Stream = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.Event = _Stream  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = lambda *args, **named: _Stream()  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
+    torch.cuda.FloatTensor = lambda values: torch.tensor(values, dtype=torch.float)  # type: ignore[assignment,misc]
+    torch.Tensor.cuda = lambda self, *args, **named: self  # type: ignore[assignment]
+    torch.nn.Module.cuda = lambda self, *args, **named: self  # type: ignore[assignment]
+    mode = _OnCpu()
+    mode.__enter__()
+    real_type = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, *args: Any, **named: Any) -> Any:
+        found = real_type(self, *args, **named)
+        plain = not args and not named and isinstance(found, str) and "cuda" not in found
+        return found.replace("torch.", "torch.cuda.") if plain else found
+
+    torch.Tensor.type = type_of  # type: ignore[assignment,method-assign]
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+    class Tracker(random.CudaRNGStatesTracker):
+        @contextlib.contextmanager
+        def fork(self, name: str = "") -> Iterator[None]:
+            yield
+
+    random.initialize_rng_tracker()
+    random._CUDA_RNG_STATE_TRACKER = Tracker()
+    _done.append(mode)

@@ -1,0 +1,257 @@
+"""Small real MoE models of megatron-core in any layout, trained with its DDP and DistributedOptimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCAB, LENGTH, BATCH = 104, 16, 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel axes; data parallel takes the rest of the world."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    cp: int = 1
+
+    def __str__(self) -> str:
+        sizes = {
+            "tp": self.tp,
+            "pp": self.pp,
+            "vpp": self.vpp or 1,
+            "ep": self.ep,
+            "etp": self.etp,
+            "cp": self.cp,
+        }
+        return "".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "dp"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which model: Qwen3-like (all layers alike, one key for all of them) or DeepSeek-like (a key each)."""
+
+    per_layer: bool = False
+    shared_expert: bool = False
+    tied: bool = False
+    bf16: bool = False
+    vocab: int = VOCAB
+    layers: int = 4
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    @property
+    def name(self) -> str:
+        return "deepseek" if self.per_layer else "qwen"
+
+
+class Training:
+    """Model chunks, optimizer, and steps on data that is the same in every layout."""
+
+    def __init__(self, layout: Layout, recipe: Recipe, seed: int = 1) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.layout, self.recipe = layout, recipe
+        self.config = _config(layout, recipe)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        torch.manual_seed(seed)
+        self.chunks = []
+        for chunk in range(layout.vpp or 1):
+            stage = chunk if layout.vpp else None
+            self.chunks.append(
+                GPTModel(
+                    self.config,
+                    _spec(self.config, recipe, stage),
+                    vocab_size=recipe.vocab,
+                    max_sequence_length=LENGTH,
+                    pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+                    post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+                    share_embeddings_and_output_weights=recipe.tied,
+                    position_embedding_type="rope",
+                    vp_stage=stage,
+                )
+            )
+        for model in self.chunks:
+            model.eval()  # an MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway
+        dtype = torch.bfloat16 if recipe.bf16 else torch.float32
+        if recipe.bf16:
+            self.chunks = [chunk.bfloat16() for chunk in self.chunks]
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=20_000
+        )
+        self.models = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-3,
+                clip_grad=1.0,
+                bf16=recipe.bf16,
+                params_dtype=dtype,
+                use_distributed_optimizer=True,
+            ),
+            self.models,
+        )
+        self.iteration = 0
+
+    def step(self) -> float:
+        """One step on the batch of this iteration; the mean loss over the global batch."""
+        from megatron.core import parallel_state as ps
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        tokens = torch.randint(
+            0, VOCAB, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(100 + self.iteration)
+        )
+        size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
+        mine = tokens[rank * BATCH // size : (rank + 1) * BATCH // size]
+        found: list[torch.Tensor] = []
+
+        def forward(iterator: Iterator[torch.Tensor], model: Any) -> Any:
+            rows = next(iterator)
+            places = torch.arange(LENGTH)[None].expand(len(rows), -1)
+            mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+            out = model(rows[:, :-1].contiguous(), places, mask, labels=rows[:, 1:].contiguous())
+
+            def loss(value: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+                mean = value.float().mean()
+                found.append(mean.detach().clone())  # it is scaled in place afterwards
+                return mean, {"loss": mean.detach()}
+
+            return out, loss
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(mine[:, None]) for _ in self.models]
+            if len(self.models) > 1
+            else iter(mine[:, None]),
+            model=self.models if len(self.models) > 1 else self.models[0],
+            num_microbatches=len(mine),
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            decoder_seq_length=LENGTH,
+            forward_only=False,
+        )
+        self.optimizer.step()
+        self.iteration += 1
+        total = torch.stack(
+            [torch.stack(found).sum() if found else torch.zeros(()), torch.tensor(float(len(found)))]
+        )
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    # -- state, as Megatron's training loop makes it
+
+    def metadata(self, **more: Any) -> dict[str, Any]:
+        from megatron.core import parallel_state as ps
+
+        return {
+            "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+            "singleton_local_shards": False,
+            "chained_optim_avoid_prefix": True,
+            "distrib_optim_sharding_type": "fully_reshardable",
+            **more,
+        }
+
+    def model_state(self, **more: Any) -> dict[str, Any]:
+        many = len(self.chunks) > 1
+        return {
+            f"model{number}" if many else "model": chunk.sharded_state_dict(metadata=self.metadata(**more))
+            for number, chunk in enumerate(self.chunks)
+        }
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        many = len(self.chunks) > 1
+        for number, chunk in enumerate(self.chunks):
+            chunk.load_state_dict(state[f"model{number}" if many else "model"], strict=False)
+
+
+def _config(layout: Layout, recipe: Recipe) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    named: dict[str, Any] = {
+        "num_layers": recipe.layers,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 64,
+        "moe_ffn_hidden_size": 16,
+        "num_moe_experts": 8,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather",
+        "moe_shared_expert_intermediate_size": 16 if recipe.shared_expert else None,
+        "moe_layer_freq": [0] + [1] * (recipe.layers - 1) if recipe.per_layer else 1,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # Attention that cuts sequences needs Transformer Engine. State lies over the ranks as it does with it,
+        # but such a model can't run here.
+        "context_parallel_size": 1,
+        "sequence_parallel": False,  # the norm of PyTorch, which stands for Transformer Engine's, has none
+        "params_dtype": torch.bfloat16 if recipe.bf16 else torch.float32,
+        "pipeline_dtype": torch.bfloat16 if recipe.bf16 else torch.float32,
+        "bf16": recipe.bf16,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "deallocate_pipeline_outputs": True,
+    }
+    return TransformerConfig(**{**named, **recipe.extra})
+
+
+def _spec(config: Any, recipe: Recipe, stage: int | None) -> Any:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+
+    if recipe.per_layer:
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=stage
+        )
+    return get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+    )
+
+
+@contextlib.contextmanager
+def parallel(layout: Layout) -> Iterator[None]:
+    """Megatron's groups for a layout, and their end."""
+    from megatron.core import parallel_state as ps
+
+    ps.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.vpp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    try:
+        yield
+    finally:
+        ps.destroy_model_parallel()
