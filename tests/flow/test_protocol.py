@@ -199,6 +199,7 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     short = commit.VISIBLE_WITHIN
     commit.VISIBLE_WITHIN = 0.5
     try:
+        from holdfast.adapters.state import flatten
         from holdfast.flow.save import save_into
         from holdfast.store.local import LocalStore
 
@@ -207,7 +208,7 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
             store.url = "shared"  # both ranks believe that they save to one place
             return save_into(
                 store,
-                state(roster.rank),
+                lambda rank: flatten(state(rank), rank),
                 step=1,
                 roster=roster,
                 participants=None,

@@ -410,7 +410,7 @@ def test_pickles_in_objects_are_not_executed(
         holdfast.save({"evil": [1]}, folder)
     before = snapshot(tmp_path)
     state: dict[str, Any] = {"evil": None}
-    with pytest.raises((CorruptCheckpoint, LoadFailed), match="'evil' was not loaded"):
+    with pytest.raises((CorruptCheckpoint, LoadFailed), match="'evil'"):
         holdfast.load(state, folder)
     assert state == {"evil": None}
     assert not mark.exists()

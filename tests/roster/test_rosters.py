@@ -102,9 +102,9 @@ def test_a_process_that_has_ended_is_seen_on_its_host() -> None:
 
 
 def test_a_rank_never_heard_of_is_described_so() -> None:
-    assert str(describe(4, None)) == "rank 4, which has not been heard of"
+    assert str(describe(4, None, 0.0)) == "rank 4, which has not been heard of"
     heard = describe(
-        4, {"host": "n1", "pid": 12, "phase": "save: writing", "wall": 0.0}, "its process has ended"
+        4, {"host": "n1", "pid": 12, "phase": "writing", "wall": 3.0}, 5.5, "its process has ended"
     )
-    assert str(heard).startswith("rank 4 (host n1, pid 12), last seen in phase 'save: writing' ")
-    assert str(heard).endswith(" s ago: its process has ended")
+    said = "rank 4 (host n1, pid 12), last seen in phase 'writing' 2.5 s ago: its process has ended"
+    assert str(heard) == said
