@@ -1,4 +1,5 @@
-"""Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is replaced.
+"""Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is replaced,
+but for one call that fails with PyTorch's own Adam (see `_with_step`).
 
 Every function of a rank's process must call `use_cpu()` first; it changes the process for good, so these ranks
 are a pool of their own.
@@ -42,6 +43,18 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **named)
 
 
+def _with_step(original: Any) -> Any:
+    """Stock megatron-core 0.16.1 can't load its own `fully_reshardable` state without Transformer Engine or Apex: the Adam of
+    PyTorch keeps a `step` a parameter, which is not among the tensors to be set."""
+
+    def set_state(self: Any, param: Any, tensors: dict[str, Any]) -> None:
+        group, order = self.model_param_group_index_map[param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        original(self, param, {**({"step": state["step"]} if "step" in state else {}), **tensors})
+
+    return set_state
+
+
 def use_cpu() -> None:
     if _done:
         return
@@ -70,6 +83,12 @@ def use_cpu() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = _with_step(
+        DistributedOptimizer._set_main_param_and_optimizer_states
+    )
 
     class Tracker(random.CudaRNGStatesTracker):
         @contextlib.contextmanager

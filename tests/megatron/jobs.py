@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import multiprocessing
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from holdfast.errors import MissingTensors, RankFailed
 from tests.megatron.cpu import use_cpu
 from tests.megatron.models import Layout, Recipe, Training, parallel
 
@@ -18,6 +22,24 @@ def training(layout: Layout, recipe: Recipe, seed: int = 1) -> Iterator[Training
     use_cpu()
     with parallel(layout):
         yield Training(layout, recipe, seed)
+
+
+@contextlib.contextmanager
+def children_allowed() -> Iterator[None]:
+    """Stock megatron-core saves through child processes and a manager; no rank leaves one behind."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    config["daemon"] = False
+    try:
+        yield
+    finally:
+        config["daemon"] = True
+        filesystem_async._results_queue = None
+        gc.collect()
+        for child in multiprocessing.active_children():
+            child.terminate()
+            child.join(10)
 
 
 def state_of(run: Training, is_loading: bool = False) -> dict[str, Any]:
@@ -68,5 +90,187 @@ def load_save_train(
         return [run.step() for _ in range(more)]
 
 
-def fill(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
+def stock_save_both(
+    rank: int, layout: Layout, recipe: Recipe, ours: str, stock: str
+) -> tuple[list[str], list[str]]:
+    """The same state saved by Holdfast and by stock megatron-core; the collectives that each issued."""
+    from megatron.core import dist_checkpointing
+
+    from holdfast.adapters import megatron
+    from tests.system.test_content import _counted
+
+    with training(layout, recipe) as run:
+        for _ in range(2):
+            run.step()
+        metadata = run.metadata()
+        mine = _counted(
+            lambda: megatron.save(
+                state_of(run), ours, content_metadata=metadata, timeout=60, stall_timeout=30
+            )
+        )
+        mine += _counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
+        model = run.model_state()
+        state = {
+            **model,
+            "optimizer": run.optimizer.sharded_state_dict(model, metadata=metadata),
+            "iteration": run.iteration,
+            "checkpoint_version": 3.0,
+        }
+        if rank == 0:
+            os.makedirs(stock)
+        dist.barrier()
+        with children_allowed():
+            theirs = _counted(lambda: dist_checkpointing.save(state, stock, content_metadata=metadata))
+        return mine, theirs
+
+
+def stock_load_and_save(rank: int, layout: Layout, recipe: Recipe, folder: str, again: str) -> str:
+    """Stock megatron-core loads a checkpoint; Holdfast saves what it loaded."""
+    from megatron.core import dist_checkpointing
+
+    from holdfast.adapters import megatron
+
+    with training(layout, recipe, seed=5) as run:
+        metadata = dist_checkpointing.load_content_metadata(folder)
+        sharding = str(metadata["distrib_optim_sharding_type"])
+        for _ in range(1):  # stock state_dict() wants a step first where Transformer Engine is absent
+            run.step()
+        model = run.model_state()
+        state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=run.metadata())}
+        loaded = dist_checkpointing.load(state, folder)
+        run.load_model(loaded)
+        run.optimizer.load_state_dict(loaded["optimizer"])
+        run.iteration = loaded["iteration"]
+        megatron.save(state_of(run), again, timeout=60, stall_timeout=30)
+        return sharding
+
+
+def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str) -> list[float]:
+    """What a framework does, through megatron-core's own names, after `install()`."""
+    from megatron.core import dist_checkpointing
+
+    from holdfast.adapters import megatron
+
+    with training(layout, recipe) as run:
+        metadata = run.metadata(distrib_optim_sharding_type=kind)
+        run.step()
+        original = dist_checkpointing.save
+        megatron.install(timeout=60, stall_timeout=30)
+        try:
+            model = run.model_state()
+            state = {
+                **model,
+                "optimizer": run.optimizer.sharded_state_dict(model, metadata=metadata),
+                "iteration": run.iteration,
+            }
+            dist_checkpointing.save(state, folder, content_metadata=metadata)
+            assert dist_checkpointing.check_is_distributed_checkpoint(folder)
+            after = [run.step() for _ in range(2)]
+            saved = dist_checkpointing.load_content_metadata(folder)
+            assert saved is not None
+            assert dist_checkpointing.load_common_state_dict(folder)["iteration"] == 1
+            model = run.model_state()
+            state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=saved)}
+            loaded = dist_checkpointing.load(state, folder)
+            run.load_model(loaded)
+            run.optimizer.load_state_dict(loaded["optimizer"])
+            run.iteration = loaded["iteration"]
+            again = [run.step() for _ in range(2)]
+        finally:
+            megatron.uninstall()
+        assert dist_checkpointing.save is original
+        assert after == again
+        return again
+
+
+def save_by_some(rank: int, ranks: tuple[int, ...], folder: str, absent: int | None) -> str:
+    """Ranks outside of `ranks` never call; one of them may be absent, too."""
+    from holdfast.adapters import megatron
+
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    if rank not in ranks or rank == absent:
+        return "never called"
+    place = ranks.index(rank)
+    state = {
+        "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 3), float(rank)), (0, place, len(ranks)))
+    }
+    try:
+        megatron.save(state, folder, participants=ranks, timeout=30, stall_timeout=2.0)
+    except RankFailed as error:
+        return f"RankFailed {error.rank}"
+    return "saved"
+
+
+def strict_modes(rank: int, folder: str) -> dict[str, Any]:
+    """What each strict mode gives where the checkpoint lacks one key and has one more."""
+    from holdfast.adapters import megatron
+
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    def shard(key: str, value: float) -> Any:
+        return ShardedTensor.from_rank_offsets(key, torch.full((2, 3), value), (0, rank, 8))
+
+    made = {
+        "a": shard("a", float(rank)),
+        "more": {"b": shard("b", 1.0)},
+        "rng": ShardedObject("rng", {"seed": rank}, (8,), (rank,)),
+        "args": {"lr": 0.1},
+    }
+    how = {"timeout": 30, "stall_timeout": 10}
+    megatron.save(made, folder, content_metadata={"version": 2}, **how)
+
+    def wanted() -> dict[str, Any]:
+        return {
+            "a": shard("a", -1.0),
+            "c": shard("c", -1.0) if rank == 3 else None,
+            "rng": ShardedObject("rng", None, (8,), (rank,)),
+        }
+
+    found: dict[str, Any] = {"common": megatron.load_common_state_dict(folder)}
+    for mode in (
+        "return_all",
+        "return_unexpected",
+        "ignore_all",
+        "log_all",
+        "raise_all",
+        "assume_ok_unexpected",
+    ):
+        try:
+            loaded = megatron.load(wanted(), folder, strict=mode, **how)
+        except MissingTensors as error:
+            found[mode] = str(error)
+            continue
+        state, *keys = loaded if isinstance(loaded, tuple) else (loaded,)
+        assert torch.equal(state["a"], torch.full((2, 3), float(rank)))
+        assert state["rng"] == {"seed": rank}
+        assert state["args"] == {"lr": 0.1}
+        found[mode] = [sorted(some) for some in keys]
+    found["metadata"] = {
+        key: item.global_shape for key, item in megatron.load_sharded_metadata(folder).items()
+    }
+    found["plain"] = {
+        key: tuple(value.shape) for key, value in megatron.load_plain_tensors(folder, **how).items()
+    }
+    return found
+
+
+def other_vocabulary(rank: int, folder: str) -> tuple[list[float], list[float]]:
+    """An embedding that is padded to another size, and another dtype."""
+    from holdfast.adapters import megatron
+
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    how = {"timeout": 30, "stall_timeout": 10}
+    rows = torch.arange(8.0)[:, None].expand(8, 2).contiguous() + 10 * rank  # 64 rows in all
+
+    def table(data: torch.Tensor) -> dict[str, Any]:
+        return {"e": ShardedTensor.from_rank_offsets("e", data, (0, rank, 8), allow_shape_mismatch=True)}
+
+    megatron.save(table(rows), folder, **how)
+    smaller = megatron.load(table(torch.full((7, 2), -1.0, dtype=torch.bfloat16)), folder, **how)["e"]
+    larger = megatron.load(table(torch.full((10, 2), -1.0)), folder, **how)["e"]
+    return smaller[:, 0].tolist(), larger[:, 0].tolist()

@@ -8,11 +8,13 @@ bfloat16 and float8 have no NumPy type.
 from __future__ import annotations
 
 import ctypes
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.buffers import Buffer
 from holdfast.layout.box import Box, Dims
+from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
 
 
 class TensorMemory:
@@ -46,6 +48,20 @@ class TensorMemory:
 
 def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype)
+
+
+class Stored(NamedTuple):
+    """A part of a tensor whose bytes lie elsewhere, in a file that is converted; read when they are written."""
+
+    spec: TensorSpec
+    box: Box
+    memory: Any
+
+    @staticmethod
+    def object(name: str, data: bytes) -> Stored:
+        """An object that is encoded already."""
+        spec = TensorSpec(name, CODE_OF["uint8"], (len(data),), OBJECT)
+        return Stored(spec, Box((0,), (len(data),)), BytesMemory(data))
 
 
 class BytesMemory:

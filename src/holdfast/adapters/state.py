@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.dtensor import add_dtensor, is_dtensor
-from holdfast.adapters.memory import BytesMemory
+from holdfast.adapters.memory import BytesMemory, Stored
 from holdfast.adapters.tensors import PerRank, Shard, add_shard, add_tensor
 from holdfast.errors import BadInput
 from holdfast.format import objects
@@ -190,6 +190,8 @@ def hold(
         try:
             if isinstance(value, Shard):
                 add_shard(held, leaf.name, value)
+            elif isinstance(value, Stored):
+                held.add(value.spec, value.box, (0, 1), value.spec.kind == OBJECT, value.memory)
             elif isinstance(value, torch.Tensor):
                 if is_dtensor(value):
                     add_dtensor(held, leaf.name, value, everyone, undeclared)

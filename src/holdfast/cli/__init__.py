@@ -1,13 +1,14 @@
 """The command line: one file a command, one library call each, `--json` on every one.
 
 A command's module is imported when that command runs, so that `holdfast --help` and
-`holdfast latest` start fast. Nothing here may import torch. Exit codes: 0 well, 1 what the
+`holdfast latest` start fast. Nothing here may import torch but `import` and `export`. Exit codes: 0 well, 1 what the
 command asks about is not so (damaged, different, nothing committed), 2 trouble or bad usage.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from keyword import iskeyword
 from typing import Any
 
 import click
@@ -18,6 +19,8 @@ COMMANDS = {
     "verify": "Re-read a checkpoint and report all damage.",
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
+    "import": "Make a Holdfast checkpoint of a torch_dist one (torch DCP, megatron-core).",
+    "export": "Make a torch_dist checkpoint of a Holdfast one.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
 }
@@ -33,7 +36,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"holdfast.cli.{cmd_name}").command
+        module = cmd_name + "_" * iskeyword(cmd_name)
+        command: click.Command = import_module(f"holdfast.cli.{module}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -14,7 +14,7 @@ from holdfast.format import torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.objects import TORCH
-from holdfast.layout.tensor import CODE_OF, OBJECT
+from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 
 
@@ -46,7 +46,7 @@ def open_source(store: Store) -> Iterator[Source]:
             yield index
             return
     except NotCommitted:
-        metadata = _metadata(store)
+        metadata = read_file(store, torch_dist.METADATA)
         if metadata is None:
             raise nothing_there(store) from None
     source = TorchDist(store, metadata)
@@ -56,9 +56,10 @@ def open_source(store: Store) -> Iterator[Source]:
         source.close()
 
 
-def _metadata(store: Store) -> bytes | None:
+def read_file(store: Store, name: str) -> bytes | None:
+    """The content of a small file, or None if it is not there."""
     try:
-        reader = store.open(torch_dist.METADATA)
+        reader = store.open(name)
     except NotFound:
         return None
     try:
@@ -105,10 +106,20 @@ class TorchDist:
         columns.file_size = np.asarray([self._reader(name).size for name in columns.file_names], "<i8")
         return columns
 
+    def chunks(self) -> Iterator[tuple[torch_dist.Entry, torch_dist.Chunk, torch_dist.Member, Reader]]:
+        """Every chunk, where its elements lie, and the file that holds it."""
+        for entry in self._entries:
+            for chunk in entry.chunks:
+                yield entry, chunk, self._locate(entry, chunk), self._reader(chunk.file)
+
+    def empty(self) -> list[torch_dist.Entry]:
+        """Tensors without elements, of which nothing is stored."""
+        return [entry for entry in self._entries if not entry.chunks]
+
     def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
         if entry.kind == OBJECT:
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
-        itemsize = int(ITEMSIZE[CODE_OF[entry.dtype]])
+        itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
         return torch_dist.locate(self._reader(chunk.file).read, chunk, itemsize, entry.name, self._store.url)
 
     def _reader(self, name: str) -> Reader:

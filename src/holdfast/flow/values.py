@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from holdfast.buffers import Buffer
-from holdfast.flow.commit import open_index
 from holdfast.flow.read import plan_read, read_into
+from holdfast.flow.sources import open_source
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.layout.box import Box, from_flat_range, whole
@@ -55,12 +55,13 @@ def read_all(store: Store, columns: Columns, where: str) -> bytes:
 
 def read_object(store: Store, name: str) -> Any:
     """An object of a committed checkpoint by its name, or None if it has none such."""
-    with open_index(store) as index:
+    with open_source(store) as index:
         row = index.find_one(name)
         if row < 0:
             return None
         columns, where = index.select(np.asarray([row])), index.where
-    return objects.decode(read_all(store, columns, where), name)
+        prefix = index.object_prefix
+    return objects.decode(prefix + read_all(store, columns, where), name)
 
 
 def slabs(box: Box, itemsize: int, limit: int = SLAB) -> Iterator[Box]:

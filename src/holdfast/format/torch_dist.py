@@ -23,7 +23,7 @@ import numpy as np
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.columns import Columns, pad
-from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR
+from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
 Read = Callable[[int, int], bytes]
 METADATA = ".metadata"
@@ -59,6 +59,8 @@ class _Metadata(pickle.Unpickler):
             return _as_is
         if (module, name) == ("collections", "OrderedDict"):
             return collections.OrderedDict
+        if module == "pathlib" and name.endswith("Path"):
+            return lambda *parts: "/".join(map(str, parts))
         if module.startswith(_MODULES) and "." not in name and not name.startswith("__"):
             return type(name, (_Record,), {})
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of the format")
@@ -158,7 +160,7 @@ class _Plan(pickle.Unpickler):
     """Reads `data.pkl` of a torch.save archive of one tensor: which storage, where in it, which strides."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
             return _tensor
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return _as_is
@@ -290,7 +292,7 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     ]
     offsets = [(0,) if is_object else chunk.offset for chunk, is_object in zip(chunks, objects, strict=True)]
     shapes = [(entry.chunks[0].length,) if entry.kind == OBJECT else entry.shape for entry in entries]
-    code = np.asarray([CODE_OF[entry.dtype] for entry in entries], "u1")
+    code = np.asarray([dtype_code(entry.dtype, repr(entry.name)) for entry in entries], "u1")
     nbytes = np.asarray([member.nbytes for member in flat], "<i8")
     return Columns(
         names=[entry.name for entry in entries],

@@ -45,6 +45,7 @@ class Result:
     def get(self) -> Any:
         """The value, or the error raised here."""
         if self.error is not None:
+            self.error.add_note(f"on rank {self.rank}:\n{self.trace}")
             raise self.error
         if self.died is not None:
             raise RuntimeError(f"rank {self.rank} died with exit code {self.died}")
@@ -138,7 +139,12 @@ class ProcessWorld:
         if missing:
             dump = self.stacks(missing)
             self.close()
-            raise TimeoutError(f"ranks {missing} gave no answer within {timeout} s and were killed.\n{dump}")
+            raised = "".join(
+                f"--- rank {rank} raised\n{r.trace}" for rank, r in sorted(found.items()) if r.trace
+            )
+            raise TimeoutError(
+                f"ranks {missing} gave no answer within {timeout} s and were killed.\n{raised}{dump}"
+            )
         return [found[rank] for rank in sorted(found)]
 
     def stacks(self, ranks: Iterable[int]) -> str:

@@ -16,10 +16,10 @@ from holdfast.adapters.megatron.optimizer import PREFIX
 from holdfast.adapters.megatron.shards import COMMON, Copies, take_data, to_load, to_save
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, MissingTensors
-from holdfast.flow.commit import open_index
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree
 from holdfast.flow.save import save_into
+from holdfast.flow.sources import open_source, read_file
 from holdfast.flow.values import read_object
 from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
@@ -146,12 +146,13 @@ def load(
 
     def take(rank: int) -> Flat:
         request.refuse(store, mode, missing)
-        leaves = to_load(request.asked, request.unexpected)
+        stock = read_file(store, mcore.COMMON_FILE) is not None
+        leaves = to_load(request.asked, request.unexpected, stock)
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with torch.serialization.safe_globals(mcore.safe_types()):
         load_from(store, take, include=None, exclude=None, strict=True, options=options, **who)
-    loaded = request.give(common[0] if common else {})
+    loaded = request.give(common[0] if common else load_common_state_dict(checkpoint_dir))
     if mcore.StrictHandling.requires_returning_mismatch_keys(mode):
         return loaded, missing, request.unexpected
     return loaded
@@ -178,7 +179,7 @@ class _Request:
         """Find `unexpected`; returns the keys that nobody asks for, where the mode wants to know."""
         if not mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
             return set()
-        with open_index(store) as index:
+        with open_source(store) as index:
             have = {_key(name) for name in index.names()} - {COMMON}
         keys = {item.key for item in self.asked}
         self.unexpected = keys - have
@@ -236,8 +237,11 @@ class _Request:
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
+    store = open_store(os.fspath(checkpoint_dir))
     with torch.serialization.safe_globals(mcore.safe_types()):
-        found = read_object(open_store(os.fspath(checkpoint_dir)), COMMON)
+        found = read_object(store, COMMON)
+        if found is None and (data := read_file(store, mcore.COMMON_FILE)) is not None:
+            found = objects.decode(objects.TORCH + data, mcore.COMMON_FILE)  # stock megatron-core's
     return found if isinstance(found, dict) else {}
 
 
@@ -270,7 +274,7 @@ def load_sharded_metadata(
 ) -> dict[str, Any]:
     """`load_tensors_metadata`, and every ShardedObject."""
     found: dict[str, Any] = {}
-    with open_index(open_store(os.fspath(checkpoint_dir))) as index:
+    with open_source(open_store(os.fspath(checkpoint_dir))) as index:
         columns = index.select()
     for row, name in enumerate(columns.names):
         if int(columns.kind[row]) == OBJECT:

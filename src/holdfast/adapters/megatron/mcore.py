@@ -47,6 +47,8 @@ except ImportError as error:
 
 CONFIG = "metadata.json"
 """By which frameworks know a distributed checkpoint."""
+COMMON_FILE = "common.pt"
+"""Where stock megatron-core keeps common state."""
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -128,6 +130,7 @@ def holders(optimizer: Any) -> tuple[int, ...]:
 
 
 __all__ = [
+    "COMMON_FILE",
     "CONFIG",
     "CONTENT_METADATA",
     "FULLY_RESHARDABLE",

@@ -95,14 +95,17 @@ def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -
     return leaves
 
 
-def to_load(sharded: Iterable[Any], skip: Collection[str] = ()) -> list[Leaf]:
-    """What this rank asks for: every copy reads for itself. Keys in `skip` are left out."""
+def to_load(sharded: Iterable[Any], skip: Collection[str] = (), stock: bool = False) -> list[Leaf]:
+    """What this rank asks for: every copy reads for itself. Keys in `skip` are left out.
+
+    stock: the checkpoint is megatron-core's own, in which each object is in a list of one.
+    """
     leaves: list[Leaf] = []
     for item in sharded:
         if item.key in skip:
             continue
         if isinstance(item, mcore.ShardedObject):
-            leaves.append(Leaf(item.unique_key, None, _into(item), private=True))
+            leaves.append(Leaf(item.unique_key, None, _into(item, stock), private=True))
             continue
         item.init_data("cpu")
         value = shard(item, (0, 1))
@@ -130,8 +133,8 @@ def _ignore(value: Any) -> None:
     """Tensors are filled in place."""
 
 
-def _into(item: Any) -> Any:
+def _into(item: Any, stock: bool) -> Any:
     def put(value: Any) -> None:
-        item.data = value
+        item.data = value[0] if stock else value
 
     return put

@@ -1,0 +1,27 @@
+"""`holdfast export`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast.cli import output
+
+
+@click.command("export")
+@click.argument("kind", type=click.Choice(["torch_dist"]))
+@click.argument("source", type=click.Path())
+@click.argument("out", type=click.Path())
+@output.as_json
+def command(kind: str, source: str, out: str, as_json: bool) -> None:
+    """Make a checkpoint OUT that torch DCP and stock megatron-core load, of SOURCE.
+
+    One process, one chunk in memory at a time. OUT must not exist, or be empty.
+    """
+    from holdfast.convert.torch_dist import export_torch_dist
+
+    with output.progress(f"export {source}") as advance:
+        written = export_torch_dist(source, out, progress=advance)
+    if as_json:
+        output.print_json({"path": out, "bytes_written": written})
+    else:
+        output.say(f"{out}: {output.size(written)}.")

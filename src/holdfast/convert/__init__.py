@@ -1,0 +1,1 @@
+"""Whole checkpoints from and to other formats, on one process, in streaming."""

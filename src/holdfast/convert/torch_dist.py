@@ -1,0 +1,321 @@
+"""Checkpoints of torch DCP and megatron-core (`torch_dist`) to Holdfast's format and back.
+
+Neither direction holds more than one chunk in memory. Importing copies bytes from where they lie, checks the
+CRC-32 that each archive carries, and executes nothing. What is exported, stock torch DCP and stock megatron-core load.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+
+from holdfast.adapters.memory import Stored
+from holdfast.adapters.state import Flat, Leaf
+from holdfast.buffers import Buffer
+from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.flow.commit import open_index
+from holdfast.flow.save import SaveReport, save_into
+from holdfast.flow.sources import TorchDist, open_source
+from holdfast.flow.values import read_all, read_box
+from holdfast.format import objects, torch_dist
+from holdfast.format.columns import Columns, unpad
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
+from holdfast.options import Options
+from holdfast.plan.holding import contiguous_at
+from holdfast.roster.memory import MemoryRoster
+from holdfast.store.base import Reader
+from holdfast.store.local import open_store
+
+COMMON = "common_state"
+COMMON_FILE = "common.pt"
+CONFIG = "metadata.json"
+SHARD = "/shard_"
+"""In the name of a megatron-core ShardedObject, which it stores in a list of one."""
+PER_FILE = 4 << 30
+"""Bytes after which an export begins another data file."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes of the whole."""
+
+
+def _quiet(done: int, total: int) -> None:
+    pass
+
+
+class _FileMemory:
+    """A chunk of a torch_dist file as what a save writes: read when it is asked for."""
+
+    address = 0
+
+    def __init__(
+        self, reader: Reader, member: torch_dist.Member, box: Box, name: str, moved: Callable[[int], None]
+    ) -> None:
+        self._reader, self._member, self._shape, self._name, self._moved = (
+            reader,
+            member,
+            box.shape,
+            name,
+            moved,
+        )
+        self._itemsize = member.nbytes // max(box.volume, 1)
+        self._crc, self._next = 0, 0
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        view = memoryview(out).cast("B")
+        start = contiguous_at(self._shape, box)
+        if start is None:
+            whole = np.frombuffer(self._reader.read(self._member.position, self._member.nbytes), np.uint8)
+            view[:] = whole.reshape(*self._shape, self._itemsize)[box.slices()].tobytes()
+        else:
+            at = start * self._itemsize
+            if self._reader.read_into(self._member.position + at, [view]) != len(view):
+                raise CorruptCheckpoint(f"The file that holds {self._name!r} ends too early.")
+            self._check(at, view)
+        self._moved(len(view))
+
+    def _check(self, at: int, view: memoryview) -> None:
+        """The CRC over a chunk that is read from front to back."""
+        if at != self._next or not self._member.whole:
+            return
+        self._crc, self._next = torch_dist.crc_of(view, self._crc), at + len(view)
+        if self._next == self._member.nbytes and self._member.crc not in (0, self._crc):
+            raise CorruptCheckpoint(
+                f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their CRC-32.",
+                details={"tensor": self._name},
+            )
+
+    def scatter(self, box: Box, data: Buffer, shape: tuple[int, ...], inside: Box) -> None:
+        raise AssertionError("a file that is imported is not written to")
+
+
+def import_torch_dist(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    options: Options | None = None,
+    progress: Progress = _quiet,
+) -> SaveReport:
+    """Make a Holdfast checkpoint of a torch DCP or megatron-core `torch_dist` one.
+
+    source: the folder with `.metadata`. out: the folder of the new checkpoint; one that is there is replaced.
+    Raises NotCommitted, CorruptCheckpoint (which file, what), StorageError.
+    """
+    store, folder = open_store(source), Path(os.fspath(source))
+    with open_source(store) as opened:
+        if not isinstance(opened, TorchDist):
+            raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
+        chunks = list(opened.chunks())
+        total, done = sum(member.nbytes for _, _, member, _ in chunks), 0
+
+        def moved(size: int) -> None:
+            nonlocal done
+            done += size
+            progress(done, total)
+
+        def values() -> Iterator[tuple[str, Any]]:
+            for entry, chunk, member, reader in chunks:
+                if entry.kind == OBJECT:
+                    data = objects.TORCH + reader.read(chunk.start, chunk.length)
+                    if SHARD in entry.name and (folder / CONFIG).exists():
+                        data = objects.encode(objects.decode(data, entry.name)[0], entry.name)
+                    yield entry.name, Stored.object(entry.name, data)
+                else:
+                    box = Box(chunk.offset, chunk.size)
+                    spec = TensorSpec(entry.name, dtype_code(entry.dtype, repr(entry.name)), entry.shape)
+                    yield entry.name, Stored(spec, box, _FileMemory(reader, member, box, entry.name, moved))
+            for entry in opened.empty():
+                yield entry.name, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            if (folder / COMMON_FILE).exists():
+                yield COMMON, Stored.object(COMMON, objects.TORCH + (folder / COMMON_FILE).read_bytes())
+
+        def take(rank: int) -> Flat:
+            return Flat([Leaf(name, value, _ignore) for name, value in values()])
+
+        report = save_into(
+            open_store(out),
+            take,
+            step=step,
+            roster=MemoryRoster(),
+            participants=None,
+            process_group=None,
+            timeout=7 * 86400.0,
+            stall_timeout=3600.0,
+            include=None,
+            exclude=None,
+            expected=None,
+            previous=lambda: None,
+            overwrite=True,
+            grid=None,
+            notes={"imported": "torch_dist"},
+            options=options,
+        )
+    if (folder / CONFIG).exists():
+        Path(os.fspath(out), CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))
+    return report
+
+
+HOLDFAST_CONFIG = {
+    "sharded_backend": "holdfast",
+    "sharded_backend_version": 1,
+    "common_backend": "holdfast",
+    "common_backend_version": 1,
+}
+"""`metadata.json` of a Holdfast checkpoint in Megatron's world."""
+
+
+def _ignore(value: Any) -> None:
+    """Nothing is loaded into a checkpoint that is converted."""
+
+
+def export_torch_dist(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], *, progress: Progress = _quiet
+) -> int:
+    """Make a `torch_dist` checkpoint of a Holdfast one; returns the bytes written.
+
+    out: a folder that does not exist or is empty. `.metadata` is written last. With common state in it (it was saved by
+    `holdfast.adapters.megatron`), stock megatron-core loads it; torch DCP loads any.
+    """
+    folder = Path(os.fspath(out))
+    if folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"{folder} is not empty; an export goes into a new folder.")
+    store = open_store(source)
+    with open_index(store) as index:
+        columns, where = index.select(), index.where
+    folder.mkdir(parents=True, exist_ok=True)
+    total = int(columns.chunk_bytes().sum())
+    writer = _Writer(folder)
+    described: dict[str, Any] = {}
+    done, first = 0, 0
+    for row, name in enumerate(columns.names):
+        last = int(columns.chunk_end[row])
+        one = _one(columns, row, first, last)
+        if int(columns.kind[row]) == OBJECT:
+            data = read_all(store, one, where)
+            if name == COMMON:
+                with torch.serialization.safe_globals(_safe_types()):
+                    torch.save(objects.decode(data, name), folder / COMMON_FILE)
+            else:
+                described[name] = dcp.BytesStorageMetadata()
+                with torch.serialization.safe_globals(_safe_types()):
+                    value = objects.decode(data, name)
+                writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
+        else:
+            dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+            chunks = []
+            for chunk in range(first, last):
+                ndim = int(columns.ndim[row])
+                box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
+                content = read_box(store, one, box, where)
+                writer.add(dcp.MetadataIndex(name, box.offset), _archive(_tensor(content, dtype, box.shape)))
+                chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
+                done += content.nbytes
+                progress(done, total)
+            shape = columns.shape_of(row)
+            described[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks
+            )
+        first = last
+    writer.close()
+    metadata = dcp.Metadata(
+        described,
+        planner_data={name: (name,) for name in described},
+        storage_data=writer.lies,
+        storage_meta=dcp.StorageMeta(),
+        version="1.0.0",
+    )
+    if COMMON in columns.names:
+        (folder / CONFIG).write_text(
+            json.dumps({**HOLDFAST_CONFIG, "sharded_backend": "torch_dist", "common_backend": "torch"})
+        )
+    temporary = folder / (torch_dist.METADATA + ".tmp")
+    with open(temporary, "wb") as file:
+        pickle.dump(metadata, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(temporary, folder / torch_dist.METADATA)
+    return writer.written
+
+
+def _safe_types() -> list[Any]:
+    """Megatron's enumerations, if it is installed; common state saved by it may have them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what megatron-core says of CUDA extensions that it does not find
+        try:
+            from holdfast.adapters.megatron.mcore import safe_types
+        except ImportError:
+            return []
+    return safe_types()
+
+
+class _Writer:
+    """Archives one after another into `.distcp` files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.number, self.written = folder, 0, 0
+        self.lies: dict[dcp.MetadataIndex, Any] = {}
+        self._file: Any = None
+
+    def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
+        if self._file is None or self._file.tell() > PER_FILE:
+            self.close()
+            self._file = open(self.folder / f"__0_{self.number}.distcp", "xb")  # noqa: SIM115 (closed by close)
+            self.number += 1
+        at = self._file.tell()
+        self._file.write(archive)
+        self.written += len(archive)
+        self.lies[key] = filesystem._StorageInfo(f"__0_{self.number - 1}.distcp", at, len(archive))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+
+def _archive(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype).view(shape)
+
+
+def _one(columns: Columns, row: int, first: int, last: int) -> Columns:
+    """One tensor of columns, as columns."""
+    low = int(columns.digest_end[first - 1]) if first else 0
+    part = slice(first, last)
+    return Columns(
+        names=[columns.names[row]],
+        dtype=columns.dtype[row : row + 1],
+        kind=columns.kind[row : row + 1],
+        ndim=columns.ndim[row : row + 1],
+        shape=columns.shape[row : row + 1],
+        chunk_end=np.asarray([last - first], "<i8"),
+        offset=columns.offset[part],
+        size=columns.size[part],
+        file=columns.file[part],
+        position=columns.position[part],
+        block=columns.block[part],
+        digest_end=columns.digest_end[part] - low,
+        digests=columns.digests[low : int(columns.digest_end[last - 1]) if last > first else low],
+        file_names=columns.file_names,
+        file_size=columns.file_size,
+        file_rank=columns.file_rank,
+    )

@@ -1,0 +1,136 @@
+"""Checkpoints that torch DCP wrote, loaded through `holdfast.load`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
+
+
+def state() -> dict[str, Any]:
+    made = torch.Generator().manual_seed(3)
+    return {
+        "model": {
+            "w": torch.randn(37, 11, generator=made),
+            "half": torch.randn(64, 8, generator=made).bfloat16(),
+            "fp8": torch.randn(16, generator=made).to(torch.float8_e4m3fn),
+            "scalar": torch.tensor(3.5),
+            "flags": torch.tensor([True, False, True]),
+            "none": torch.zeros(0, 4),
+            "view": torch.arange(100.0)[10:20],
+        },
+        "step": 7,
+        "notes": {"lr": 1e-3, "names": ["a", "b"]},
+    }
+
+
+def empty() -> dict[str, Any]:
+    def blank(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: blank(item) for key, item in value.items()}
+        return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+    return blank(state())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    dcp.save(state(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return tmp_path / "dcp"
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, torch.Tensor):
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.flatten().view(torch.uint8).equal(b.flatten().view(torch.uint8))
+            if a.dim()
+            else bool(a == b)
+        )
+    return bool(a == b)
+
+
+def test_everything_that_dcp_saves(folder: Path) -> None:
+    found = empty()
+    report = holdfast.load(found, folder)
+    assert same(found, state())
+    assert report.tensors >= 9
+
+
+def test_a_slice_reads_a_slice(tmp_path: Path) -> None:
+    dcp.save(
+        {"w": torch.arange(8 << 20).float().view(8192, 1024)}, checkpoint_id=tmp_path / "dcp", no_dist=True
+    )
+    rows = torch.zeros(1024, 1024)
+    report = holdfast.load({"w": holdfast.Shard(rows, (8192, 1024), (2048, 0))}, tmp_path / "dcp")
+    assert torch.equal(rows, torch.arange(2 << 20, 3 << 20).float().view(1024, 1024))
+    assert report.bytes_read < 3 * rows.nbytes
+
+
+def test_a_missing_name_is_told(folder: Path) -> None:
+    with pytest.raises(MissingTensors, match=r"'model\.W' \(nearest: 'model\.w'\)"):
+        holdfast.load({"model": {"W": torch.zeros(37, 11)}}, folder)
+
+
+def test_a_folder_without_metadata_is_none(folder: Path) -> None:
+    (folder / ".metadata").unlink()
+    with pytest.raises(NotCommitted):
+        holdfast.load(empty(), folder)
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def test_metadata_executes_nothing(folder: Path) -> None:
+    mark = folder.parent / "executed"
+    root = pickle.loads((folder / ".metadata").read_bytes())
+    root.planner_data = Evil(mark)
+    (folder / ".metadata").write_bytes(pickle.dumps(root))
+    with pytest.raises(CorruptCheckpoint, match=r"posix\.system, which is not part of the format"):
+        holdfast.load(empty(), folder)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc/passwd", "a/../../b", ".."])
+def test_metadata_points_at_nothing_outside(folder: Path, path: str) -> None:
+    root = pickle.loads((folder / ".metadata").read_bytes())
+    for info in root.storage_data.values():
+        info.relative_path = path
+    (folder / ".metadata").write_bytes(pickle.dumps(root))
+    with pytest.raises(CorruptCheckpoint, match="outside the checkpoint's folder"):
+        holdfast.load(empty(), folder)
+
+
+def test_a_torn_data_file_is_told(folder: Path) -> None:
+    (data,) = folder.glob("*.distcp")
+    content = data.read_bytes()
+    for length in (0, 100, len(content) // 2, len(content) - 30):
+        data.write_bytes(content[:length])
+        with pytest.raises(CorruptCheckpoint, match=r"damaged|truncated|decoded|not loaded"):
+            holdfast.load(empty(), folder)
+
+
+def test_garbage_metadata_is_told(folder: Path) -> None:
+    content = (folder / ".metadata").read_bytes()
+    for bad in (b"", b"garbage", content[:-10], content[:50], b"\x80\x02}."):
+        (folder / ".metadata").write_bytes(bad)
+        with pytest.raises(CorruptCheckpoint, match="metadata of a torch_dist checkpoint"):
+            holdfast.load(empty(), folder)

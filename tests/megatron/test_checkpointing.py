@@ -1,0 +1,117 @@
+"""The adapter against stock megatron-core, and each of its promises by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.convert.torch_dist import export_torch_dist, import_torch_dist
+from holdfast.errors import NotCommitted
+from holdfast.flow.compare import compare
+from holdfast.testing.processes import ProcessWorld
+from tests.megatron.jobs import (
+    installed,
+    load_save_train,
+    other_vocabulary,
+    save_by_some,
+    stock_load_and_save,
+    stock_save_both,
+    strict_modes,
+)
+from tests.megatron.models import Layout, Recipe
+
+SMALL = Recipe(layers=2)
+HOME = Layout(tp=2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[tuple[list[str], list[str]]]]:
+    ours, stock = (tmp_path_factory.mktemp("both") / name for name in ("ours", "stock"))
+    with ProcessWorld(8) as world:
+        counts = world.run(stock_save_both, HOME, SMALL, str(ours), str(stock), timeout=120)
+    return ours, stock, counts
+
+
+def tensors_that_differ(a: Path, b: Path) -> list[str]:
+    report = compare(a, b)
+    assert report.equal > 30
+    changed = [item.name for item in (*report.changed, *report.content)]
+    names = (*report.only_a, *report.only_b, *changed)
+    # Objects are encoded in another way: None and plain values as JSON, not as a torch archive.
+    return [name for name in names if name != "common_state" and "/shard_" not in name]
+
+
+def test_the_same_tensors_as_stock(both: tuple[Path, Path, object], tmp_path: Path) -> None:
+    ours, stock, _ = both
+    import_torch_dist(stock, tmp_path / "imported", step=2)
+    assert tensors_that_differ(ours, tmp_path / "imported") == []
+
+
+def test_no_collective(both: tuple[Path, Path, list[tuple[list[str], list[str]]]]) -> None:
+    for mine, theirs in both[2]:
+        assert mine == []
+        assert len(theirs) > 3  # the counter does count
+
+
+def test_a_stock_checkpoint_loads_in_another_layout(
+    both: tuple[Path, Path, object], mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    ours, stock, _ = both
+    mcore_world.run(
+        load_save_train, Layout(pp=2, ep=4), SMALL, str(stock), str(tmp_path / "again"), 0, timeout=120
+    )
+    assert tensors_that_differ(ours, tmp_path / "again") == []
+
+
+def test_stock_loads_what_is_exported(
+    both: tuple[Path, Path, object], mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    ours, _, _ = both
+    export_torch_dist(ours, tmp_path / "exported")
+    found = mcore_world.run(
+        stock_load_and_save, HOME, SMALL, str(tmp_path / "exported"), str(tmp_path / "again"), timeout=120
+    )
+    assert set(found) == {"fully_reshardable"}
+    assert tensors_that_differ(ours, tmp_path / "again") == []
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+def test_install_is_the_whole_switch(kind: str, mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    mcore_world.run(installed, HOME, SMALL, str(tmp_path / "iter_0000001"), kind, timeout=120)
+
+
+def test_ranks_that_are_no_participants_never_call(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    ranks = (0, 1, 2, 5, 6)
+    found = mcore_world.run(save_by_some, ranks, str(tmp_path / "a"), None)
+    assert found == ["saved" if rank in ranks else "never called" for rank in range(8)]
+    found = mcore_world.run(save_by_some, ranks, str(tmp_path / "b"), 5)
+    assert [said for rank, said in enumerate(found) if rank in ranks and rank != 5] == ["RankFailed 5"] * 4
+    with pytest.raises(NotCommitted):
+        compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_strict_modes(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    found = mcore_world.run(strict_modes, str(tmp_path / "a"))
+    for rank, said in enumerate(found):
+        lacks = ["c"] if rank == 3 else []
+        assert said["common"] == {"args": {"lr": 0.1}, "content_metadata": {"version": 2}}
+        assert said["return_all"] == [["b"], lacks]
+        assert said["return_unexpected"] == [[], lacks]
+        assert said["ignore_all"] == []
+        assert said["log_all"] == []
+        assert "1 are in the checkpoint and no rank asks for them: 'b'" in said["raise_all"]
+        assert "does not hold 1 of the names in the state: 'c'" in said["assume_ok_unexpected"]
+        assert said["metadata"] == {
+            "a": (16, 3),
+            "b": (16, 3),
+            **{f"rng/shard_{number}_8": (8,) for number in range(8)},
+        }
+        assert said["plain"] == {"a": (16, 3), "b": (16, 3)}
+
+
+def test_another_vocabulary_and_dtype(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    stored = [float(row + 10 * rank) for rank in range(8) for row in range(8)]
+    found = mcore_world.run(other_vocabulary, str(tmp_path / "a"))
+    assert [value for smaller, _ in found for value in smaller] == stored[:56]
+    assert [value for _, larger in found for value in larger] == stored + [0.0] * 16
