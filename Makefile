@@ -9,6 +9,7 @@ BENCHES := planning per_tensor save_load
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint,megatron]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1  # its functions are called by a test; its dependencies are not needed
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
