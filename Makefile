@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHES := planning per_tensor save_load
+BENCHES := planning per_tensor save_load megatron
 
 .PHONY: demo test lint bench soak clean
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from keyword import iskeyword
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,10 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
     ]
-    assert {call[0] for call in calls} == set(COMMANDS)
+    assert {call[0] for call in calls} == set(COMMANDS) - {
+        "import",
+        "export",
+    }  # these write torch's own archives
     for call in calls:
         code, modules = modules_after(*call)
         assert code == 0, call
@@ -84,7 +88,7 @@ def test_starts_fast(command: str, kept: Path) -> None:
 def test_table_of_commands_is_that_of_the_modules(run: Run) -> None:
     listed = run("--help").stdout
     for name, line in COMMANDS.items():
-        command = import_module(f"holdfast.cli.{name}").command
+        command = import_module(f"holdfast.cli.{name}{'_' * iskeyword(name)}").command
         assert command.name == name
         assert command.get_short_help_str(200) == line
         assert f"{name} " in listed

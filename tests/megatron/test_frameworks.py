@@ -43,7 +43,10 @@ def verl_saves_and_loads(rank: int, layout: Layout, folder: str, load_from: str 
                 run.step()
             else:
                 model = run.model_state()
-                state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=metadata)}
+                state = {
+                    **model,
+                    "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=metadata),
+                }
                 loaded = verl.load_dist_checkpointing(state, load_from)
                 run.load_model(loaded)
                 run.optimizer.load_state_dict(loaded["optimizer"])

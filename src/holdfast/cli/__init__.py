@@ -19,8 +19,8 @@ COMMANDS = {
     "verify": "Re-read a checkpoint and report all damage.",
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
-    "import": "Make a Holdfast checkpoint of a torch_dist one (torch DCP, megatron-core).",
-    "export": "Make a torch_dist checkpoint of a Holdfast one.",
+    "import": "Make a Holdfast checkpoint of one of torch DCP or megatron-core.",
+    "export": "Make a checkpoint that torch DCP and megatron-core load of a Holdfast one.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
 }

@@ -14,9 +14,10 @@ from holdfast.cli import output
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
 @output.as_json
 def command(kind: str, source: str, out: str, step: int | None, as_json: bool) -> None:
-    """Make a Holdfast checkpoint OUT of SOURCE, a checkpoint of torch DCP or megatron-core.
+    """Make a Holdfast checkpoint of one of torch DCP or megatron-core.
 
-    One process, one chunk in memory at a time. Nothing in SOURCE is executed; its CRCs are checked.
+    SOURCE is the folder that has its .metadata. One process, one chunk in memory at a time. Nothing in it is
+    executed; its CRCs are checked.
     """
     from holdfast.convert.torch_dist import import_torch_dist
 

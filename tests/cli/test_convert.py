@@ -1,0 +1,66 @@
+"""`holdfast import` and `holdfast export`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+from tests.adapters.test_torch_dist import empty, same, state
+from tests.cli.conftest import Run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
+
+
+def test_there_and_back(tmp_path: Path, run: Run) -> None:
+    old, new, back = (tmp_path / name for name in ("old", "new", "back"))
+    dcp.save(state(), checkpoint_id=old, no_dist=True)
+    told = json.loads(run("import", "torch_dist", old, new, "--step", "12", "--json").stdout)
+    assert told["step"] == 12
+    assert told["tensors"] == 10
+    found = empty()
+    report = holdfast.load(found, new)
+    assert same(found, state())
+    assert report.step == 12
+    assert run("verify", new).exit_code == 0
+
+    assert str(back) in run("export", "torch_dist", new, back).stdout
+    found = empty() | {"step": 0, "notes": {"lr": 0.0, "names": ["", ""]}}
+    dcp.load(found, checkpoint_id=back, no_dist=True)
+    assert same(found, state())
+
+
+def test_a_damaged_chunk_is_not_imported(tmp_path: Path, run: Run) -> None:
+    old = tmp_path / "old"
+    dcp.save({"w": torch.arange(5000.0)}, checkpoint_id=old, no_dist=True)
+    (data,) = old.glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    at = content.index(torch.arange(2000.0, 2010.0).numpy().tobytes())
+    content[at] ^= 1
+    data.write_bytes(content)
+    done = run("import", "torch_dist", old, tmp_path / "new")
+    assert done.exit_code == 2
+    assert "'w' is damaged" in done.stderr
+    assert run("latest", tmp_path / "new").exit_code == 1
+
+
+def test_no_export_into_what_is_there(tmp_path: Path, run: Run) -> None:
+    holdfast.save({"w": torch.zeros(3)}, tmp_path / "new")
+    done = run("export", "torch_dist", tmp_path / "new", tmp_path / "new")
+    assert done.exit_code == 2
+    assert "is not empty" in done.stderr
+
+
+def test_what_is_no_checkpoint_is_not_imported(tmp_path: Path, run: Run) -> None:
+    holdfast.save({"w": torch.zeros(3)}, tmp_path / "new")
+    assert (
+        "is a Holdfast checkpoint already"
+        in run("import", "torch_dist", tmp_path / "new", tmp_path / "b").stderr
+    )
+    assert (
+        "no committed checkpoint" in run("import", "torch_dist", tmp_path / "nothing", tmp_path / "b").stderr
+    )
