@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.commit import open_index
 from holdfast.flow.describe import explain, parse_box
+from holdfast.flow.sources import open_index
 from holdfast.flow.values import read_box
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.box import Box

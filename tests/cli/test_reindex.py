@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.flow.commit import open_index
+from holdfast.flow.sources import open_index
 from holdfast.format.columns import Columns
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalStore

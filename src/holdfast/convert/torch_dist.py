@@ -24,9 +24,8 @@ from holdfast.adapters.memory import Stored
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.flow.commit import open_index
 from holdfast.flow.save import SaveReport, save_into
-from holdfast.flow.sources import TorchDist, open_source
+from holdfast.flow.sources import TorchDist, open_index, open_source
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
 from holdfast.format.columns import Columns, unpad

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
 from holdfast.deadline import Deadline
@@ -16,11 +14,11 @@ from holdfast.errors import (
     Conflict,
     CorruptCheckpoint,
     HoldfastError,
-    NotCommitted,
     SaveFailed,
     StorageError,
 )
 from holdfast.flow.retention import INDEX
+from holdfast.flow.sources import open_index
 from holdfast.flow.write import WrittenFile
 from holdfast.format.columns import Columns
 from holdfast.format.container import safe_data_name
@@ -31,26 +29,6 @@ from holdfast.store.base import TAIL, NotFound, Reader, Store
 
 VISIBLE_WITHIN = 20.0
 """Seconds that a network file system may take to show another host's file."""
-
-
-def nothing_there(store: Store) -> NotCommitted:
-    return NotCommitted(
-        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
-        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
-    )
-
-
-@contextmanager
-def open_index(store: Store) -> Iterator[Index]:
-    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
-    try:
-        reader = store.open(INDEX)
-    except NotFound:
-        raise nothing_there(store) from None
-    try:
-        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-    finally:
-        reader.close()
 
 
 def present_tail(store: Store) -> bytes | None:
@@ -84,6 +62,8 @@ def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
 
 def versions() -> dict[str, str]:
     """What wrote a checkpoint; for people."""
+    from importlib.metadata import version  # slow to import, and only a save wants it
+
     found = {"python": platform.python_version()}
     for name in ("holdfast", "torch", "numpy"):
         try:

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import HoldfastError
-from holdfast.flow.commit import open_index
 from holdfast.flow.places import Place
+from holdfast.flow.sources import open_index
 from holdfast.flow.values import SLAB, read_all, read_box, slabs
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns, unpad

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
-from holdfast.flow.commit import open_index
 from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number
 from holdfast.flow.retention import INDEX, all_steps, step_folder
+from holdfast.flow.sources import open_index
 from holdfast.flow.values import read_all
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from holdfast.flow.commit import nothing_there
 from holdfast.flow.retention import INDEX, all_steps
+from holdfast.flow.sources import nothing_there
 from holdfast.format.index import Index
 from holdfast.store.local import LocalStore, open_store
 

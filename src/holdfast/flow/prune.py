@@ -22,9 +22,9 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
-from holdfast.flow.commit import open_index
 from holdfast.flow.places import Place
 from holdfast.flow.retention import INDEX, all_steps, remove_step, step_folder, surplus
+from holdfast.flow.sources import open_index
 from holdfast.store.local import LocalStore, open_store
 
 HOUR = 3600.0

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
-from holdfast.flow.commit import open_index, present_tail, versions
+from holdfast.flow.commit import present_tail, versions
 from holdfast.flow.places import Place, about, number
 from holdfast.flow.retention import INDEX
+from holdfast.flow.sources import open_index
 from holdfast.flow.write import EMBEDDED
 from holdfast.format.columns import Columns
 from holdfast.format.container import read_header, safe_data_name

@@ -15,11 +15,12 @@ import numpy as np
 
 from holdfast.adapters.state import Flat, flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
-from holdfast.flow.commit import Commit, names_files, open_index, present_tail
+from holdfast.flow.commit import Commit, names_files, present_tail
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import TRANSITIONS
 from holdfast.flow.protocol import save_steps
 from holdfast.flow.retention import step_folder
+from holdfast.flow.sources import open_index
 from holdfast.flow.world import find_roster, the_place
 from holdfast.flow.write import discard, write_files
 from holdfast.format import objects

@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast.errors import NotCommitted
-from holdfast.flow.commit import nothing_there, open_index
+from holdfast.flow.retention import INDEX
 from holdfast.format import torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
-from holdfast.format.objects import TORCH
+from holdfast.format.index import Index
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 
@@ -36,6 +36,26 @@ class Source(Protocol):
     def find_one(self, name: str) -> int: ...
 
     def select(self, rows: Array | None = None) -> Columns: ...
+
+
+def nothing_there(store: Store) -> NotCommitted:
+    return NotCommitted(
+        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
+        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
+    )
+
+
+@contextmanager
+def open_index(store: Store) -> Iterator[Index]:
+    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        raise nothing_there(store) from None
+    try:
+        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+    finally:
+        reader.close()
 
 
 @contextmanager
@@ -71,7 +91,7 @@ def read_file(store: Store, name: str) -> bytes | None:
 class TorchDist:
     """A `torch_dist` folder; reads of its data files what a selection needs to find its elements."""
 
-    object_prefix = TORCH
+    object_prefix = torch_dist.OBJECT_PREFIX
 
     def __init__(self, store: Store, metadata: bytes) -> None:
         self.where = f"{store.url}/{torch_dist.METADATA}"

@@ -27,6 +27,8 @@ from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
 Read = Callable[[int, int], bytes]
 METADATA = ".metadata"
+OBJECT_PREFIX = b"T"
+"""An object here is an archive of torch.save: what `format.objects` marks with this byte."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")

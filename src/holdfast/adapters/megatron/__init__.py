@@ -15,12 +15,14 @@ from holdfast.adapters.megatron.checkpointing import (
     load_tensors_metadata,
     save,
 )
+from holdfast.adapters.megatron.guard import guarded
 from holdfast.adapters.megatron.install import install, uninstall
 from holdfast.adapters.megatron.optimizer import load_state_dict as load_optimizer_state_dict
 from holdfast.adapters.megatron.optimizer import sharded_state_dict as optimizer_state_dict
 
 __all__ = [
     "check_is_distributed_checkpoint",
+    "guarded",
     "install",
     "load",
     "load_common_state_dict",

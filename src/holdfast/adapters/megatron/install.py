@@ -7,11 +7,12 @@ what was there. Nothing is replaced by importing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
 from holdfast.adapters.megatron import checkpointing, mcore, optimizer
+from holdfast.adapters.megatron.guard import guard as guard_function
 
 _replaced: list[tuple[Any, str, Any]] = []
 _STOCK_OPTIMIZER_FORMATS = (
@@ -24,12 +25,23 @@ _STOCK_OPTIMIZER_FORMATS = (
 """Descriptions of optimizer state that a stock checkpoint may need to be loaded."""
 
 
-def install(*, timeout: float = 1800.0, stall_timeout: float = 120.0, participants: Any = None) -> None:
+def install(
+    *,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    participants: Any = None,
+    guard: Sequence[str] = (),
+) -> None:
     """Replace megatron-core's save and load, and its optimizer's state dict, by Holdfast's. Idempotent.
 
     timeout, stall_timeout, participants: as for `save`, for every call that frameworks make.
+    guard: dotted names of functions, a framework's own save and load, in which barriers and object collectives
+        wait over the roster with these deadlines (`guarded`). Only functions that are looked up by that name
+        when they are called can be replaced.
     """
     uninstall()
+    for place in guard:
+        _replace(*guard_function(place, timeout=timeout, stall_timeout=stall_timeout))
     how = {"timeout": timeout, "stall_timeout": stall_timeout, "participants": participants}
     modules = (mcore.dist_checkpointing, mcore.serialization)
     for module in modules:

@@ -1,0 +1,145 @@
+"""Waits with a deadline in place of the barriers inside a framework's save function.
+
+Frameworks put barriers and object collectives of their own around `dist_checkpointing.save`; a rank that never comes
+leaves the others in them until a watchdog ends the job. While a guarded function runs, these calls of `torch.distributed`
+go over the roster instead, and a missing rank is named by its deadline. What they carry is encoded as a
+checkpoint's objects are, so receiving executes nothing. Collectives of tensors stay as they are.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.errors import BadInput
+from holdfast.flow.operation import agree
+from holdfast.flow.world import find_roster
+from holdfast.format import objects
+
+
+class _Guard:
+    """Stand-ins for collectives, under one title."""
+
+    def __init__(self, title: str, timeout: float, stall_timeout: float) -> None:
+        self.title, self.timeout, self.stall_timeout = title, timeout, stall_timeout
+
+    def exchange(
+        self, kind: str, group: Any, mine: Any, choose: Callable[[dict[int, Any]], Any]
+    ) -> tuple[Any, list[int]] | None:
+        """(the lowest rank's choice from what all said, the group's ranks); None outside of the group."""
+        roster = find_roster(None, no_dist=False)
+        ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
+        if roster.rank not in ranks:
+            return None
+        value = agree(
+            f"{kind} in {self.title}",
+            f"guard|{self.title}|{kind}",
+            choose,
+            roster,
+            ranks,
+            None,
+            self.timeout,
+            self.stall_timeout,
+            mine,
+        )
+        return value, dist.get_process_group_ranks(group or dist.group.WORLD)
+
+    def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> None:
+        self.exchange("barrier", group, None, lambda said: None)
+
+    def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        found = self.exchange("all_gather_object", group, _encode(obj), _by_rank)
+        if found is not None:
+            object_list[:] = [_decode(found[0][str(rank)]) for rank in found[1]]
+
+    def gather_object(
+        self,
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: Any = None,
+        group_dst: int | None = None,
+    ) -> None:
+        found = self.exchange("gather_object", group, _encode(obj), _by_rank)
+        if found is not None and object_gather_list is not None:
+            object_gather_list[:] = [_decode(found[0][str(rank)]) for rank in found[1]]
+
+    def broadcast_object_list(
+        self,
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+    ) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        source = ranks[group_src] if group_src is not None else (0 if src is None else src)
+        mine = [_encode(value) for value in object_list] if dist.get_rank() == source else None
+        found = self.exchange("broadcast_object_list", group, mine, lambda said: said[source])
+        if found is not None:
+            object_list[:] = [_decode(value) for value in found[0]]
+
+
+def _by_rank(said: dict[int, Any]) -> dict[str, Any]:
+    return {str(rank): value for rank, value in said.items()}
+
+
+def _encode(value: Any) -> str:
+    return base64.b64encode(objects.encode(value, "what a collective carries")).decode()
+
+
+def _decode(text: str) -> Any:
+    return objects.decode(base64.b64decode(text), "what a collective carried")
+
+
+_NAMES = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list")
+
+
+@contextmanager
+def guarded(title: str, *, timeout: float = 1800.0, stall_timeout: float = 120.0) -> Iterator[None]:
+    """Inside, barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
+
+    title: how errors call this place; the same on all ranks. Every rank must make the same calls in the same order,
+    as with the collectives themselves; one that does not is named.
+    """
+    guard = _Guard(title, timeout, stall_timeout)
+    before = {name: getattr(dist, name) for name in _NAMES}
+    try:
+        for name in _NAMES:
+            setattr(dist, name, getattr(guard, name))
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(dist, name, original)
+
+
+def guard(place: str, *, timeout: float, stall_timeout: float) -> tuple[Any, str, Any]:
+    """(owner, attribute, wrapped function) for a dotted name, `package.module.Class.method`."""
+    parts = place.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            owner: Any = import_module(".".join(parts[:cut]))
+            break
+        except ModuleNotFoundError as error:
+            if error.name is None or not place.startswith(error.name):
+                raise
+    else:
+        raise BadInput(f"guard={place!r} names no function of a module that can be imported.")
+    for part in parts[cut:-1]:
+        owner = getattr(owner, part, None)
+    function = getattr(owner, parts[-1], None)
+    if not callable(function):
+        raise BadInput(f"guard={place!r} names no function.")
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        with guarded(place, timeout=timeout, stall_timeout=stall_timeout):
+            return function(*args, **named)
+
+    return owner, parts[-1], call

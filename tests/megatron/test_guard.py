@@ -1,0 +1,87 @@
+"""Barriers and object collectives of a framework's function, over the roster."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import tests.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast.errors import BadInput, RankFailed
+from holdfast.testing.processes import ProcessWorld
+from tests.system.test_content import _counted
+
+
+class Framework:
+    """Waits and talks as the save functions of frameworks do."""
+
+    def save(self, rank: int, groups: list[Any]) -> list[Any]:
+        dist.barrier()
+        everyone: list[Any] = [None] * 8
+        dist.all_gather_object(everyone, {"rank": rank, "shape": (rank, 2)})
+        told = [f"from {rank}", rank]
+        dist.broadcast_object_list(told, src=3)
+        some: list[Any] | None = [None] * 8 if rank == 0 else None
+        dist.gather_object(rank * 10, some, dst=0)
+        pair = groups[rank // 2]
+        dist.barrier(group=pair)
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, rank, group=pair)
+        return [everyone, told, some, both]
+
+
+def guarded_job(rank: int) -> tuple[list[Any], list[str], bool]:
+    from holdfast.adapters import megatron
+
+    groups = [dist.new_group([first, first + 1]) for first in range(0, 8, 2)]
+    original, barrier = Framework.save, dist.barrier
+    megatron.install(timeout=20, stall_timeout=10, guard=["tests.megatron.test_guard.Framework.save"])
+    answers: list[Any] = []
+    try:
+        seen = _counted(lambda: answers.extend(Framework().save(rank, groups)))
+    finally:
+        megatron.uninstall()
+    return answers, seen, Framework.save is original and dist.barrier is barrier
+
+
+def test_they_do_what_the_collectives_do(mcore_world: ProcessWorld) -> None:
+    found = mcore_world.run(guarded_job)
+    for rank, (answers, seen, put_back) in enumerate(found):
+        assert answers[0] == [{"rank": other, "shape": (other, 2)} for other in range(8)]
+        assert answers[1] == ["from 3", 3]
+        assert answers[2] == ([other * 10 for other in range(8)] if rank == 0 else None)
+        assert answers[3] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert seen == []
+        assert put_back
+
+
+def absent_job(rank: int) -> tuple[str, float]:
+    from holdfast.adapters import megatron
+
+    begun = time.monotonic()
+    if rank == 5:
+        return "elsewhere", 0.0
+    try:
+        with megatron.guarded("the end of a save", timeout=20, stall_timeout=2.0):
+            dist.barrier()
+    except RankFailed as error:
+        return f"{error.rank}: {error}", time.monotonic() - begun
+    return "passed", 0.0
+
+
+def test_who_never_comes_is_named(mcore_world: ProcessWorld) -> None:
+    for rank, (said, took) in enumerate(mcore_world.run(absent_job)):
+        if rank != 5:
+            assert said.startswith("5: ")
+            assert "barrier in the end of a save" in said
+            assert took < 4.0
+
+
+@pytest.mark.parametrize("place", ["nowhere.at.all", "os.path.nothing", "json"])
+def test_a_name_that_is_none(place: str) -> None:
+    from holdfast.adapters import megatron
+
+    with pytest.raises(BadInput, match="guard="):
+        megatron.install(guard=[place])
