@@ -110,7 +110,7 @@ def planning(bench: Bench, ep: int, folder: Path) -> None:
         lambda: run_ranks(ours, RANKS, (many, ep, str(folder / "same"), repeats), limit_s=300),
     )
     peer = {}
-    for count in (few, many):
+    for count in (many,) if bench.quick else (few, many):
         where = str(folder / f"peer{count}")
         peer[count] = attempt(
             bench,
@@ -118,32 +118,24 @@ def planning(bench: Bench, ep: int, folder: Path) -> None:
             lambda: run_ranks(theirs, RANKS, (count, ep, where, 2), limit_s=900),  # noqa: B023
         )
         shutil.rmtree(where, ignore_errors=True)
-    if not (mine and same and peer[few] and peer[many]):
+    if not (mine and same and all(peer.values())):
         return
-    wall, small, large = slowest(mine), slowest(peer[few]), slowest(peer[many])
-    tensors = 3 * len(CLASSES) * EXPERTS * many
-    what = f"{many} layers x {EXPERTS} experts, {tensors:,} chunks, EP{ep}"
-    bench.compare(
-        f"first save of {what} / mcore",
-        slowest(same)[:1],
-        large[:1],
-        "s",
-        limit=FASTER if many == LAYERS else None,
-    )
+    wall, large = slowest(mine), slowest(peer[many])
+    what = f"{many} layers x {EXPERTS} experts, {3 * len(CLASSES) * EXPERTS * many:,} chunks, EP{ep}"
+    bench.compare(f"first save of {what} / mcore", slowest(same)[:1], large[:1], "s")
     bench.compare(f"repeated save of {what} / mcore", slowest(same)[1:], large[1:], "s")
-    grown = math.log(large[0] / small[0]) / math.log(many / few)
-    reckoned = large[0] * (layers / many) ** grown
-    bench.compare(
-        f"first save of {layers} layers x {EXPERTS} experts, EP{ep} / mcore, extrapolated",
-        wall[:1],
-        [reckoned],
-        "s",
-        limit=None if bench.quick else FASTER,
-        note=f"mcore from {few} and {many} layers, {small[0]:.1f} and {large[0]:.1f} s: exponent {grown:.2f}",
-    )
-    bench.compare(
-        f"repeated save of {layers} layers x {EXPERTS} experts, EP{ep} / first", wall[1:], wall[:1], "s"
-    )
+    if not bench.quick:
+        small = slowest(peer[few])
+        for which, at in (("first", 0), ("repeated", 1)):
+            grown = math.log(large[at] / small[at]) / math.log(many / few)
+            bench.compare(
+                f"{which} save of {layers} layers x {EXPERTS} experts, EP{ep} / mcore, extrapolated",
+                wall[:1] if at == 0 else wall[1:],
+                [large[at] * (layers / many) ** grown],
+                "s",
+                limit=FASTER,
+                note=f"mcore at {few} and {many} layers: {small[at]:.1f} and {large[at]:.1f} s, exponent {grown:.2f}",
+            )
     peak = [max(rank[rep][1] for rank in mine) / 2**20 for rep in range(repeats)]
     bench.target(
         f"memory above the state, worst rank, {layers} layers, EP{ep}", [max(peak)], MEMORY_MIB, "MiB"

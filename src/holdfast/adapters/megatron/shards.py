@@ -63,9 +63,7 @@ class Copies:
             return False
         group = self._group(tensor)
         if self.rank not in group or group.index(self.rank) != said[-1]:
-            return (
-                True  # Megatron's own groups are not set up; the commit finds out if another writes it, too
-            )
+            return True  # its groups are not known; the commit finds out if another rank writes it, too
         return group[0] in holders
 
     def _group(self, tensor: Any) -> tuple[int, ...]:
