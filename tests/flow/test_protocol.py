@@ -211,18 +211,8 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
                 lambda rank: flatten(state(rank), rank),
                 step=1,
                 roster=roster,
-                participants=None,
-                process_group=None,
                 timeout=10,
                 stall_timeout=5,
-                include=None,
-                exclude=None,
-                expected=None,
-                previous=lambda: None,
-                overwrite=True,
-                grid=None,
-                notes=None,
-                options=None,
             )
 
         found = ranks(2, job)

@@ -274,3 +274,48 @@ def other_vocabulary(rank: int, folder: str) -> tuple[list[float], list[float]]:
     smaller = megatron.load(table(torch.full((7, 2), -1.0, dtype=torch.bfloat16)), folder, **how)["e"]
     larger = megatron.load(table(torch.full((10, 2), -1.0)), folder, **how)["e"]
     return smaller[:, 0].tolist(), larger[:, 0].tolist()
+
+
+def stock_buckets_save(rank: int, layout: Layout, recipe: Recipe, ours: str, stock: str) -> None:
+    """The same state saved by Holdfast, and by stock megatron-core as buckets (`dp_reshardable`)."""
+    from megatron.core import dist_checkpointing
+
+    from holdfast.adapters import megatron
+
+    with training(layout, recipe) as run:
+        for _ in range(2):
+            run.step()
+        megatron.save(state_of(run), ours, timeout=60, stall_timeout=30)
+        metadata = run.metadata(distrib_optim_sharding_type="dp_reshardable")
+        model = run.model_state()
+        optimizer = run.optimizer.sharded_state_dict(model, metadata=metadata)
+        state = {**model, "optimizer": optimizer, "iteration": run.iteration, "checkpoint_version": 3.0}
+        if rank == 0:
+            os.makedirs(stock)
+        dist.barrier()
+        with children_allowed():
+            dist_checkpointing.save(state, stock, content_metadata=metadata)
+
+
+def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: str, again: str) -> str:
+    """After `install()`, a framework resumes from what it saved before; then Holdfast saves it."""
+    from megatron.core import dist_checkpointing
+
+    from holdfast.adapters import megatron
+
+    with training(layout, recipe, seed=5) as run:
+        run.step()
+        megatron.install(timeout=60, stall_timeout=30)
+        try:
+            metadata = dist_checkpointing.load_content_metadata(stock)
+            assert metadata is not None
+            model = run.model_state()
+            state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=metadata)}
+            loaded = dist_checkpointing.load(state, stock)
+            run.load_model(loaded)
+            run.optimizer.load_state_dict(loaded["optimizer"])
+            run.iteration = loaded["iteration"]
+            dist_checkpointing.save(state_of(run), again)
+        finally:
+            megatron.uninstall()
+        return str(metadata["distrib_optim_sharding_type"])

@@ -12,9 +12,11 @@ from holdfast.flow.compare import compare
 from holdfast.testing.processes import ProcessWorld
 from tests.megatron.jobs import (
     installed,
+    installed_loads_buckets,
     load_save_train,
     other_vocabulary,
     save_by_some,
+    stock_buckets_save,
     stock_load_and_save,
     stock_save_both,
     strict_modes,
@@ -74,6 +76,17 @@ def test_stock_loads_what_is_exported(
     )
     assert set(found) == {"fully_reshardable"}
     assert tensors_that_differ(ours, tmp_path / "again") == []
+
+
+def test_a_framework_resumes_from_what_it_saved_as_buckets(tmp_path: Path) -> None:
+    ours, stock, again = (tmp_path / name for name in ("ours", "stock", "again"))
+    mixed = Recipe(layers=2, bf16=True)  # stock can't load the buckets of a model that is fp32 itself
+    with ProcessWorld(8) as world:
+        world.run(stock_buckets_save, HOME, mixed, str(ours), str(stock), timeout=120)
+    with ProcessWorld(8) as world:
+        found = world.run(installed_loads_buckets, HOME, mixed, str(stock), str(again), timeout=120)
+    assert set(found) == {"dp_reshardable"}
+    assert tensors_that_differ(ours, again) == []
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])

@@ -29,6 +29,7 @@ from holdfast.flow.sources import TorchDist, open_index, open_source
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
 from holdfast.format.columns import Columns, unpad
+from holdfast.format.torch_dist import COMMON, COMMON_FILE, CONFIG, HOLDFAST_CONFIG, SHARD
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
 from holdfast.options import Options
@@ -37,11 +38,6 @@ from holdfast.roster.memory import MemoryRoster
 from holdfast.store.base import Reader
 from holdfast.store.local import open_store
 
-COMMON = "common_state"
-COMMON_FILE = "common.pt"
-CONFIG = "metadata.json"
-SHARD = "/shard_"
-"""In the name of a megatron-core ShardedObject, which it stores in a list of one."""
 PER_FILE = 4 << 30
 """Bytes after which an export begins another data file."""
 Progress = Callable[[int, int], None]
@@ -147,31 +143,14 @@ def import_torch_dist(
             take,
             step=step,
             roster=MemoryRoster(),
-            participants=None,
-            process_group=None,
             timeout=7 * 86400.0,
             stall_timeout=3600.0,
-            include=None,
-            exclude=None,
-            expected=None,
-            previous=lambda: None,
-            overwrite=True,
-            grid=None,
             notes={"imported": "torch_dist"},
             options=options,
         )
     if (folder / CONFIG).exists():
         Path(os.fspath(out), CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))
     return report
-
-
-HOLDFAST_CONFIG = {
-    "sharded_backend": "holdfast",
-    "sharded_backend_version": 1,
-    "common_backend": "holdfast",
-    "common_backend_version": 1,
-}
-"""`metadata.json` of a Holdfast checkpoint in Megatron's world."""
 
 
 def _ignore(value: Any) -> None:

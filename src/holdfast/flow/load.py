@@ -329,14 +329,14 @@ def load_from(
     take: Callable[[int], Flat],
     *,
     roster: Roster,
-    participants: Iterable[int] | None,
-    process_group: Any,
-    timeout: float,
-    stall_timeout: float,
-    include: Sequence[str] | None,
-    exclude: Sequence[str] | None,
-    strict: bool,
-    options: Options | None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+    options: Options | None = None,
 ) -> LoadReport:
     """`load` from a store, into what `take(rank)` yields; what that raises is told to the other ranks."""
     operation = Operation(

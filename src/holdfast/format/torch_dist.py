@@ -29,6 +29,21 @@ Read = Callable[[int, int], bytes]
 METADATA = ".metadata"
 OBJECT_PREFIX = b"T"
 """An object here is an archive of torch.save: what `format.objects` marks with this byte."""
+COMMON_FILE = "common.pt"
+"""Where megatron-core keeps what isn't sharded."""
+COMMON = "common_state"
+"""The object that holds it in a Holdfast checkpoint; megatron-core 0.19's name for it."""
+CONFIG = "metadata.json"
+"""By which Megatron's frameworks know a distributed checkpoint."""
+HOLDFAST_CONFIG = {
+    "sharded_backend": "holdfast",
+    "sharded_backend_version": 1,
+    "common_backend": "holdfast",
+    "common_backend_version": 1,
+}
+"""The content of CONFIG in a Holdfast checkpoint."""
+SHARD = "/shard_"
+"""In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")

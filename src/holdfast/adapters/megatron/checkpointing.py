@@ -13,16 +13,18 @@ import torch
 
 from holdfast.adapters.megatron import mcore
 from holdfast.adapters.megatron.optimizer import PREFIX
-from holdfast.adapters.megatron.shards import COMMON, Copies, take_data, to_load, to_save
+from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, MissingTensors
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree
+from holdfast.flow.retention import INDEX
 from holdfast.flow.save import save_into
 from holdfast.flow.sources import open_source, read_file
 from holdfast.flow.values import read_object
 from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
+from holdfast.format.torch_dist import COMMON, COMMON_FILE, CONFIG, HOLDFAST_CONFIG, SHARD
 from holdfast.layout.tensor import DTYPES, OBJECT, listed
 from holdfast.options import Options
 from holdfast.roster.base import Roster
@@ -84,18 +86,11 @@ def save(
         save_into(
             store,
             take,
-            step=None,
             roster=found,
             participants=everyone,
-            process_group=None,
             timeout=timeout,
             stall_timeout=stall_timeout,
-            include=None,
-            exclude=None,
             expected=expected,
-            previous=lambda: None,
-            overwrite=True,
-            grid=None,
             notes={"megatron-core": mcore.VERSION},
             options=options,
         )
@@ -146,12 +141,12 @@ def load(
 
     def take(rank: int) -> Flat:
         request.refuse(store, mode, missing)
-        stock = read_file(store, mcore.COMMON_FILE) is not None
+        stock = read_file(store, COMMON_FILE) is not None
         leaves = to_load(request.asked, request.unexpected, stock)
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with torch.serialization.safe_globals(mcore.safe_types()):
-        load_from(store, take, include=None, exclude=None, strict=True, options=options, **who)
+        load_from(store, take, options=options, **who)
     loaded = request.give(common[0] if common else load_common_state_dict(checkpoint_dir))
     if mcore.StrictHandling.requires_returning_mismatch_keys(mode):
         return loaded, missing, request.unexpected
@@ -240,8 +235,8 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, 
     store = open_store(os.fspath(checkpoint_dir))
     with torch.serialization.safe_globals(mcore.safe_types()):
         found = read_object(store, COMMON)
-        if found is None and (data := read_file(store, mcore.COMMON_FILE)) is not None:
-            found = objects.decode(objects.TORCH + data, mcore.COMMON_FILE)  # stock megatron-core's
+        if found is None and (data := read_file(store, COMMON_FILE)) is not None:
+            found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
     return found if isinstance(found, dict) else {}
 
 
@@ -278,7 +273,7 @@ def load_sharded_metadata(
         columns = index.select()
     for row, name in enumerate(columns.names):
         if int(columns.kind[row]) == OBJECT:
-            if _SHARD in name:
+            if SHARD in name:
                 found[name] = mcore.ShardedObject.empty_from_unique_key(name)
             continue
         dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
@@ -297,18 +292,15 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?"""
     if not checkpoint_dir:
         return False
-    folder = Path(checkpoint_dir)
-    if (folder / "index.safetensors").exists():
+    if Path(checkpoint_dir, INDEX).exists():
         return True
-    return bool(mcore.is_stock_checkpoint(str(folder)))
-
-
-_SHARD = "/shard_"
+    config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
+    return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
 
 def _key(name: str) -> str:
     """The key of a ShardedObject from its unique one; other names are keys already."""
-    return name.partition(_SHARD)[0]
+    return name.partition(SHARD)[0]
 
 
 def _note_strategies(*strategies: Any) -> None:
@@ -352,11 +344,5 @@ def _check_storable(common: Mapping[str, Any]) -> None:
 def _mark(folder: str) -> None:
     """By this file frameworks know a distributed checkpoint. It says nothing of whether the save was
     committed: the index does, and loading looks for that."""
-    config = {
-        "sharded_backend": "holdfast",
-        "sharded_backend_version": 1,
-        "common_backend": "holdfast",
-        "common_backend_version": 1,
-    }
     os.makedirs(folder, exist_ok=True)
-    Path(folder, mcore.CONFIG).write_text(json.dumps(config))
+    Path(folder, CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))

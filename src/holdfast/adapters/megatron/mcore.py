@@ -11,8 +11,8 @@ from typing import Any
 
 try:
     from megatron.core import dist_checkpointing, parallel_state
-    from megatron.core.dist_checkpointing import serialization, validation
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.core import maybe_load_config
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
         extract_matching_values,
@@ -21,7 +21,6 @@ try:
     )
     from megatron.core.dist_checkpointing.mapping import (
         LocalNonpersistentObject,
-        ShardedBase,
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
@@ -29,7 +28,7 @@ try:
         apply_factory_merges,
         is_main_replica,
     )
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
     from megatron.core.dist_checkpointing.utils import (
         extract_nonpersistent,
         extract_sharded_base,
@@ -45,16 +44,9 @@ except ImportError as error:
         f"holdfast.adapters.megatron needs megatron-core ({error}). Install it: pip install 'holdfast[megatron]'."
     ) from error
 
-CONFIG = "metadata.json"
-"""By which frameworks know a distributed checkpoint."""
-COMMON_FILE = "common.pt"
-"""Where stock megatron-core keeps common state."""
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
-
-
-is_stock_checkpoint = dist_checkpointing.check_is_distributed_checkpoint
 
 
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -130,21 +122,16 @@ def holders(optimizer: Any) -> tuple[int, ...]:
 
 
 __all__ = [
-    "COMMON_FILE",
-    "CONFIG",
     "CONTENT_METADATA",
     "FULLY_RESHARDABLE",
     "GROUP_KEYS",
     "ORIGINAL_LOAD",
     "SHARDING_TYPE",
     "VERSION",
-    "AsyncCallsQueue",
     "AsyncRequest",
     "ChainedOptimizer",
-    "CheckpointingException",
     "DistributedOptimizer",
     "LocalNonpersistentObject",
-    "ShardedBase",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
@@ -160,13 +147,12 @@ __all__ = [
     "groups",
     "is_main_replica",
     "is_offloaded",
-    "is_stock_checkpoint",
     "local_ranges",
+    "maybe_load_config",
     "merge",
     "nested_values",
     "parallel_state",
     "parse_strict_flag",
     "safe_types",
     "serialization",
-    "validation",
 ]

@@ -19,9 +19,7 @@ from holdfast.adapters.megatron import mcore
 from holdfast.adapters.state import Leaf
 from holdfast.adapters.tensors import Shard
 from holdfast.errors import BadInput
-
-COMMON = "common_state"
-"""The name of the one object that holds everything that isn't sharded; megatron-core 0.19's name for it."""
+from holdfast.format.torch_dist import COMMON
 
 
 @dataclass(frozen=True)
