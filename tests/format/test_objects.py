@@ -11,6 +11,7 @@ import os
 import pickle
 import random
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,16 @@ def test_what_loading_would_have_to_execute_is_refused_at_save(value: Any, words
     assert "'model.it'" in str(caught.value)
     assert words in str(caught.value)
     assert "state_dict" in caught.value.hint
+
+
+@pytest.fixture(autouse=True)
+def no_types_of_others() -> Iterator[None]:
+    """Importing megatron-core allows types of its own, for the whole process."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
 
 
 class Touch:
