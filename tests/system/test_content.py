@@ -227,6 +227,7 @@ def test_storage_that_fails_on_one_rank(
     world: ProcessWorld, tmp_path: Path, mishap: str, number: int, words: str
 ) -> None:
     path = str(tmp_path / "step-1")
+    os.makedirs(os.path.join(path, "data"))  # or the rank that comes first makes and syncs the folder
     error = fails(world, path, {"mishap": {5: (mishap, number)}})
     assert isinstance(error, StorageError)
     assert error.rank == 5
