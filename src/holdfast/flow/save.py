@@ -255,8 +255,8 @@ def save_into(
     options: Options | None = None,
     after: Callable[[], None] = lambda: None,
 ) -> SaveReport:
-    """`save` what `take(rank)` yields into a store; what that raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
-    here, and calls `after` once the save is committed."""
+    """`save` what `take(rank)` yields into a store; what that raises is told to the other ranks. The committer
+    asks `previous` where the names to compare with are, if not here, and calls `after` once the save is committed."""
     if step is not None:
         step_folder(step)  # refuses what is not a step
     title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,19 +61,16 @@ def open_index(store: Store) -> Iterator[Index]:
 @contextmanager
 def open_source(store: Store) -> Iterator[Source]:
     """What is in a folder, closed afterwards; NotCommitted if there is no checkpoint."""
-    try:
-        with open_index(store) as index:
-            yield index
-            return
-    except NotCommitted:
-        metadata = read_file(store, torch_dist.METADATA)
-        if metadata is None:
-            raise nothing_there(store) from None
-    source = TorchDist(store, metadata)
-    try:
+    with ExitStack() as opened:
+        source: Source
+        try:
+            source = opened.enter_context(open_index(store))
+        except NotCommitted:
+            metadata = read_file(store, torch_dist.METADATA)
+            if metadata is None:
+                raise
+            source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source
-    finally:
-        source.close()
 
 
 def read_file(store: Store, name: str) -> bytes | None:

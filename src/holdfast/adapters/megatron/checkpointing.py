@@ -116,7 +116,7 @@ def load(
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
 
     Tensors are read into the memory that the state dict's ShardedTensors have, from any layout, converted to
-    their dtype. Every byte is verified.
+    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no digests.
 
     strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint lacks;
         missing ones are in the checkpoint and no participant asks for them.

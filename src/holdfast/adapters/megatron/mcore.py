@@ -114,6 +114,11 @@ def sync_offloaded(optimizer: Any) -> None:
     optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
+def synchronize_steps(chained: Any) -> None:
+    """Give all parameter groups of a ChainedOptimizer the same step."""
+    chained._synchronize_steps()
+
+
 def holders(optimizer: Any) -> tuple[int, ...]:
     """Global ranks over which a DistributedOptimizer has cut its state."""
     from torch.distributed import get_process_group_ranks
@@ -155,4 +160,5 @@ __all__ = [
     "parse_strict_flag",
     "safe_types",
     "serialization",
+    "synchronize_steps",
 ]

@@ -53,7 +53,7 @@ def sharded_state_dict(
         parts = optimizer.chained_optimizers
         if len(parts) == 1:
             return sharded_state_dict(parts[0], model_sharded_state_dict, is_loading)
-        optimizer._synchronize_steps()
+        mcore.synchronize_steps(optimizer)
         return {
             number: sharded_state_dict(part, model_sharded_state_dict, is_loading)
             for number, part in enumerate(parts)
@@ -105,7 +105,7 @@ def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
         else:
             part.load_state_dict(own)
     if len(parts) > 1:
-        optimizer._synchronize_steps()
+        mcore.synchronize_steps(optimizer)
 
 
 def _restore(
