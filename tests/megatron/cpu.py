@@ -28,6 +28,8 @@ class _Stream:
     def record_event(self, event: Any = None) -> _Stream:
         return self
 
+    def wait(self, stream: Any = None) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -40,7 +42,31 @@ class _OnCpu(TorchFunctionMode):
             named["device"] = "cpu"
         if getattr(func, "__name__", "") == "to":
             args = tuple("cpu" if isinstance(arg, str) and arg.startswith("cuda") else arg for arg in args)
-        return func(*args, **named)
+        pinned = bool(named.pop("pin_memory", False))
+        out = func(*args, **named)
+        if pinned or any(getattr(arg, "on_host", False) for arg in args):
+            with contextlib.suppress(AttributeError):  # it is no tensor
+                out.on_host = True
+        return out
+
+
+@contextlib.contextmanager
+def with_a_device() -> Iterator[None]:
+    """Inside, tensors count as on a GPU unless they were pinned: HybridDeviceOptimizer tells by it what it
+    offloads, and copies nothing that is on the CPU already."""
+
+    def pinned(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+        self.on_host = True  # type: ignore[attr-defined]
+        return self
+
+    before = torch.Tensor.pin_memory
+    torch.Tensor.pin_memory = pinned  # type: ignore[assignment,method-assign]
+    torch.Tensor.is_cuda = property(lambda self: not getattr(self, "on_host", False))  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.pin_memory = before  # type: ignore[method-assign]
+        del torch.Tensor.is_cuda
 
 
 def _with_step(original: Any) -> Any:
@@ -84,7 +110,17 @@ def use_cpu() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
+    from megatron.core.transformer import multi_latent_attention
+
+    for name in ("TELinear", "TEColumnParallelLinear"):  # asked for with isinstance, and no type without it
+        if not isinstance(getattr(multi_latent_attention, name, None), type):
+            setattr(multi_latent_attention, name, type(name, (), {}))
+
+    from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    # Where Transformer Engine is missing it compares the version None, for a precision-aware optimizer.
+    optimizer_config.is_te_min_version = lambda *args, **named: False
 
     DistributedOptimizer._set_main_param_and_optimizer_states = _with_step(
         DistributedOptimizer._set_main_param_and_optimizer_states

@@ -6,21 +6,25 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import MissingTensors, RankFailed
-from tests.megatron.cpu import use_cpu
+from holdfast.errors import BadInput, MissingTensors, RankFailed
+from tests.megatron.cpu import use_cpu, with_a_device
 from tests.megatron.models import Layout, Recipe, Training, parallel
 
 
 @contextlib.contextmanager
 def training(layout: Layout, recipe: Recipe, seed: int = 1) -> Iterator[Training]:
     use_cpu()
-    with parallel(layout):
+    device = with_a_device() if recipe.offload is not None else contextlib.nullcontext()
+    with parallel(layout), device:
         yield Training(layout, recipe, seed)
 
 
@@ -203,6 +207,125 @@ def save_by_some(rank: int, ranks: tuple[int, ...], folder: str, absent: int | N
     return "saved"
 
 
+def save_slowly(rank: int, folder: str, slow: int, seconds: float) -> float:
+    """One rank's storage takes a second for each of its many parts; returns the seconds that the save took."""
+    from holdfast import events
+    from holdfast.adapters import megatron
+
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    begun, moved = time.monotonic(), {0}
+
+    def wait(event: events.Event) -> None:
+        done = event.fields.get("bytes_done", 0)
+        if event.name == "save.writing" and done > max(moved) and len(moved) <= seconds:
+            moved.add(done)
+            time.sleep(1.0)
+
+    state = {
+        f"w{part}": ShardedTensor.from_rank_offsets(
+            f"w{part}", torch.full((2, 2_000_000), float(rank)), (0, rank, 8)
+        )
+        for part in range(int(seconds))
+    }
+    stop = events.subscribe(wait) if rank == slow else lambda: None
+    try:
+        megatron.save(state, folder, timeout=120, stall_timeout=4.0)
+    finally:
+        stop()
+    return time.monotonic() - begun
+
+
+def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
+    """Megatron's loop around asynchronous saves, after `install()`; the collectives that it issued."""
+    use_cpu()
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    from holdfast.adapters import megatron
+    from tests.system.test_content import _counted
+
+    seen: list[Any] = []
+    calls = AsyncCallsQueue()
+
+    def loop() -> None:
+        for number in range(3):
+            state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 8))}
+            request = dist_checkpointing.save(state, f"{folder}/{number}", async_sharded_save=True)
+            request.add_finalize_fn(lambda number=number: seen.append(f"finalized {number}"))
+            seen.append(calls.schedule_async_request(request))
+            seen.append(calls.maybe_finalize_async_calls(blocking=True))
+            assert dist_checkpointing.check_is_distributed_checkpoint(f"{folder}/{number}")
+        calls.close()
+        seen.append(calls.get_num_unfinalized_calls())
+
+    megatron.install(timeout=60, stall_timeout=30)
+    try:
+        return seen, _counted(loop)
+    finally:
+        megatron.uninstall()
+
+
+def iterations(rank: int, run: str) -> list[Any]:
+    """A run folder, as Megatron-LM lays it out: what is newest, and what its tracker file says, over time."""
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from holdfast.adapters import megatron
+
+    how: dict[str, Any] = {"timeout": 30, "stall_timeout": 10}
+    checkpoints = megatron.Checkpoints(run, keep=2, **how)
+
+    def state(value: float) -> dict[str, Any]:
+        return {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((2, 3), value), (0, rank, 8)),
+            "n": value,
+        }
+
+    def told() -> Any:
+        dist.barrier()
+        tracker = Path(run, "latest_checkpointed_iteration.txt")
+        text = tracker.read_text() if tracker.exists() else None
+        found = text, checkpoints.steps(), sorted(name for name in os.listdir(run) if name.startswith("iter"))
+        dist.barrier()
+        return found
+
+    if rank == 0:
+        os.makedirs(run)
+    found: list[Any] = [checkpoints.load(state(-1.0)), told()]
+    for iteration in (10, 20, 30):
+        checkpoints.save(iteration, state(float(iteration)))
+        found.append(told())
+    try:
+        checkpoints.save(40, {**state(40.0), "lock": threading.Lock()})
+    except BadInput as error:
+        found.append("common_state['lock']" in str(error))
+    found.append(told())
+    loaded = checkpoints.load(state(-1.0))
+    found.append((loaded["n"], loaded["w"].unique().tolist()))
+    loaded = checkpoints.load(state(-1.0), 20)
+    found.append((loaded["n"], loaded["w"].unique().tolist()))
+    dist.barrier()
+    if rank == 0:
+        damage(os.path.join(run, "iter_0000030"))
+    dist.barrier()
+    found.append(checkpoints.load(state(-1.0))["n"])
+    return found
+
+
+def damage(folder: str) -> None:
+    """Flip a bit of the first tensor in each data file."""
+    for name in os.listdir(f"{folder}/data"):
+        with open(f"{folder}/data/{name}", "r+b") as file:
+            at = 8 + int.from_bytes(file.read(8), "little") + 3
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+
+
 def strict_modes(rank: int, folder: str) -> dict[str, Any]:
     """What each strict mode gives where the checkpoint lacks one key and has one more."""
     from holdfast.adapters import megatron
@@ -242,7 +365,6 @@ def strict_modes(rank: int, folder: str) -> dict[str, Any]:
             loaded = megatron.load(wanted(), folder, strict=mode, **how)
         except MissingTensors as error:
             found[mode] = str(error)
-            dist.barrier()  # the next call differs from this one only in what it asks for
             continue
         state, *keys = loaded if isinstance(loaded, tuple) else (loaded,)
         assert torch.equal(state["a"], torch.full((2, 3), float(rank)))

@@ -46,6 +46,10 @@ class Recipe:
     bf16: bool = False
     vocab: int = VOCAB
     layers: int = 4
+    offload: float | None = None
+    """Fraction of the optimizer that stays on the CPU (HybridDeviceOptimizer, precision-aware)."""
+    latent: bool = False
+    """Multi-latent attention, as DeepSeek has it."""
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __hash__(self) -> int:
@@ -53,6 +57,8 @@ class Recipe:
 
     @property
     def name(self) -> str:
+        if self.offload is not None:
+            return "offloaded"
         return "deepseek" if self.per_layer else "qwen"
 
 
@@ -95,6 +101,13 @@ class Training:
             use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=20_000
         )
         self.models = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
+        offload: dict[str, Any] = {}
+        if recipe.offload is not None:
+            offload = {
+                "optimizer_cpu_offload": True,
+                "optimizer_offload_fraction": recipe.offload,
+                "use_precision_aware_optimizer": True,
+            }
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -103,6 +116,7 @@ class Training:
                 bf16=recipe.bf16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
+                **offload,
             ),
             self.models,
         )
@@ -183,7 +197,7 @@ class Training:
 
 
 def _config(layout: Layout, recipe: Recipe) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     named: dict[str, Any] = {
         "num_layers": recipe.layers,
@@ -223,6 +237,17 @@ def _config(layout: Layout, recipe: Recipe) -> Any:
         "masked_softmax_fusion": False,
         "deallocate_pipeline_outputs": True,
     }
+    if recipe.latent:
+        ranks = {"q_lora_rank": 16, "kv_lora_rank": 8}
+        heads = {"qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16, "kv_channels": 16}
+        latent = {
+            "multi_latent_attention": True,
+            "rope_type": "rope",
+            "num_query_groups": 4,
+            **ranks,
+            **heads,
+        }
+        return MLATransformerConfig(**{**named, **latent, **recipe.extra})
     return TransformerConfig(**{**named, **recipe.extra})
 
 
@@ -230,12 +255,28 @@ def _spec(config: Any, recipe: Recipe, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     if recipe.per_layer:
-        return get_gpt_decoder_block_spec(
+        block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=stage
         )
+        if recipe.latent:
+            for layer in block.layer_specs:
+                layer.submodules.self_attention.submodules.core_attention = _latent_attention()
+        return block
     return get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
+
+
+def _latent_attention() -> Any:
+    """Attention without Transformer Engine, for keys as wide as values; it has no such arguments."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):  # type: ignore[misc]
+        def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
+            assert k_channels == v_channels
+            super().__init__(*args, **named)
+
+    return Attention
 
 
 @contextlib.contextmanager

@@ -9,13 +9,18 @@ import pytest
 from holdfast.convert.torch_dist import export_torch_dist, import_torch_dist
 from holdfast.errors import NotCommitted
 from holdfast.flow.compare import compare
+from holdfast.flow.describe import Run, describe
+from holdfast.flow.retention import latest
 from holdfast.testing.processes import ProcessWorld
 from tests.megatron.jobs import (
     installed,
     installed_loads_buckets,
+    iterations,
     load_save_train,
     other_vocabulary,
+    queue_of_requests,
     save_by_some,
+    save_slowly,
     stock_buckets_save,
     stock_load_and_save,
     stock_save_both,
@@ -104,6 +109,43 @@ def test_ranks_that_are_no_participants_never_call(tmp_path: Path) -> None:
     assert [said for rank, said in enumerate(found) if rank in ranks and rank != 6] == ["RankFailed 6"] * 7
     with pytest.raises(NotCommitted):
         compare(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_rank_that_is_slow_but_moves_trips_no_timer(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    took = mcore_world.run(save_slowly, str(tmp_path / "a"), 3, 20, timeout=120)
+    assert min(took) > 20
+    assert latest(tmp_path) is None  # "a" is no step's name
+    assert compare(tmp_path / "a", tmp_path / "a").equal == 21  # 20 tensors and the common state
+
+
+def test_megatrons_queue_of_requests_without_a_collective(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    for seen, collectives in mcore_world.run(queue_of_requests, str(tmp_path)):
+        assert collectives == []
+        assert seen == [step for number in range(3) for step in (number, f"finalized {number}", [number])] + [
+            0
+        ]
+
+
+def test_a_run_folder_as_megatron_lays_it_out(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for found in mcore_world.run(iterations, str(run), timeout=60):
+        ten, twenty, thirty = (f"iter_{number:07d}" for number in (10, 20, 30))
+        assert found == [
+            None,
+            (None, [], []),
+            ("10", [10], [ten]),
+            ("20", [10, 20], [ten, twenty]),
+            ("30", [20, 30], [twenty, thirty]),
+            True,  # a lock can't be saved, and the error names it
+            ("30", [20, 30], [twenty, thirty, "iter_0000040"]),  # which is no checkpoint
+            (30.0, [30.0]),
+            (20.0, [20.0]),
+            20.0,  # the newest is damaged: the one before it
+        ]
+    assert latest(run) == str(run / "iter_0000030")
+    report = describe(run)
+    assert isinstance(report, Run)
+    assert [(step.step, step.committed) for step in report.steps] == [(20, True), (30, True), (40, False)]
 
 
 def test_strict_modes(mcore_world: ProcessWorld, tmp_path: Path) -> None:

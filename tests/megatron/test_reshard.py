@@ -13,7 +13,8 @@ from tests.megatron.jobs import load_save_train, train_and_save
 from tests.megatron.models import Layout, Recipe
 
 QWEN = Recipe()
-DEEPSEEK = Recipe(per_layer=True, shared_expert=True, tied=True, bf16=True)
+DEEPSEEK = Recipe(per_layer=True, shared_expert=True, tied=True, bf16=True, latent=True)
+OFFLOADED = Recipe(bf16=True, offload=0.5)
 HOME = Layout(tp=2, ep=2)
 CASES = [
     (QWEN, Layout()),
@@ -27,6 +28,7 @@ CASES = [
     (DEEPSEEK, Layout()),
     (DEEPSEEK, Layout(tp=2, pp=2, ep=2)),
     (DEEPSEEK, Layout(pp=2, vpp=2, ep=4)),
+    (OFFLOADED, Layout(pp=2, ep=4)),
 ]
 OBJECTS = ("common_state",)
 """Its parameter groups are listed per optimizer, and layouts without expert parallelism have only one."""
@@ -35,7 +37,7 @@ OBJECTS = ("common_state",)
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Recipe, tuple[Path, list[float]]]:
     found = {}
-    for recipe in (QWEN, DEEPSEEK):
+    for recipe in (QWEN, DEEPSEEK, OFFLOADED):
         folder = tmp_path_factory.mktemp("mcore") / "iter_0000003"
         with ProcessWorld(8) as world:
             losses = world.run(train_and_save, HOME, recipe, str(folder), timeout=120)
@@ -69,7 +71,7 @@ def test_any_layout_to_any(
     np.testing.assert_allclose(found[0][1:], losses[4:][:more], rtol=1e-2 if recipe.bf16 else 1e-3)
 
 
-@pytest.mark.parametrize("recipe", [QWEN, DEEPSEEK], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [QWEN, DEEPSEEK, OFFLOADED], ids=lambda recipe: recipe.name)
 def test_the_same_layout_goes_on_bit_for_bit(
     recipe: Recipe, saved: dict[Recipe, tuple[Path, list[float]]], mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def pause_at(event: str, flag: str) -> Any:
 def interrupt_at(event: str) -> Any:
     """Ctrl-C, as it were, at an event: SIGINT to this process, once."""
     seen_once = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background has it ignored
 
     def watch(seen: events.Event) -> None:
         if seen.name == event and not seen_once:

@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
 from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number
-from holdfast.flow.retention import INDEX, all_steps, step_folder
+from holdfast.flow.retention import INDEX, step_folders
 from holdfast.flow.sources import open_index
 from holdfast.flow.values import read_all
 from holdfast.format import objects
@@ -112,7 +112,9 @@ def describe(
     """A checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
     store, is_run = checkpoint_or_run(path)
     if is_run:
-        return Run(store.url, tuple(_step(store, step) for step in all_steps(store)))
+        return Run(
+            store.url, tuple(_step(step, store.child(folder)) for step, folder in step_folders(store).items())
+        )
     with open_index(store) as index:
         return _checkpoint(store, index, name, limit, chunks)
 
@@ -181,8 +183,7 @@ def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
         return f"<unreadable: {error.message}>"
 
 
-def _step(run: Store, step: int) -> RunStep:
-    store = run.child(step_folder(step))
+def _step(step: int, store: Store) -> RunStep:
     committed = INDEX in store.list()
     if committed:
         try:

@@ -337,14 +337,18 @@ def load_from(
     exclude: Sequence[str] | None = None,
     strict: bool = True,
     options: Options | None = None,
+    signature: object = None,
 ) -> LoadReport:
-    """`load` from a store, into what `take(rank)` yields; what that raises is told to the other ranks."""
+    """`load` from a store, into what `take(rank)` yields; what that raises is told to the other ranks.
+
+    signature: what else tells this call from others on the same folder, the same on all ranks.
+    """
     operation = Operation(
         "load",
         f"load of {store.url}",
         store.url,
         None,
-        (include, exclude, strict),
+        (include, exclude, strict, signature),
         roster,
         participants,
         process_group,

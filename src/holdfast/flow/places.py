@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from holdfast.flow.retention import INDEX, all_steps
+from holdfast.flow.retention import INDEX, step_folders
 from holdfast.flow.sources import nothing_there
 from holdfast.format.index import Index
 from holdfast.store.local import LocalStore, open_store
@@ -19,7 +19,7 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
     inside = store.list()
     if INDEX in inside:
         return store, False
-    if all_steps(store):
+    if step_folders(store):
         return store, True
     raise nothing_there(store)
 

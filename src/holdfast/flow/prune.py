@@ -23,7 +23,7 @@ import msgspec
 
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 from holdfast.flow.places import Place
-from holdfast.flow.retention import INDEX, all_steps, remove_step, step_folder, surplus
+from holdfast.flow.retention import INDEX, remove_step, step_folders, surplus
 from holdfast.flow.sources import open_index
 from holdfast.store.local import LocalStore, open_store
 
@@ -74,12 +74,12 @@ class _Sweep:
         self.before = time.time() - older_than
         self.removed: list[Removed] = []
         self.skipped: list[Skipped] = []
-        self.good: list[int] = []
+        self.good: dict[int, str] = {}
+        """Folders of the committed steps that can be read."""
         self.busy: set[int] = set()
 
-    def step(self, step: int) -> None:
+    def step(self, step: int, folder: str) -> None:
         """Left-overs of one step folder."""
-        folder = step_folder(step)
         if self._is_link(folder) or self._is_link(f"{folder}/data"):
             self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
             return
@@ -88,7 +88,7 @@ class _Sweep:
             with open_index(self.store.child(folder)) as index:
                 named = {f"{folder}/{name}" for name in index.file_names()}
                 index.select()  # a step counts as committed only if all of its index can be read
-            self.good.append(step)
+            self.good[step] = folder
             why = "no index names it"
         except NotCommitted:
             named, why = set(), "the step was never committed"
@@ -150,13 +150,13 @@ class _Sweep:
     def old(self, keep: int) -> None:
         """Committed steps beyond the newest `keep` that can be read."""
         for step in surplus(self.good, keep):
-            folder = step_folder(step)
+            folder = self.good[step]
             if step in self.busy:
                 continue  # said already
             size = sum(found.size for name in self._all(folder) if (found := self._stat(name)) is not None)
             if not self.dry_run:
-                remove_step(self.store, step)
-            self.good.remove(step)
+                remove_step(self.store, folder)
+            del self.good[step]
             self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
 
     def _all(self, folder: str) -> list[str]:
@@ -177,8 +177,8 @@ def prune(run: Place, keep: int | None = None, older_than: float = HOUR, dry_run
             f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."
         )
     sweep = _Sweep(store, older_than, dry_run)
-    for step in all_steps(store):
-        sweep.step(step)
+    for step, folder in step_folders(store).items():
+        sweep.step(step, folder)
     if keep is not None:
         sweep.old(keep)
     freed = sum(item.bytes for item in sweep.removed)

@@ -4,44 +4,53 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from holdfast.errors import BadInput
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 INDEX = "index.safetensors"
-_STEP = re.compile(r"step-(\d{8,})/\Z")
+_STEP = re.compile(r"(step-|iter_)(\d+)\Z")
 
 
-def step_folder(step: int) -> str:
+def step_folder(step: int, megatron: bool = False) -> str:
+    """The name of a step's folder; megatron: as Megatron-LM names it."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise BadInput(f"step must be a whole number from 0 on, not {step!r}.")
-    return f"step-{step:08d}"
+    return f"iter_{step:07d}" if megatron else f"step-{step:08d}"
 
 
-def committed_steps(store: Store) -> list[int]:
-    """Steps whose folder has an index, ascending; nothing else counts."""
-    return [step for step in all_steps(store) if INDEX in store.list(step_folder(step))]
+def step_of(folder: str) -> int | None:
+    """The step that a folder's name stands for, in either spelling."""
+    found = _STEP.match(folder)
+    if found is None or folder != step_folder(int(found[2]), found[1] == "iter_"):
+        return None
+    return int(found[2])
 
 
-def all_steps(store: Store) -> list[int]:
-    """Steps that have a folder, committed or not, ascending."""
-    found = [(name, int(match[1])) for name in store.list() if (match := _STEP.match(name))]
-    return sorted(step for name, step in found if name == step_folder(step) + "/")
+def step_folders(store: Store) -> dict[int, str]:
+    """The folder of each step of a run, committed or not, ascending."""
+    names = [name[:-1] for name in store.list() if name.endswith("/")]
+    return dict(sorted((step, name) for name in names if (step := step_of(name)) is not None))
+
+
+def committed_steps(store: Store) -> dict[int, str]:
+    """The folder of each step that has an index, ascending; nothing else counts."""
+    return {step: folder for step, folder in step_folders(store).items() if INDEX in store.list(folder)}
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:
     """The folder of the newest committed step of a run, or None. Reads no data and needs no torch."""
     store = open_store(run)
-    for step in reversed(all_steps(store)):
-        if INDEX in store.list(step_folder(step)):
-            return store.child(step_folder(step)).url
+    for folder in reversed(step_folders(store).values()):
+        if INDEX in store.list(folder):
+            return store.child(folder).url
     return None
 
 
-def remove_step(store: Store, step: int) -> None:
+def remove_step(store: Store, folder: str) -> None:
     """Delete a step: its index first, so that it stops being a checkpoint before it loses data."""
-    folder = step_folder(step)
     if INDEX in store.list(folder):
         store.delete(f"{folder}/{INDEX}")
     for name in store.list(f"{folder}/data"):
@@ -54,6 +63,7 @@ def remove_step(store: Store, step: int) -> None:
         store.delete(folder)
 
 
-def surplus(steps: list[int], keep: int | None) -> list[int]:
-    """Committed steps beyond the newest `keep`, ascending."""
-    return [] if keep is None else steps[: max(len(steps) - keep, 0)]
+def surplus(steps: Iterable[int], keep: int | None) -> list[int]:
+    """Committed steps beyond the newest `keep`, of ascending ones."""
+    found = list(steps)
+    return [] if keep is None else found[: max(len(found) - keep, 0)]

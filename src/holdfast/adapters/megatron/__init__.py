@@ -17,10 +17,12 @@ from holdfast.adapters.megatron.checkpointing import (
 )
 from holdfast.adapters.megatron.guard import guarded
 from holdfast.adapters.megatron.install import install, uninstall
+from holdfast.adapters.megatron.iterations import Checkpoints
 from holdfast.adapters.megatron.optimizer import load_state_dict as load_optimizer_state_dict
 from holdfast.adapters.megatron.optimizer import sharded_state_dict as optimizer_state_dict
 
 __all__ = [
+    "Checkpoints",
     "check_is_distributed_checkpoint",
     "guarded",
     "install",

@@ -17,8 +17,8 @@ from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_sav
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, MissingTensors
 from holdfast.flow.load import load_from
-from holdfast.flow.operation import agree
-from holdfast.flow.retention import INDEX
+from holdfast.flow.operation import agree, read_state
+from holdfast.flow.retention import INDEX, step_of
 from holdfast.flow.save import save_into
 from holdfast.flow.sources import open_source, read_file
 from holdfast.flow.values import read_object
@@ -65,9 +65,34 @@ def save(
     Returns None, or with async_sharded_save an AsyncRequest that is done. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, async_strategy)
-    store = open_store(os.fspath(checkpoint_dir))
-    found = find_roster(roster, no_dist=False)
-    everyone = find_participants(found, participants, process_group)
+    save_state(
+        open_store(os.fspath(checkpoint_dir)),
+        sharded_state_dict,
+        content_metadata,
+        step=step_of(Path(checkpoint_dir).name),
+        roster=find_roster(roster, no_dist=False),
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        expected=expected,
+        options=options,
+    )
+    return mcore.AsyncRequest(None, (), []) if async_sharded_save else None
+
+
+def save_state(
+    store: Store,
+    sharded_state_dict: dict[str, Any],
+    content_metadata: dict[str, Any] | None,
+    *,
+    roster: Roster,
+    participants: Iterable[int] | None,
+    process_group: Any,
+    **how: Any,
+) -> None:
+    """`save` into a store; `how` is that of `save_into`."""
+    everyone = find_participants(roster, participants, process_group)
 
     def take(rank: int) -> Flat:
         state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
@@ -84,17 +109,8 @@ def save(
 
     with torch.serialization.safe_globals(mcore.safe_types()):
         save_into(
-            store,
-            take,
-            roster=found,
-            participants=everyone,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-            expected=expected,
-            notes={"megatron-core": mcore.VERSION},
-            options=options,
+            store, take, roster=roster, participants=everyone, notes={"megatron-core": mcore.VERSION}, **how
         )
-    return mcore.AsyncRequest(None, (), []) if async_sharded_save else None
 
 
 def load(
@@ -125,30 +141,46 @@ def load(
     missing and the unexpected keys. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, None)
-    store = open_store(os.fspath(checkpoint_dir))
-    found = find_roster(roster, no_dist=False)
-    who: dict[str, Any] = {
-        "roster": found,
-        "participants": find_participants(found, participants, process_group),
-        "process_group": None,
-        "timeout": timeout,
-        "stall_timeout": stall_timeout,
-    }
-    mode = mcore.parse_strict_flag(strict)
-    request = _Request(sharded_state_dict)
-    missing = request.compare(store, mode, who)
+    return load_state(
+        open_store(os.fspath(checkpoint_dir)),
+        sharded_state_dict,
+        strict,
+        roster=find_roster(roster, no_dist=False),
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        options=options,
+    )
+
+
+def load_state(
+    store: Store,
+    sharded_state_dict: dict[str, Any],
+    strict: Any,
+    *,
+    options: Options | None = None,
+    **who: Any,
+) -> Any:
+    """`load` from a store; `who` says which ranks take part, and how long they wait."""
+    who["participants"] = find_participants(who["roster"], who["participants"], who.pop("process_group"))
+    request = _Request(store, mcore.parse_strict_flag(strict))
+    trouble = read_state(lambda: request.take_apart(sharded_state_dict), who["roster"].rank)
+    missing = request.missing(who)
     common: list[Any] = []
 
     def take(rank: int) -> Flat:
-        request.refuse(store, mode, missing)
+        if trouble is not None:
+            raise trouble
+        request.refuse(missing)
         stock = read_file(store, COMMON_FILE) is not None
         leaves = to_load(request.asked, request.unexpected, stock)
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with torch.serialization.safe_globals(mcore.safe_types()):
-        load_from(store, take, options=options, **who)
-    loaded = request.give(common[0] if common else load_common_state_dict(checkpoint_dir))
-    if mcore.StrictHandling.requires_returning_mismatch_keys(mode):
+        load_from(store, take, options=options, signature=request.mode.value, **who)
+    loaded = request.give(common[0] if common else _read_common(store))
+    if mcore.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, missing, request.unexpected
     return loaded
 
@@ -156,7 +188,14 @@ def load(
 class _Request:
     """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
 
-    def __init__(self, sharded_state_dict: dict[str, Any]) -> None:
+    def __init__(self, store: Store, mode: Any) -> None:
+        self.store, self.mode = store, mode
+        self.asked: list[Any] = []
+        self.unexpected: set[str] = set()
+        """Keys that are asked for and not there, where the mode wants to know."""
+        self._have: set[str] = set()
+
+    def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
         state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
         self._factories, _ = mcore.extract_matching_values(
@@ -166,28 +205,26 @@ class _Request:
         self._local, state = mcore.extract_nonpersistent(state)
         mcore.dict_list_map_inplace(lambda value: value.unwrap(), self._local)
         self._state, _ = mcore.extract_sharded_base(state)
-        self.asked: list[Any] = list(mcore.nested_values(self._state))
-        self.unexpected: set[str] = set()
-        """Keys that are asked for and not there, where the mode wants to know."""
+        self.asked = list(mcore.nested_values(self._state))
+        if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
+            with open_source(self.store) as index:
+                self._have = {_key(name) for name in index.names()} - {COMMON}
+            self.unexpected = {item.key for item in self.asked} - self._have
 
-    def compare(self, store: Store, mode: Any, who: dict[str, Any]) -> set[str]:
-        """Find `unexpected`; returns the keys that nobody asks for, where the mode wants to know."""
-        if not mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(mode):
-            return set()
-        with open_source(store) as index:
-            have = {_key(name) for name in index.names()} - {COMMON}
-        keys = {item.key for item in self.asked}
-        self.unexpected = keys - have
-        if not mcore.StrictHandling.requires_global_app_metadata(mode):
+    def missing(self, who: dict[str, Any]) -> set[str]:
+        """The keys that nobody asks for, where the mode wants to know."""
+        if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
             return set()
 
         def unasked(said: dict[int, Any]) -> list[str]:
-            return sorted(have.difference(*said.values()))
+            return sorted(self._have.difference(*said.values()))
 
-        title = f"comparison of the keys in {store.url}"
-        return set(agree(title, f"{store.url}|keys", unasked, mine=sorted(keys & have), **who))
+        title = f"comparison of the keys in {self.store.url}"
+        mine = sorted({item.key for item in self.asked} & self._have)
+        place = f"{self.store.url}|{self.mode.value}"
+        return set(agree(title, place, unasked, process_group=None, mine=mine, **who))
 
-    def refuse(self, store: Store, mode: Any, missing: set[str]) -> None:
+    def refuse(self, missing: set[str]) -> None:
         """Raise or log the differences, as the mode wants."""
         strict = mcore.StrictHandling
         said = [
@@ -198,15 +235,15 @@ class _Request:
             )
             if names
         ]
-        if not said or mode not in (
+        if not said or self.mode not in (
             strict.RAISE_UNEXPECTED,
             strict.RAISE_ALL,
             strict.LOG_UNEXPECTED,
             strict.LOG_ALL,
         ):
             return
-        text = f"The keys of the state dict and of {store.url} differ: {'; '.join(said)}."
-        if mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
+        text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(said)}."
+        if self.mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
             log.warning(text)
             return
         raise MissingTensors(
@@ -232,7 +269,10 @@ class _Request:
 
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
-    store = open_store(os.fspath(checkpoint_dir))
+    return _read_common(open_store(os.fspath(checkpoint_dir)))
+
+
+def _read_common(store: Store) -> dict[str, Any]:
     with torch.serialization.safe_globals(mcore.safe_types()):
         found = read_object(store, COMMON)
         if found is None and (data := read_file(store, COMMON_FILE)) is not None:

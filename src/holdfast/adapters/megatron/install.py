@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from holdfast.adapters.megatron import checkpointing, mcore, optimizer
+from holdfast.adapters.megatron import checkpointing, mcore, optimizer, queue
 from holdfast.adapters.megatron.guard import guard as guard_function
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -65,6 +65,9 @@ def install(
         "sharded_state_dict",
         _describe(mcore.DistributedOptimizer.sharded_state_dict),
     )
+    calls = mcore.AsyncCallsQueue
+    _replace(calls, "schedule_async_request", queue.schedule(calls.schedule_async_request))
+    _replace(calls, "maybe_finalize_async_calls", queue.finalize(calls.maybe_finalize_async_calls))
     for kind in (mcore.DistributedOptimizer, mcore.ChainedOptimizer):
         _replace(kind, "load_state_dict", _give_back(kind.load_state_dict))
     _replace(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from typing import Any
 
+import torch
+
 try:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import serialization
@@ -28,7 +30,7 @@ try:
         apply_factory_merges,
         is_main_replica,
     )
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
     from megatron.core.dist_checkpointing.utils import (
         extract_nonpersistent,
         extract_sharded_base,
@@ -70,12 +72,14 @@ def _ranks(find: Any) -> tuple[int, ...]:
 
 
 def safe_types() -> list[Any]:
-    """Megatron's enumerations, which its `args` hold; an object that has them loads."""
+    """Megatron's enumerations, which its `args` hold, and the classes that the parameter groups of an offloaded
+    optimizer name; an object that has them loads."""
     from megatron.core import enums
     from megatron.core.transformer import enums as transformer_enums
 
     found = [*vars(enums).values(), *vars(transformer_enums).values()]
-    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)]
+    optimizers = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]
+    return [*(kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)), *optimizers]
 
 
 # -- private names of DistributedOptimizer -----------------------------------------------------
@@ -133,6 +137,7 @@ __all__ = [
     "ORIGINAL_LOAD",
     "SHARDING_TYPE",
     "VERSION",
+    "AsyncCallsQueue",
     "AsyncRequest",
     "ChainedOptimizer",
     "DistributedOptimizer",

@@ -65,6 +65,13 @@ def sharded_state_dict(
     if is_loading:
         allocate(optimizer)
     state = dict(optimizer.state_dict())
+    state["optimizer"] = {
+        **state["optimizer"],
+        "param_groups": [
+            {key: value for key, value in group.items() if not isinstance(value, type)}
+            for group in state["optimizer"]["param_groups"]
+        ],
+    }
     state["param_state"] = _describe(optimizer, model_sharded_state_dict)
     state["param_state_sharding_type"] = mcore.FULLY_RESHARDABLE  # what it converts to
     if is_loading:
@@ -140,7 +147,8 @@ def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         wanted = [key for key in keys if key not in ignored]
         for group in groups:
             if all(group.get(key, own[key]) == own[key] for key in wanted):
-                return {**group, **{key: own[key] for key in keys}}
+                classes = {key: value for key, value in own.items() if isinstance(value, type)}
+                return {**group, **classes, **{key: own[key] for key in keys}}
     raise BadInput(
         f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
         hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was saved.",

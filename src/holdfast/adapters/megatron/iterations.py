@@ -1,0 +1,88 @@
+"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, kept in step."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from holdfast.adapters.megatron import mcore
+from holdfast.adapters.megatron.checkpointing import load_state, save_state
+from holdfast.errors import HoldfastError
+from holdfast.flow.retention import committed_steps
+from holdfast.flow.steps import Steps
+from holdfast.store.base import TAIL, NotFound
+
+log = logging.getLogger("holdfast")
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Checkpoints(Steps):
+    """The iterations of one run, `run/iter_0000010/` and so on, as Megatron-LM names them.
+
+    After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest iteration
+    that is committed. `keep` is how many committed iterations stay (None: all). The other arguments are those of
+    `save`, for all calls.
+    """
+
+    megatron = True
+
+    def save(
+        self,
+        iteration: int,
+        sharded_state_dict: dict[str, Any],
+        *,
+        content_metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """Save an iteration; returns once it is durable. Raises `HoldfastError`s."""
+        save_state(
+            self._folder(iteration),
+            sharded_state_dict,
+            content_metadata,
+            step=iteration,
+            roster=self._roster(),
+            grid=self._grid,
+            options=self._options,
+            after=lambda: self._committed(iteration),
+            **self._who,
+        )
+
+    def load(
+        self,
+        sharded_state_dict: dict[str, Any],
+        iteration: int | None = None,
+        *,
+        strict: Any = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+        fallback: bool = True,
+    ) -> Any:
+        """Load the newest committed iteration, or the one given: what `load` returns, None if there is none.
+
+        All ranks load the same one. One that turns out to be damaged is passed over for the one before it, with a
+        warning, unless `fallback=False` or an iteration was named.
+        """
+        how = {"options": self._options, **self._who}
+        roster = self._roster()
+        return self._load(
+            lambda store: load_state(store, sharded_state_dict, strict, roster=roster, **how),
+            iteration,
+            fallback,
+        )
+
+    def _committed(self, iteration: int) -> None:
+        self._retire(iteration)
+        newest = max(committed_steps(self.store), default=iteration)
+        try:
+            _write(self, str(newest).encode())
+        except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
+            log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)
+
+
+def _write(run: Checkpoints, data: bytes) -> None:
+    before = None
+    with suppress(NotFound):
+        reader = run.store.open(TRACKER)
+        try:
+            before = reader.read(max(reader.size - TAIL, 0), TAIL)
+        finally:
+            reader.close()
+    run.store.publish(TRACKER, data, before)
