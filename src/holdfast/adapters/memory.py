@@ -50,18 +50,42 @@ def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype)
 
 
-class Stored(NamedTuple):
-    """A part of a tensor whose bytes lie elsewhere, in a file that is converted; read when they are written."""
+class ViewMemory:
+    """A tensor that lacks leading axes of length one that its box has. It is looked at when it is written, if this
+    rank writes it: of tens of thousands of copies of experts, most are not."""
+
+    __slots__ = ("lead", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, lead: int) -> None:
+        self.tensor, self.lead = tensor, lead
+
+    def _whole(self) -> TensorMemory:
+        return TensorMemory(self.tensor[(None,) * self.lead])
+
+    @property
+    def address(self) -> int:
+        return self._whole().address
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        self._whole().gather(box, out)
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        self._whole().scatter(box, data, shape, inside)
+
+
+class Part(NamedTuple):
+    """A part of a tensor that knows its place; what it holds is looked at, or read, when it is written."""
 
     spec: TensorSpec
     box: Box
     memory: Any
+    replica: tuple[int, int] = (0, 1)
 
     @staticmethod
-    def object(name: str, data: bytes) -> Stored:
+    def object(name: str, data: bytes) -> Part:
         """An object that is encoded already."""
         spec = TensorSpec(name, CODE_OF["uint8"], (len(data),), OBJECT)
-        return Stored(spec, Box((0,), (len(data),)), BytesMemory(data))
+        return Part(spec, Box((0,), (len(data),)), BytesMemory(data))
 
 
 class BytesMemory:

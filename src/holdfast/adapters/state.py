@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.adapters.dtensor import add_dtensor, is_dtensor
-from holdfast.adapters.memory import BytesMemory, Stored
+from holdfast.adapters.memory import BytesMemory, Part
 from holdfast.adapters.tensors import PerRank, Shard, add_shard, add_tensor
 from holdfast.errors import BadInput
 from holdfast.format import objects
@@ -25,7 +25,7 @@ from holdfast.plan.holding import Holding
 UINT8 = CODE_OF["uint8"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Leaf:
     """One value of the state: its name and how to put another in its place."""
 
@@ -190,8 +190,8 @@ def hold(
         try:
             if isinstance(value, Shard):
                 add_shard(held, leaf.name, value)
-            elif isinstance(value, Stored):
-                held.add(value.spec, value.box, (0, 1), value.spec.kind == OBJECT, value.memory)
+            elif isinstance(value, Part):
+                held.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
             elif isinstance(value, torch.Tensor):
                 if is_dtensor(value):
                     add_dtensor(held, leaf.name, value, everyone, undeclared)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from holdfast.adapters.memory import Stored
+from holdfast.adapters.memory import Part
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
@@ -125,15 +125,15 @@ def import_torch_dist(
                     data = objects.TORCH + reader.read(chunk.start, chunk.length)
                     if SHARD in entry.name and (folder / CONFIG).exists():
                         data = objects.encode(objects.decode(data, entry.name)[0], entry.name)
-                    yield entry.name, Stored.object(entry.name, data)
+                    yield entry.name, Part.object(entry.name, data)
                 else:
                     box = Box(chunk.offset, chunk.size)
                     spec = TensorSpec(entry.name, dtype_code(entry.dtype, repr(entry.name)), entry.shape)
-                    yield entry.name, Stored(spec, box, _FileMemory(reader, member, box, entry.name, moved))
+                    yield entry.name, Part(spec, box, _FileMemory(reader, member, box, entry.name, moved))
             for entry in opened.empty():
                 yield entry.name, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
             if (folder / COMMON_FILE).exists():
-                yield COMMON, Stored.object(COMMON, objects.TORCH + (folder / COMMON_FILE).read_bytes())
+                yield COMMON, Part.object(COMMON, objects.TORCH + (folder / COMMON_FILE).read_bytes())
 
         def take(rank: int) -> Flat:
             return Flat([Leaf(name, value, _ignore) for name, value in values()])

@@ -14,8 +14,8 @@ from holdfast.format.digest import block_sizes
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options
-from holdfast.plan.holding import Holding
-from holdfast.plan.replicas import shares
+from holdfast.plan.holding import Holding, Tables
+from holdfast.plan.replicas import first_writer, shares
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
@@ -56,46 +56,55 @@ def first_axis_bytes(size: Array, nbytes: Array) -> Array:
 def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
     """Decide from the rows and their settled replicas."""
     tables = held.tables()
-    count = np.fromiter((replica[1] for replica in replicas), np.int64, len(held))
-    full = tables.nbytes > 0
-    sole = np.flatnonzero(full & (count == 1))
-    rows: list[int] = []
-    boxes: list[Box] = []
-    seen_rows: list[int] = []
-    seen_boxes: list[Box] = []
-    for shared in np.flatnonzero(full & (count > 1)).tolist():
-        name, box, replica = held.specs[shared].name, held.boxes[shared], replicas[shared]
-        check = options.check_replicas
-        everyone = check == "full" or (check == "auto" and held.plain[shared])
-        for part, writes in shares(
-            name, box, int(tables.nbytes[shared]), replica, options.split_bytes, everyone
-        ):
-            if writes:
-                rows.append(shared)
-                boxes.append(part)
-            elif check != "off":
-                seen_rows.append(shared)
-                seen_boxes.append(part)
-    row = np.concatenate([sole, np.asarray(rows, np.int64)])
-    offset = np.concatenate([tables.offset[sole], pad([box.offset for box in boxes], tables.dims, 0)])
-    size = np.concatenate([tables.size[sole], pad([box.shape for box in boxes], tables.dims, 1)])
-    seen = np.asarray(seen_rows, np.int64)
-    wide = _to_cut(held, options.columns)
-    chunks = _panels(row, offset, size, tables.itemsize, wide)
-    witnesses = _panels(
-        seen,
-        pad([box.offset for box in seen_boxes], tables.dims, 0),
-        pad([box.shape for box in seen_boxes], tables.dims, 1),
-        tables.itemsize,
-        wide,
-    )
+    index, count = np.array(replicas, np.int64).reshape(-1, 2).T
     plain = np.asarray(held.plain, bool)
+    check = options.check_replicas
+    full = tables.nbytes > 0
+    everyone = np.full(len(held), check == "full") | ((check == "auto") & plain)
+    in_one_piece = full & (count > 1) & (tables.nbytes < 2 * options.split_bytes) & ~everyone
+    whole = np.flatnonzero(in_one_piece)  # most rows of a mixture of experts: no loop over their pieces
+    first = [first_writer(held.specs[row].name, held.boxes[row], int(count[row])) for row in whole.tolist()]
+    turn = (index[whole] - np.asarray(first, np.int64)) % count[whole]
+    written = _Rows(tables, np.concatenate([np.flatnonzero(full & (count == 1)), whole[turn == 0]]))
+    seen = _Rows(tables, whole[turn == 1] if check != "off" else whole[:0])
+    for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
+        name, box, nbytes = held.specs[row].name, held.boxes[row], int(tables.nbytes[row])
+        for part, writes in shares(
+            name, box, nbytes, replicas[row], options.split_bytes, bool(everyone[row])
+        ):
+            if writes or check != "off":
+                (written if writes else seen).add(row, part)
+    wide = _to_cut(held, options.columns)
+    chunks = _panels(*written.arrays(), tables.itemsize, wide)
+    witnesses = _panels(*seen.arrays(), tables.itemsize, wide)
     complete = (
         plain[witnesses.row]
         if options.check_replicas == "auto"
         else np.full(len(witnesses.row), options.check_replicas == "full")
     )
     return SavePlan(tables.dims, _in_order(chunks, tables.itemsize), witnesses, complete)
+
+
+class _Rows:
+    """Boxes of a holding: whole rows, and parts of some."""
+
+    def __init__(self, tables: Tables, whole: Array) -> None:
+        self._tables, self._whole = tables, whole
+        self._rows: list[int] = []
+        self._parts: list[Box] = []
+
+    def add(self, row: int, part: Box) -> None:
+        self._rows.append(row)
+        self._parts.append(part)
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """Row, offset and size of each."""
+        tables, dims = self._tables, self._tables.dims
+        return (
+            np.concatenate([self._whole, np.asarray(self._rows, np.int64)]),
+            np.concatenate([tables.offset[self._whole], pad([part.offset for part in self._parts], dims, 0)]),
+            np.concatenate([tables.size[self._whole], pad([part.shape for part in self._parts], dims, 1)]),
+        )
 
 
 def _to_cut(held: Holding, patterns: tuple[str, ...]) -> Array:

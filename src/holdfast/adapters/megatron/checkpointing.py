@@ -100,12 +100,13 @@ def save_state(
         _, state = mcore.extract_nonpersistent(state)
         sharded, common = mcore.extract_sharded_base(state)
         parts = list(mcore.nested_values(sharded))
+        del state, sharded  # dicts of tens of thousands of entries
         if content_metadata is not None:
             common[mcore.CONTENT_METADATA] = _clean(content_metadata, parts)
         if rank == everyone[0]:
             _check_storable(common)
             _mark(store.url)
-        return Flat(to_save(parts, common, Copies.here(rank, everyone)))
+        return Flat(to_save(parts, common, Copies(rank, everyone)))
 
     with torch.serialization.safe_globals(mcore.safe_types()):
         save_into(

@@ -169,7 +169,7 @@ def _describe(optimizer: Any, model: Any) -> dict[int, dict[str, list[Any]]]:
         if isinstance(item, mcore.ShardedTensor | mcore.ShardedTensorFactory)
     }
     holders = mcore.holders(optimizer)
-    copies = Copies.here(torch.distributed.get_rank(), ())
+    copies = Copies(torch.distributed.get_rank(), ())
     found: dict[int, dict[str, list[Any]]] = {}
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
         item = where.get(id(param))

@@ -10,45 +10,55 @@ the writing (`plan/replicas.py`) and tensor- and pipeline-parallel copies write 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from holdfast.adapters.megatron import mcore
+from holdfast.adapters.memory import Part, ViewMemory
 from holdfast.adapters.state import Leaf
-from holdfast.adapters.tensors import Shard
+from holdfast.adapters.tensors import Shard, spec_of
 from holdfast.errors import BadInput
 from holdfast.format.torch_dist import COMMON
+from holdfast.layout.box import Box, Dims
+from holdfast.layout.tensor import TensorSpec
+
+_SOLE = (0, 1)
 
 
-@dataclass(frozen=True)
+class _Group:
+    """Ranks that hold copies, in the order of their replica numbers; none: not known."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...], participants: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self.number = ranks.index(rank) if rank in ranks else None
+        """This rank's replica number."""
+        present = set(participants)
+        sharing = [other for other in ranks if other in present]
+        self.share = (sharing.index(rank), len(sharing)) if rank in sharing else _SOLE
+
+
 class Copies:
     """Which of the data-parallel copies of a tensor this rank is."""
 
-    rank: int
-    participants: tuple[int, ...]
-    dense: tuple[int, ...]
-    """Global ranks of the data-parallel group, in the order of their replica numbers; empty: not known."""
-    expert: tuple[int, ...]
-
-    @staticmethod
-    def here(rank: int, participants: tuple[int, ...]) -> Copies:
-        return Copies(rank, participants, *mcore.groups())
+    def __init__(self, rank: int, participants: tuple[int, ...]) -> None:
+        self.rank, self.participants = rank, participants
+        dense, expert = mcore.groups()
+        self._dense, self._expert = _Group(rank, dense, participants), _Group(rank, expert, participants)
+        self._unknown = _Group(rank, (), ())
 
     def replica(self, tensor: Any) -> tuple[int, int] | None:
         """(index, count) of this rank among those that share the writing, None if it isn't one of them."""
         said = tensor.replica_id
         if isinstance(said, int) or not said:
-            return (0, 1) if mcore.is_main_replica(said) else None
+            return _SOLE if mcore.is_main_replica(said) else None
         *others, number = said
         if any(others):
             return None
         group = self._group(tensor)
-        if self.rank not in group or group.index(self.rank) != number:
-            return (0, 1) if number == 0 else None
-        present = [rank for rank in group if rank in self.participants]
-        return present.index(self.rank), len(present)
+        if group.number != number:
+            return _SOLE if number == 0 else None
+        return group.share
 
     def writes_state(self, tensor: Any, holders: Collection[int]) -> bool:
         """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one of?
@@ -60,14 +70,14 @@ class Copies:
         if any(said[:-1]):
             return False
         group = self._group(tensor)
-        if self.rank not in group or group.index(self.rank) != said[-1]:
+        if group.number is None or group.number != said[-1]:
             return True  # its groups are not known; the commit finds out if another rank writes it, too
-        return group[0] in holders
+        return group.ranks[0] in holders
 
-    def _group(self, tensor: Any) -> tuple[int, ...]:
+    def _group(self, tensor: Any) -> _Group:
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
-            return ()
-        return self.expert if ".experts." in tensor.key else self.dense
+            return self._unknown
+        return self._expert if ".experts." in tensor.key else self._dense
 
 
 def _is_optimizer(key: str) -> bool:
@@ -78,6 +88,7 @@ def _is_optimizer(key: str) -> bool:
 def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -> list[Leaf]:
     """What this rank contributes to a save; `sharded` are ShardedTensors and ShardedObjects."""
     leaves: list[Leaf] = []
+    known: dict[Any, tuple[TensorSpec, Dims]] = {}  # one for the thousands of experts under one key
     for item in sharded:
         if isinstance(item, mcore.ShardedObject):
             if mcore.is_main_replica(item.replica_id):
@@ -85,7 +96,7 @@ def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -
             continue
         replica = copies.replica(item)
         if replica is not None:
-            leaves.append(Leaf(item.key, shard(item, replica), _ignore))
+            leaves.append(Leaf(item.key, _part(item, replica, known), _ignore))
     if copies.rank == copies.participants[0]:
         leaves.append(Leaf(COMMON, dict(common), _ignore, private=True))
     return leaves
@@ -109,14 +120,28 @@ def to_load(sharded: Iterable[Any], skip: Collection[str] = (), stock: bool = Fa
     return leaves
 
 
+def _part(tensor: Any, replica: tuple[int, int], known: dict[Any, tuple[TensorSpec, Dims]]) -> Part:
+    """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made already."""
+    data, lead = _data(tensor), tensor.prepend_axis_num
+    mark = (tensor.key, data.dtype, data.device.type, tensor.global_shape, data.shape)
+    if mark not in known:
+        known[mark] = spec_of(tensor.key, data, tensor.global_shape), (*(1,) * lead, *data.shape)
+    spec, shape = known[mark]
+    return Part(spec, Box(tuple(tensor.global_offset), shape), ViewMemory(data, lead), replica)
+
+
 def shard(tensor: Any, replica: tuple[int, int]) -> Shard:
     """A ShardedTensor as a `Shard` over the same memory."""
-    data = tensor.data
-    if data is None:
-        raise BadInput(f"{tensor.key!r} is a ShardedTensor without data.")
-    if tensor.flattened_range is not None:
-        raise BadInput(f"{tensor.key!r} has a flattened_range, which megatron-core no longer supports.")
+    data = _data(tensor)
     return Shard(data[(None,) * tensor.prepend_axis_num], tensor.global_shape, tensor.global_offset, replica)
+
+
+def _data(tensor: Any) -> torch.Tensor:
+    if tensor.data is None:
+        raise BadInput(f"{tensor.key!r} is a ShardedTensor without data.")
+    if getattr(tensor, "flattened_range", None) is not None:
+        raise BadInput(f"{tensor.key!r} has a flattened_range, which megatron-core no longer supports.")
+    return tensor.data  # type: ignore[no-any-return]
 
 
 def take_data(item: Any) -> Any:
