@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import BadInput, MissingTensors, RankFailed
+from holdfast.errors import BadInput, HoldfastError, MissingTensors, RankFailed
 from tests.megatron.cpu import use_cpu, with_a_device
 from tests.megatron.models import Layout, Recipe, Training, parallel
 
@@ -378,6 +378,30 @@ def strict_modes(rank: int, folder: str) -> dict[str, Any]:
         key: tuple(value.shape) for key, value in megatron.load_plain_tensors(folder, **how).items()
     }
     return found
+
+
+def broken_factory(rank: int, folder: str, strict: str) -> tuple[str, float]:
+    """One rank's state dict can't be taken apart, in a load."""
+    from holdfast.adapters import megatron
+
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def build(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        if rank == 3:
+            raise ArithmeticError("gate and up don't divide")
+        return ShardedTensor.from_rank_offsets(key, data, (0, dist.get_rank(), 8))
+
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, 8))}
+    megatron.save(state, folder, timeout=30, stall_timeout=10)
+    wanted = {"w": ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda loaded: loaded)}
+    begun = time.monotonic()
+    try:
+        megatron.load(wanted, folder, strict=strict, timeout=30, stall_timeout=10)
+    except HoldfastError as error:
+        return str(error), time.monotonic() - begun
+    return "loaded", 0.0
 
 
 def other_vocabulary(rank: int, folder: str) -> tuple[list[float], list[float]]:

@@ -13,6 +13,7 @@ from holdfast.flow.describe import Run, describe
 from holdfast.flow.retention import latest
 from holdfast.testing.processes import ProcessWorld
 from tests.megatron.jobs import (
+    broken_factory,
     installed,
     installed_loads_buckets,
     iterations,
@@ -165,6 +166,16 @@ def test_strict_modes(mcore_world: ProcessWorld, tmp_path: Path) -> None:
             **{f"rng/shard_{number}_8": (8,) for number in range(8)},
         }
         assert said["plain"] == {"a": (16, 3), "b": (16, 3)}
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "return_all"])
+def test_what_one_rank_cant_take_apart_fails_on_all(
+    strict: str, mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    for said, took in mcore_world.run(broken_factory, str(tmp_path / "a"), strict):
+        assert "failed on rank 3" in said
+        assert "ArithmeticError: gate and up don't divide" in said
+        assert took < 3.0
 
 
 def test_another_vocabulary_and_dtype(mcore_world: ProcessWorld, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import tests.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
-from holdfast.errors import BadInput, RankFailed
+from holdfast.errors import BadInput, HoldfastError, RankFailed
 from holdfast.testing.processes import ProcessWorld
 from tests.system.test_content import _counted
 
@@ -55,6 +56,25 @@ def test_they_do_what_the_collectives_do(mcore_world: ProcessWorld) -> None:
         assert answers[3] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert seen == []
         assert put_back
+
+
+def unspeakable_job(rank: int) -> tuple[str, float]:
+    from holdfast.adapters import megatron
+
+    begun = time.monotonic()
+    told = [threading.Lock() if rank == 3 else None]
+    try:
+        with megatron.guarded("the end of a save", timeout=20, stall_timeout=10.0):
+            dist.broadcast_object_list(told, src=3)
+    except HoldfastError as error:
+        return str(error), time.monotonic() - begun
+    return "passed", 0.0
+
+
+def test_what_one_rank_cant_send_fails_on_all(mcore_world: ProcessWorld) -> None:
+    for said, took in mcore_world.run(unspeakable_job):
+        assert "what a collective carries" in said
+        assert took < 4.0
 
 
 def absent_job(rank: int) -> tuple[str, float]:

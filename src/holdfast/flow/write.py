@@ -26,6 +26,10 @@ from holdfast.store.base import Store, Writer
 EMBEDDED = "__holdfast__"
 
 
+Witnessed = dict[tuple[int, bytes], tuple[int, int]]
+"""Block and digest of witnesses, by `witness_key`."""
+
+
 class WrittenFile(NamedTuple):
     """What a rank tells the committer of a file."""
 
@@ -54,9 +58,18 @@ def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
 
 
 def write_files(
-    store: Store, held: Holding, plan: SavePlan, about: dict[str, Any], options: Options, progress: Progress
+    store: Store,
+    held: Holding,
+    plan: SavePlan,
+    about: dict[str, Any],
+    options: Options,
+    progress: Progress,
+    witnessed: Witnessed | None = None,
 ) -> tuple[list[WrittenFile], list[str]]:
-    """Write everything that the plan says this rank writes. On failure nothing of it is left."""
+    """Write everything that the plan says this rank writes. On failure nothing of it is left.
+
+    witnessed: what was digested already of the shards that others write.
+    """
     cuts = _split_files(plan.chunks.nbytes, options.max_file_bytes)
     if not cuts:
         cuts = [(0, 0)]  # nothing to write, but names and witnesses to report; and every rank has a file
@@ -67,7 +80,8 @@ def write_files(
         writer = store.create(name)
         try:
             some = Planned(*(column[start:stop] for column in plan.chunks))
-            made.append(_write_file(writer, name, held, plan, some, part == 0, told, options, progress))
+            known = witnessed or {}
+            made.append(_write_file(writer, name, held, plan, some, part == 0, told, options, progress, known))
             writer.finish()
         except BaseException:
             writer.discard()
@@ -95,6 +109,7 @@ def _write_file(
     about: dict[str, Any],
     options: Options,
     progress: Progress,
+    witnessed: Witnessed,
 ) -> WrittenFile:
     columns, order = embedded_columns(held, plan, chunks, name, first)
     embedded_size = len(encode(columns, about))
@@ -110,7 +125,7 @@ def _write_file(
     digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
     columns.digests[:] = _ragged(digests, digest_ends, order)
     if first:
-        _fill_witnesses(columns, held, plan, progress)
+        _fill_witnesses(columns, held, plan, witnessed, progress)
     embedded = encode(columns, about)
     if len(embedded) != embedded_size:
         raise AssertionError("an embedded index must not change its size")
@@ -210,18 +225,28 @@ def _ragged(values: Array, ends: Array, order: Array) -> Array:
     return values[np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))]
 
 
-def _fill_witnesses(columns: Columns, held: Holding, plan: SavePlan, progress: Progress) -> None:
-    """Digest what this rank holds and others write: every block, or one that the box picks."""
-    seen = plan.witnesses
-    counts = block_counts(seen.nbytes, seen.block)
-    for at in range(len(seen.row)):
-        source = ChunkSource(held, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
-        if plan.witness_full[at]:
-            blocks = [digest(source.one_block(number)) for number in range(int(counts[at]))]
-            columns.witness_block[at], columns.witness_digest[at] = -1, digest_many(np.asarray(blocks, "<u8"))
-        else:
-            wanted = digest(seen.offset[at].tobytes()) % int(counts[at])
-            columns.witness_block[at] = wanted
-            columns.witness_digest[at] = digest(source.one_block(wanted))
+def _fill_witnesses(
+    columns: Columns, held: Holding, plan: SavePlan, witnessed: Witnessed, progress: Progress
+) -> None:
+    for at in range(len(plan.witnesses.row)):
+        known = witnessed.get(witness_key(plan, at))
+        columns.witness_block[at], columns.witness_digest[at] = known or witness(held, plan, at)
         if at % 64 == 0:
             progress(0)
+
+
+def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:
+    """What names a witness of a plan: its row, and where it begins."""
+    return int(plan.witnesses.row[at]), plan.witnesses.offset[at].tobytes()
+
+
+def witness(held: Holding, plan: SavePlan, at: int) -> tuple[int, int]:
+    """Digest what this rank holds and another writes: (-1, of every block), or one block that the box picks."""
+    seen = plan.witnesses
+    count = int(block_counts(seen.nbytes[at : at + 1], seen.block[at : at + 1])[0])
+    source = ChunkSource(held, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
+    if plan.witness_full[at]:
+        blocks = [digest(source.one_block(number)) for number in range(count)]
+        return -1, digest_many(np.asarray(blocks, "<u8"))
+    wanted = digest(seen.offset[at].tobytes()) % count
+    return wanted, digest(source.one_block(wanted))

@@ -43,6 +43,10 @@ class Roster(Protocol):
         """Another client of the same messages, so that one thread's wait holds no other up. Kept."""
         ...
 
+    def lane(self, name: str) -> Roster:
+        """The same ranks with messages of their own, for what goes on beside the rest. Kept."""
+        ...
+
     def renew(self) -> None:
         """Forget the connections: a thread that was given up may be stuck in one."""
         ...

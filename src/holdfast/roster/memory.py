@@ -14,6 +14,11 @@ class Board:
     def __init__(self) -> None:
         self.messages: dict[str, bytes] = {}
         self.changed = threading.Condition()
+        self._lanes: dict[str, Board] = {}
+
+    def lane(self, name: str) -> Board:
+        with self.changed:
+            return self._lanes.setdefault(name, Board())
 
 
 class MemoryRoster:
@@ -22,6 +27,7 @@ class MemoryRoster:
     def __init__(self, rank: int = 0, world_size: int = 1, board: Board | None = None) -> None:
         self.rank, self.world_size = rank, world_size
         self.board = board or Board()
+        self._lanes: dict[str, MemoryRoster] = {}
 
     def put(self, key: str, message: Message) -> None:
         with self.board.changed:
@@ -50,6 +56,11 @@ class MemoryRoster:
 
     def second(self) -> MemoryRoster:
         return self
+
+    def lane(self, name: str) -> MemoryRoster:
+        if name not in self._lanes:
+            self._lanes[name] = MemoryRoster(self.rank, self.world_size, self.board.lane(name))
+        return self._lanes[name]
 
     def renew(self) -> None:
         pass

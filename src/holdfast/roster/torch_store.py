@@ -37,11 +37,15 @@ def default_store() -> Any:
 class TorchRoster:
     """One client of a `torch.distributed.Store`."""
 
-    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(
+        self, store: Any = None, rank: int | None = None, world_size: int | None = None, lane: str = ""
+    ) -> None:
         base = default_store() if store is None else store
         self._parent = base
         self._second: TorchRoster | None = None
-        self._prefix = f"holdfast/{read_environment().incarnation}/"
+        self._lane = lane
+        self._lanes: dict[str, TorchRoster] = {}
+        self._prefix = f"holdfast/{read_environment().incarnation}/{lane}"
         self._client: Any = None
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
@@ -93,8 +97,14 @@ class TorchRoster:
 
     def second(self) -> TorchRoster:
         if self._second is None:  # kept, because a connection costs up to seconds in a large world
-            self._second = TorchRoster(self._parent, self.rank, self.world_size)
+            self._second = TorchRoster(self._parent, self.rank, self.world_size, self._lane)
         return self._second
+
+    def lane(self, name: str) -> TorchRoster:
+        if name not in self._lanes:
+            prefix = f"{self._lane}lane-{name}/"
+            self._lanes[name] = TorchRoster(self._parent, self.rank, self.world_size, prefix)
+        return self._lanes[name]
 
     def renew(self) -> None:
         self._client = self._second = None

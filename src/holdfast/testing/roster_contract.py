@@ -81,6 +81,17 @@ class RosterContract:
         assert second.get(["a"]) == [None]
         assert second.claim("a", {"x": 2}) == {"x": 2}
 
+    def test_a_lane_has_messages_of_its_own(self, world: Callable[[int], list[Roster]]) -> None:
+        first, second = world(2)
+        first.put("a", {"x": 1})
+        assert first.lane("beside") is first.lane("beside")
+        assert second.lane("beside").rank == 1
+        assert second.lane("beside").get(["a"]) == [None]
+        first.lane("beside").put("a", {"x": 2})
+        assert second.lane("beside").get(["a"]) == second.lane("beside").second().get(["a"]) == [{"x": 2}]
+        assert second.lane("other").get(["a"]) == [None]
+        assert second.get(["a"]) == [{"x": 1}]
+
     def test_renewed_clients_see_the_same(self, world: Callable[[int], list[Roster]]) -> None:
         (roster,) = world(1)
         roster.put("a", {"x": 1})

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, HoldfastError, from_message
 from holdfast.flow.operation import agree
 from holdfast.flow.world import find_roster
 from holdfast.format import objects
@@ -30,17 +30,29 @@ class _Guard:
         self.title, self.timeout, self.stall_timeout = title, timeout, stall_timeout
 
     def exchange(
-        self, kind: str, group: Any, mine: Any, choose: Callable[[dict[int, Any]], Any]
+        self, kind: str, group: Any, values: list[Any] | None, choose: Callable[[dict[int, Any]], Any]
     ) -> tuple[Any, list[int]] | None:
         """(the lowest rank's choice from what all said, the group's ranks); None outside of the group."""
         roster = find_roster(None, no_dist=False)
+        mine: dict[str, Any] = {}
+        try:
+            mine["values"] = None if values is None else [_encode(value) for value in values]
+        except HoldfastError as error:  # the others must hear of it, too
+            mine["error"] = error.to_message()
+
+        def choose_unless(said: dict[int, Any]) -> Any:
+            for message in said.values():
+                if "error" in message:
+                    raise from_message(message["error"])
+            return choose({rank: message["values"] for rank, message in said.items()})
+
         ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
         if roster.rank not in ranks:
             return None
         value = agree(
             f"{kind} in {self.title}",
             f"guard|{self.title}|{kind}",
-            choose,
+            choose_unless,
             roster,
             ranks,
             None,
@@ -54,7 +66,7 @@ class _Guard:
         self.exchange("barrier", group, None, lambda said: None)
 
     def all_gather_object(self, object_list: list[Any], obj: Any, group: Any = None) -> None:
-        found = self.exchange("all_gather_object", group, _encode(obj), _by_rank)
+        found = self.exchange("all_gather_object", group, [obj], _by_rank)
         if found is not None:
             object_list[:] = [_decode(found[0][str(rank)]) for rank in found[1]]
 
@@ -66,7 +78,7 @@ class _Guard:
         group: Any = None,
         group_dst: int | None = None,
     ) -> None:
-        found = self.exchange("gather_object", group, _encode(obj), _by_rank)
+        found = self.exchange("gather_object", group, [obj], _by_rank)
         if found is not None and object_gather_list is not None:
             object_gather_list[:] = [_decode(found[0][str(rank)]) for rank in found[1]]
 
@@ -80,14 +92,14 @@ class _Guard:
     ) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         source = ranks[group_src] if group_src is not None else (0 if src is None else src)
-        mine = [_encode(value) for value in object_list] if dist.get_rank() == source else None
+        mine = list(object_list) if dist.get_rank() == source else None
         found = self.exchange("broadcast_object_list", group, mine, lambda said: said[source])
         if found is not None:
             object_list[:] = [_decode(value) for value in found[0]]
 
 
 def _by_rank(said: dict[int, Any]) -> dict[str, Any]:
-    return {str(rank): value for rank, value in said.items()}
+    return {str(rank): values[0] for rank, values in said.items()}
 
 
 def _encode(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from holdfast.adapters.megatron import checkpointing, mcore, optimizer, queue
 from holdfast.adapters.megatron.guard import guard as guard_function
+from holdfast.format.torch_dist import HOLDFAST_CONFIG
 
 _replaced: list[tuple[Any, str, Any]] = []
 _STOCK_OPTIMIZER_FORMATS = (
@@ -60,6 +61,8 @@ def install(
         "check_is_distributed_checkpoint",
         checkpointing.check_is_distributed_checkpoint,
     )
+    name = "verify_checkpoint_and_load_strategy"
+    _replace(mcore.serialization, name, _strategies(getattr(mcore.serialization, name)))
     _replace(
         mcore.DistributedOptimizer,
         "sharded_state_dict",
@@ -94,6 +97,20 @@ def _with(call: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
         return call(*args, **{**how, **named})
 
     return bound
+
+
+def _strategies(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Frameworks ask for the strategy that loads a folder before they call `load`. For a folder of Holdfast's, for
+    which megatron-core has none, its own stands in; nobody uses it."""
+
+    @wraps(original)
+    def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: Any, **named: Any) -> Any:
+        config = mcore.maybe_load_config(checkpoint_dir)
+        if config is not None and config.sharded_backend == HOLDFAST_CONFIG["sharded_backend"]:
+            return mcore.load_strategies()
+        return original(checkpoint_dir, *args, **named)
+
+    return verify_checkpoint_and_load_strategy
 
 
 def _describe(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,6 +82,14 @@ def safe_types() -> list[Any]:
     return [*(kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)), *optimizers]
 
 
+def load_strategies() -> tuple[Any, Any]:
+    """megatron-core's own strategies for loading what is sharded and what is not."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    return TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
+
+
 # -- private names of DistributedOptimizer -----------------------------------------------------
 
 
@@ -157,6 +165,7 @@ __all__ = [
     "groups",
     "is_main_replica",
     "is_offloaded",
+    "load_strategies",
     "local_ranges",
     "maybe_load_config",
     "merge",
