@@ -187,7 +187,9 @@ def start_rows(bench: Bench) -> None:
     with scratch("disk") as folder:
         import torch
 
-        holdfast.Checkpoints(folder).save(1, {f"w{at}": torch.zeros(4) for at in range(20)})
+        holdfast.Checkpoints(folder, asynchronous=False).save(
+            1, {f"w{at}": torch.zeros(4) for at in range(20)}
+        )
         step = str(folder / "step-00000001")
         for words in (["--help"], ["latest", str(folder)], ["inspect", step]):
             times = attempt(bench, f"holdfast {words[0]}", lambda: [command(words) for _ in range(7)])  # noqa: B023

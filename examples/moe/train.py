@@ -51,6 +51,7 @@ class TrainConfig:
     resume_from: str | None = None  # None: start from step 0
     timeout: float = 60.0  # of a whole save or load
     stall_timeout: float = 10.0  # how long a rank may show no sign of life in one
+    asynchronous: bool = False  # copy the state and go on; the demo kills a rank in a save that it waits for
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
@@ -182,7 +183,10 @@ def train(config: TrainConfig, layout: Layout, hooks: Hooks) -> None:
         import holdfast
 
         checkpoints = holdfast.Checkpoints(
-            config.save_to, keep=None, timeout=config.timeout, stall_timeout=config.stall_timeout
+            config.save_to,
+            asynchronous=config.asynchronous,
+            timeout=config.timeout,
+            stall_timeout=config.stall_timeout,
         )
     while trainer.step < config.steps:
         start = time.monotonic()
@@ -191,7 +195,11 @@ def train(config: TrainConfig, layout: Layout, hooks: Hooks) -> None:
         hooks.step_done(trainer.step, loss, probe, time.monotonic() - start)
         if checkpoints is not None and trainer.step % config.save_every == 0:
             hooks.saving(trainer)
-            hooks.saved(checkpoints.save(trainer.step, app_state(trainer)))
+            pending = checkpoints.save(trainer.step, app_state(trainer))
+            if not config.asynchronous:
+                hooks.saved(pending.committed())
+    if checkpoints is not None:
+        checkpoints.close()
     hooks.finished(trainer)
 
 

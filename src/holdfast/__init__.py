@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.adapters.tensors import PerRank, Shard
     from holdfast.errors import HoldfastError
+    from holdfast.flow.async_save import async_save
     from holdfast.flow.checkpoints import Checkpoints
     from holdfast.flow.load import LoadReport, load
+    from holdfast.flow.pending import Pending
+    from holdfast.flow.preemption import Preemption
     from holdfast.flow.retention import latest
     from holdfast.flow.save import SaveReport, save
     from holdfast.layout.grid import Grid
@@ -34,9 +37,12 @@ _WHERE = {
     "HoldfastError": "holdfast.errors",
     "LoadReport": "holdfast.flow.load",
     "Options": "holdfast.options",
+    "Pending": "holdfast.flow.pending",
     "PerRank": "holdfast.adapters.tensors",
+    "Preemption": "holdfast.flow.preemption",
     "SaveReport": "holdfast.flow.save",
     "Shard": "holdfast.adapters.tensors",
+    "async_save": "holdfast.flow.async_save",
     "latest": "holdfast.flow.retention",
     "load": "holdfast.flow.load",
     "save": "holdfast.flow.save",
@@ -49,9 +55,12 @@ __all__ = [
     "HoldfastError",
     "LoadReport",
     "Options",
+    "Pending",
     "PerRank",
+    "Preemption",
     "SaveReport",
     "Shard",
+    "async_save",
     "errors",
     "events",
     "latest",

@@ -36,7 +36,7 @@ def test_a_call_leaves_nothing_behind(tmp_path: Path) -> None:
 
     def job(roster: MemoryRoster) -> None:
         run = holdfast.Checkpoints(
-            tmp_path / "run", roster=roster, options=holdfast.Options(writer_threads=2)
+            tmp_path / "run", asynchronous=False, roster=roster, options=holdfast.Options(writer_threads=2)
         )
         state = {"w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "step": 1}
         run.save(1, state)
@@ -50,7 +50,7 @@ def test_a_call_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
-    run = holdfast.Checkpoints(tmp_path, no_dist=True)
+    run = holdfast.Checkpoints(tmp_path, asynchronous=False, no_dist=True)
     for step in (1, 2):
         run.save(step, {"w": torch.full((1000,), float(step))})
     (data,) = (tmp_path / "step-00000002" / "data").iterdir()

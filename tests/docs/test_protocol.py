@@ -61,7 +61,7 @@ def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
         state = {"w": torch.ones(4), "step": 1}
         if roster.rank == 2:
             state["own"] = torch.zeros(1)  # fingerprints differ, so lists are asked for
-        run = holdfast.Checkpoints(tmp_path, roster=roster)
+        run = holdfast.Checkpoints(tmp_path, asynchronous=False, roster=roster)
         run.save(1, state)
         assert run.restore(state) == 1
 

@@ -200,20 +200,20 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     commit.VISIBLE_WITHIN = 0.5
     try:
         from holdfast.adapters.state import flatten
-        from holdfast.flow.save import save_into
+        from holdfast.flow.save import Save
         from holdfast.store.local import LocalStore
 
         def job(roster: MemoryRoster) -> Any:
             store = LocalStore(places[roster.rank])
             store.url = "shared"  # both ranks believe that they save to one place
-            return save_into(
+            return Save(
                 store,
                 lambda rank: flatten(state(rank), rank),
                 step=1,
                 roster=roster,
                 timeout=10,
                 stall_timeout=5,
-            )
+            ).run()
 
         found = ranks(2, job)
     finally:

@@ -81,6 +81,15 @@ def _with_step(original: Any) -> Any:
     return set_state
 
 
+def _without_step(original: Any) -> Any:
+    """Nor can one before 0.16 describe that state."""
+
+    def get_state(self: Any, param: Any) -> dict[str, Any]:
+        return {key: value for key, value in original(self, param).items() if key != "step"}
+
+    return get_state
+
+
 def use_cpu() -> None:
     if _done:
         return
@@ -104,11 +113,14 @@ def use_cpu() -> None:
         return found.replace("torch.", "torch.cuda.") if plain else found
 
     torch.Tensor.type = type_of  # type: ignore[assignment,method-assign]
+    from megatron.core import model_parallel_config
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
+    if not hasattr(model_parallel_config, "warnings"):  # 0.15 warns without importing it
+        model_parallel_config.warnings = warnings  # type: ignore[attr-defined]
 
     from megatron.core.transformer import multi_latent_attention
 
@@ -118,6 +130,7 @@ def use_cpu() -> None:
 
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.package_info import MAJOR, MINOR
 
     # Where Transformer Engine is missing it compares the version None, for a precision-aware optimizer.
     optimizer_config.is_te_min_version = lambda *args, **named: False
@@ -125,6 +138,10 @@ def use_cpu() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = _with_step(
         DistributedOptimizer._set_main_param_and_optimizer_states
     )
+    if (MAJOR, MINOR) < (0, 16):
+        DistributedOptimizer._get_main_param_and_optimizer_states = _without_step(
+            DistributedOptimizer._get_main_param_and_optimizer_states
+        )
 
     class Tracker(random.CudaRNGStatesTracker):
         @contextlib.contextmanager

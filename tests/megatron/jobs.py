@@ -46,6 +46,11 @@ def children_allowed() -> Iterator[None]:
             child.join(10)
 
 
+def storable(metadata: dict[str, Any]) -> dict[str, Any]:
+    """What stock megatron-core before 0.16 can pickle of content metadata; Megatron-LM leaves the same out."""
+    return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+
+
 def state_of(run: Training, is_loading: bool = False) -> dict[str, Any]:
     """Model, optimizer and common state as a training loop gives them to `save`."""
     from holdfast.adapters import megatron
@@ -124,7 +129,9 @@ def stock_save_both(
             os.makedirs(stock)
         dist.barrier()
         with children_allowed():
-            theirs = _counted(lambda: dist_checkpointing.save(state, stock, content_metadata=metadata))
+            theirs = _counted(
+                lambda: dist_checkpointing.save(state, stock, content_metadata=storable(metadata))
+            )
         return mine, theirs
 
 
@@ -441,7 +448,7 @@ def stock_buckets_save(rank: int, layout: Layout, recipe: Recipe, ours: str, sto
             os.makedirs(stock)
         dist.barrier()
         with children_allowed():
-            dist_checkpointing.save(state, stock, content_metadata=metadata)
+            dist_checkpointing.save(state, stock, content_metadata=storable(metadata))
 
 
 def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: str, again: str) -> str:

@@ -228,7 +228,7 @@ def _config(layout: Layout, recipe: Recipe) -> Any:
         # Attention that cuts sequences needs Transformer Engine. State lies over the ranks as it does with it,
         # but such a model can't run here.
         "context_parallel_size": 1,
-        "sequence_parallel": False,  # the norm of PyTorch, which stands for Transformer Engine's, has none
+        "sequence_parallel": layout.tp > 1 and layout.ep > 1,  # older versions insist on it
         "params_dtype": torch.bfloat16 if recipe.bf16 else torch.float32,
         "pipeline_dtype": torch.bfloat16 if recipe.bf16 else torch.float32,
         "bf16": recipe.bf16,
@@ -247,8 +247,11 @@ def _config(layout: Layout, recipe: Recipe) -> Any:
             **ranks,
             **heads,
         }
-        return MLATransformerConfig(**{**named, **latent, **recipe.extra})
-    return TransformerConfig(**{**named, **recipe.extra})
+        config = MLATransformerConfig(**{**named, **latent, **recipe.extra})
+    else:
+        config = TransformerConfig(**{**named, **recipe.extra})
+    config.sequence_parallel = False  # the norm of PyTorch, which stands for Transformer Engine's, has none
+    return config
 
 
 def _spec(config: Any, recipe: Recipe, stage: int | None) -> Any:

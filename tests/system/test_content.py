@@ -137,7 +137,7 @@ def steps_job(rank: int, run: str, step: int, change: dict[int, Any]) -> None:
     state = moe_state(rank, step)
     change.get(rank, lambda state: None)(state)
     try:
-        holdfast.Checkpoints(run, timeout=30, stall_timeout=5).save(step, state)
+        holdfast.Checkpoints(run, asynchronous=False, timeout=30, stall_timeout=5).save(step, state)
     except HoldfastError as error:
         error.details["returned_after"] = 0.0
         raise
@@ -401,7 +401,7 @@ def counting_job(rank: int, path: str) -> list[str]:
     state = moe_state(rank, 1)
     state["d"] = distribute_tensor(torch.arange(40.0).view(10, 4), mesh, [Replicate(), Shard(0)])
     state["sub"] = distribute_tensor(torch.arange(12.0), mesh["ep"], [Shard(0)])
-    ckpt = holdfast.Checkpoints(path, keep=1)
+    ckpt = holdfast.Checkpoints(path, asynchronous=False, keep=1)
 
     def both() -> None:
         ckpt.save(1, state)

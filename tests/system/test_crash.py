@@ -142,7 +142,7 @@ def cut_power(place: Path) -> None:
 def test_power_cut_right_after_save(loop_ext4: Path) -> None:
     run = loop_ext4 / "run"
     for step in (1, 2):
-        holdfast.Checkpoints(run).save(step, state_of(step))
+        holdfast.Checkpoints(run, asynchronous=False).save(step, state_of(step))
         cut_power(loop_ext4)
         assert holdfast.latest(run) == str(run / f"step-{step:08d}")
         assert loaded(str(run / f"step-{step:08d}")) == step

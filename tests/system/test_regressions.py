@@ -54,7 +54,7 @@ def test_one_missed_restore_breaks_no_later_one(world: ProcessWorld, tmp_path: P
 
 
 def restore_job(rank: int, run: str) -> list[Any]:
-    ckpt = holdfast.Checkpoints(run, timeout=20.0, stall_timeout=1.5)
+    ckpt = holdfast.Checkpoints(run, asynchronous=False, timeout=20.0, stall_timeout=1.5)
     ckpt.save(0, {"w": torch.zeros(3)})
     found: list[Any] = []
     try:
@@ -76,14 +76,14 @@ def test_a_missing_data_file_is_damage(world: ProcessWorld, tmp_path: Path) -> N
 
 
 def steps_job(rank: int, run: str, count: int) -> None:
-    ckpt = holdfast.Checkpoints(run, **FAST)
+    ckpt = holdfast.Checkpoints(run, asynchronous=False, **FAST)
     for step in range(1, count + 1):
         ckpt.save(step, {f"w{rank}": torch.full((300,), float(step))})
 
 
 def newest_job(rank: int, run: str) -> int | None:
     state = {f"w{rank}": torch.zeros(300)}
-    found = holdfast.Checkpoints(run, **FAST).restore(state)
+    found = holdfast.Checkpoints(run, asynchronous=False, **FAST).restore(state)
     assert state[f"w{rank}"].tolist() == [float(found or 0)] * 300
     return found
 
@@ -96,7 +96,7 @@ def test_retention_with_a_group_that_lacks_rank_0(world: ProcessWorld, tmp_path:
 def group_job(rank: int, run: str) -> None:
     group = torch.distributed.new_group([2, 3, 5])
     if rank in (2, 3, 5):
-        ckpt = holdfast.Checkpoints(run, keep=2, process_group=group, **FAST)
+        ckpt = holdfast.Checkpoints(run, asynchronous=False, keep=2, process_group=group, **FAST)
         for step in range(5):
             ckpt.save(step, {"w": torch.full((3,), float(step))})
 
@@ -133,7 +133,7 @@ def test_a_load_goes_on_while_the_checkpoint_is_replaced(tmp_path: Path) -> None
 
 def test_restores_go_on_while_steps_are_retired(tmp_path: Path) -> None:
     stop = threading.Event()
-    ckpt = holdfast.Checkpoints(tmp_path, keep=1)
+    ckpt = holdfast.Checkpoints(tmp_path, asynchronous=False, keep=1)
     ckpt.save(0, {"w": torch.zeros(1000)})
 
     def train() -> None:

@@ -46,6 +46,12 @@ class TensorMemory:
             part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
 
 
+def wait_for_devices() -> None:
+    """Until copies from a GPU have arrived."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
+
+
 def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype)
 

@@ -24,7 +24,7 @@ from holdfast.adapters.memory import Part
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.flow.save import SaveReport, save_into
+from holdfast.flow.save import Save, SaveReport
 from holdfast.flow.sources import TorchDist, open_index, open_source
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
@@ -138,7 +138,7 @@ def import_torch_dist(
         def take(rank: int) -> Flat:
             return Flat([Leaf(name, value, _ignore) for name, value in values()])
 
-        report = save_into(
+        report = Save(
             open_store(out),
             take,
             step=step,
@@ -147,7 +147,7 @@ def import_torch_dist(
             stall_timeout=3600.0,
             notes={"imported": "torch_dist"},
             options=options,
-        )
+        ).run()
     if (folder / CONFIG).exists():
         Path(os.fspath(out), CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))
     return report

@@ -7,16 +7,22 @@ from typing import Any
 
 from holdfast.adapters.state import flatten
 from holdfast.flow.load import LoadReport, load_from
-from holdfast.flow.save import PREVIOUS, SaveReport, save_into
+from holdfast.flow.pending import Pending
+from holdfast.flow.save import PREVIOUS, Save
 from holdfast.flow.steps import Steps
+from holdfast.roster.base import Roster
 from holdfast.store.base import Store
 
 
 class Checkpoints(Steps):
     """The steps of one run, `run/step-00000100/` and so on.
 
-    `keep` is how many committed steps stay (None: all); older ones go after a newer one is
-    committed, never before. The other arguments are those of `holdfast.save`, for all calls.
+    A save is asynchronous: it copies the state and goes on in the background, at most one at a time. `keep` is how many
+    committed steps stay (None: all); older ones go after a newer one is committed, never before. Use it as a context
+    manager, or call `close()`, before the process group is destroyed: both wait for the save that is under way.
+
+    asynchronous, on_busy, on_failure, host_memory_budget: see `holdfast.flow.steps.Steps`.
+    The other arguments are those of `holdfast.save`, for all calls.
     """
 
     def save(
@@ -28,23 +34,33 @@ class Checkpoints(Steps):
         exclude: Sequence[str] | None = None,
         expected: str | Iterable[str] | None = PREVIOUS,
         notes: Any = None,
-    ) -> SaveReport:
-        """Save a step. `expected="previous"` compares its names with the newest committed step's."""
-        return save_into(
-            self._folder(step),
-            lambda rank: flatten(state, rank),
-            step=step,
-            roster=self._roster(),
-            include=include,
-            exclude=exclude,
-            expected=expected,
-            previous=lambda: self._newest_but(step),
-            grid=self._grid,
-            notes=notes,
-            options=self._options,
-            after=lambda: self._retire(step),
-            **self._who,
-        )
+    ) -> Pending | None:
+        """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is durable.
+
+        At most one save is under way; while there is one, `on_busy` says what this does (None is returned for a save that
+        was skipped). If the save before it failed, this raises its error, on all ranks, and begins nothing.
+        `expected="previous"` compares names with the newest committed step's.
+        """
+
+        def make(roster: Roster) -> Save:
+            return Save(
+                self._folder(step),
+                lambda rank: flatten(state, rank),
+                step=step,
+                roster=roster,
+                include=include,
+                exclude=exclude,
+                expected=expected,
+                previous=lambda: self._newest_but(step),
+                overwrite=True,
+                grid=self._grid,
+                notes=notes,
+                options=self._options,
+                after=lambda: self._retire(step),
+                **self._who,
+            )
+
+        return self._save(make, step)
 
     def restore(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -99,11 +99,16 @@ class Operation:
         self.at.round = rounds(self.roster)[self.at.participants]
         self.presence.begin(key, self.at.outcome if len(self.at.participants) > 1 else None)
 
-    def run(self, make: Callable[[], Steps], trouble: HoldfastError | None = None) -> Any:
+    def run(
+        self, make: Callable[[], Steps], trouble: HoldfastError | None = None, beside_training: bool = False
+    ) -> Any:
         """Run the protocol to its end; returns or raises by the deadline. `trouble` is what reading the
-        state met: the protocol tells it to the others, and Ctrl-C among it goes on from here."""
+        state met: the protocol tells it to the others, and Ctrl-C among it goes on from here.
+
+        beside_training: the process does something else meanwhile, which needs its garbage collector.
+        """
         try:
-            with collector_paused():
+            with nullcontext() if beside_training else collector_paused():
                 result = run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
             rounds(self.roster)[self.at.participants] += 1
             return result

@@ -22,7 +22,7 @@ from holdfast.flow.protocol import save_steps
 from holdfast.flow.retention import step_folder
 from holdfast.flow.sources import open_index
 from holdfast.flow.world import find_roster, the_place
-from holdfast.flow.write import discard, write_files
+from holdfast.flow.write import WrittenFile, discard, write_files
 from holdfast.format import objects
 from holdfast.format.columns import Columns
 from holdfast.format.digest import digest, hex_digest
@@ -54,8 +54,14 @@ class SaveReport(msgspec.Struct, frozen=True):
     """Seconds spent in each phase of the protocol."""
 
 
+def _write_here(work: Work, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    plan = plan_save(work.held, replicas, work.options)
+    work.total = int(plan.chunks.nbytes.sum())
+    return write_files(work.store, work.held, plan, about, work.options, work.moved)
+
+
 @dataclass
-class _Work:
+class Work:
     """The save of one rank, as the protocol wants it."""
 
     store: Store
@@ -65,6 +71,8 @@ class _Work:
     grid: Message | None
     notes: Any
     operation: Operation
+    put_down: Callable[[Work, list[Replica], dict[str, Any]], list[WrittenFile]] = _write_here
+    """Writes this rank's files: here and now, or in another process."""
     make_commit: Callable[[], Commit] | None = None
     """Committer: what it must know of the folder before it starts; it reads from storage."""
     after: Callable[[], None] = lambda: None
@@ -133,8 +141,6 @@ class _Work:
         return [replica or (0, 1) for replica in replicas]
 
     def write(self, assigned: Message | None) -> Message:
-        plan = plan_save(self.held, self._settled(assigned), self.options)
-        self.total = int(plan.chunks.nbytes.sum())
         about = {
             "step": self.step,
             "grid": self.grid,
@@ -142,11 +148,12 @@ class _Work:
             "attempt": self.operation.attempt,
             "ranks": len(self.operation.at.participants),
         }
-        files, self.made = write_files(self.store, self.held, plan, about, self.options, self._moved)
+        files = self.put_down(self, self._settled(assigned), about)
+        self.made = [file.name for file in files]
         self.bytes_written = sum(file.size for file in files)
         return {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
 
-    def _moved(self, moved: int) -> None:
+    def moved(self, moved: int) -> None:
         self.operation.progress(moved, self.total)
 
     def prepare(self, written: dict[int, Message]) -> None:
@@ -214,9 +221,8 @@ def save(
 
     Raises `HoldfastError`s only (see `holdfast.errors`), `BadInput` before anything was started.
     """
-    place = the_place(path, checkpoint_id)
-    return save_into(
-        open_store(place),
+    return Save(
+        open_store(the_place(path, checkpoint_id)),
         lambda rank: flatten(state_dict, rank),
         step=step,
         roster=find_roster(roster, no_dist),
@@ -227,85 +233,107 @@ def save(
         include=include,
         exclude=exclude,
         expected=expected,
-        previous=lambda: None,
         overwrite=overwrite,
         grid=grid,
         notes=notes,
         options=options,
-    )
+    ).run()
 
 
-def save_into(
-    store: Store,
-    take: Callable[[int], Flat],
-    *,
-    step: int | None = None,
-    roster: Roster,
-    participants: Iterable[int] | None = None,
-    process_group: Any = None,
-    timeout: float = 1800.0,
-    stall_timeout: float = 120.0,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    expected: str | Iterable[str] | None = None,
-    previous: Callable[[], Store | None] = lambda: None,
-    overwrite: bool = True,
-    grid: Grid | None = None,
-    notes: Any = None,
-    options: Options | None = None,
-    after: Callable[[], None] = lambda: None,
-) -> SaveReport:
-    """`save` what `take(rank)` yields into a store; what that raises is told to the other ranks. The committer
-    asks `previous` where the names to compare with are, if not here, and calls `after` once the save is committed."""
-    if step is not None:
-        step_folder(step)  # refuses what is not a step
-    title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
-    operation = Operation(
-        "save",
-        title,
-        store.url,
-        step,
-        (include, exclude),
-        roster,
-        participants,
-        process_group,
-        timeout,
-        stall_timeout,
-        TRANSITIONS,
-    )
-    at = operation.at
-    options = options or Options()
-    work = _Work(
-        store, Holding(roster.rank), options, step, grid.describe() if grid else None, notes, operation
-    )
+class Save:
+    """A save of this rank, into a store, of what `take(rank)` yields: read at once; `run` brings it to its end.
 
-    def read() -> None:
-        leaves = select(take(roster.rank).leaves, include, exclude)
-        work.held, _ = hold(leaves, roster.rank, at.participants)
+    What `take` raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
+    here, and calls `after` once the save is committed. The other arguments are those of `save`.
+    """
 
-    if at.leads:
-        work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
-        work.after = after
-    work.trouble = read_state(read, roster.rank)
-    try:
-        operation.run(lambda: save_steps(at, work), work.trouble)
-    except CommitUnconfirmed:
-        raise
-    except HoldfastError:
-        if work.made and not options.keep_failed:
-            # On a thread, because the storage may be what failed: nobody waits for it longer than this.
-            sweep = threading.Thread(
-                target=discard, args=(store, work.made), name="holdfast-sweep", daemon=True
+    def __init__(
+        self,
+        store: Store,
+        take: Callable[[int], Flat],
+        *,
+        step: int | None = None,
+        roster: Roster,
+        participants: Iterable[int] | None = None,
+        process_group: Any = None,
+        timeout: float = 1800.0,
+        stall_timeout: float = 120.0,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        expected: str | Iterable[str] | None = None,
+        previous: Callable[[], Store | None] = lambda: None,
+        overwrite: bool = True,
+        grid: Grid | None = None,
+        notes: Any = None,
+        options: Options | None = None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        if step is not None:
+            step_folder(step)  # refuses what is not a step
+        title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
+        signature, about = (include, exclude), grid.describe() if grid else None
+
+        def begin(held: Holding) -> Work:
+            operation = Operation(
+                "save",
+                title,
+                store.url,
+                step,
+                signature,
+                roster,
+                participants,
+                process_group,
+                timeout,
+                stall_timeout,
+                TRANSITIONS,
             )
-            sweep.start()
-            sweep.join(timeout=1.0)
-        raise
-    names = len({spec.name for spec in work.held.specs})
-    return SaveReport(store.url, step, names, work.bytes_written, operation.seconds(), operation.phases())
+            work = Work(store, held, options or Options(), step, about, notes, operation)
+            if operation.at.leads:
+                work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
+                work.after = after
+            return work
+
+        self._begin = begin
+        self.work = begin(Holding(roster.rank))
+
+        def read() -> None:
+            leaves = select(take(roster.rank).leaves, include, exclude)
+            self.work.held, _ = hold(leaves, roster.rank, self.work.operation.at.participants)
+
+        self.work.trouble = read_state(read, roster.rank)
+
+    @property
+    def operation(self) -> Operation:
+        return self.work.operation
+
+    def begin_again(self) -> None:
+        """After a failure: the same rows, in a new attempt with a deadline of its own."""
+        self.work = self._begin(self.work.held)
+
+    def run(self, beside_training: bool = False) -> SaveReport:
+        """Raises the error that all ranks raise."""
+        work, operation = self.work, self.operation
+        try:
+            operation.run(lambda: save_steps(operation.at, work), work.trouble, beside_training)
+        except CommitUnconfirmed:
+            raise
+        except HoldfastError:
+            if work.made and not work.options.keep_failed:
+                # On a thread, because the storage may be what failed: nobody waits for it longer than this.
+                sweep = threading.Thread(
+                    target=discard, args=(work.store, work.made), name="holdfast-sweep", daemon=True
+                )
+                sweep.start()
+                sweep.join(timeout=1.0)
+            raise
+        names = len({spec.name for spec in work.held.specs})
+        return SaveReport(
+            work.store.url, work.step, names, work.bytes_written, operation.seconds(), operation.phases()
+        )
 
 
 def _commit(
-    work: _Work,
+    work: Work,
     expected: str | Iterable[str] | None,
     previous: Callable[[], Store | None],
     overwrite: bool,

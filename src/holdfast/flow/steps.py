@@ -1,17 +1,30 @@
-"""The numbered steps of a run: which is the newest, which may go, what is loaded if the newest is damaged."""
+"""The numbered steps of a run: which is the newest, which may go, what is loaded if the newest is damaged; and the save
+that is under way."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from holdfast import events
-from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, NotCommitted, Replaced
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    HoldfastError,
+    NotCommitted,
+    Replaced,
+)
+from holdfast.flow.async_save import async_save_into
+from holdfast.flow.background import EXIT_GRACE, LANE
 from holdfast.flow.operation import agree
+from holdfast.flow.pending import Pending, finished
 from holdfast.flow.retention import committed_steps, remove_step, step_folder, surplus
+from holdfast.flow.save import Save
 from holdfast.flow.world import find_roster
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
@@ -20,6 +33,7 @@ from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
+_RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
 """Times that a load begins anew because its checkpoint was replaced or retired meanwhile."""
 T = TypeVar("T")
@@ -29,6 +43,11 @@ class Steps:
     """A run folder as its ranks use it; what a state is made of is for those who extend it.
 
     keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never before.
+    asynchronous: `save` returns once the state is copied; else once it is committed.
+    on_busy: what `save` does while the save before it is under way: "wait" for it, or "skip" this one, on all ranks.
+    on_failure: of a save in the background: "raise" its error on all ranks at the next `save`, `restore` or `close`;
+        "warn" of it and go on; "retry(3)": try three times more, then raise.
+    host_memory_budget: bytes that the copy of an asynchronous save may take on this rank.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -40,6 +59,10 @@ class Steps:
         run: str | os.PathLike[str],
         *,
         keep: int | None = None,
+        asynchronous: bool = True,
+        on_busy: str = "wait",
+        on_failure: str = "raise",
+        host_memory_budget: int | None = None,
         participants: Iterable[int] | None = None,
         process_group: Any = None,
         no_dist: bool = False,
@@ -51,8 +74,17 @@ class Steps:
     ) -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise BadInput(f"keep must be at least 1, or None to keep every step, not {keep!r}.")
+        if on_busy not in ("wait", "skip"):
+            raise BadInput(f"on_busy must be 'wait' or 'skip', not {on_busy!r}.")
+        tries = _RETRY.fullmatch(on_failure)
+        if on_failure not in ("raise", "warn") and tries is None:
+            raise BadInput(f"on_failure must be 'raise', 'warn' or 'retry(n)', not {on_failure!r}.")
         self.store = open_store(run)
         self.keep = keep
+        self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
+        self._retries = int(tries[1]) if tries else 0
+        self._budget = host_memory_budget
+        self._pending: Pending | None = None
         self._given_roster = roster
         self._no_dist = no_dist
         self._who: dict[str, Any] = {
@@ -71,6 +103,75 @@ class Steps:
     def steps(self) -> list[int]:
         """All committed steps, ascending."""
         return list(committed_steps(self.store))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the save that is under way; raises its error, on all ranks. Ends by that save's own deadline."""
+        self._settle(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(EXIT_GRACE)  # what was copied is still worth keeping
+        except Exception as failure:
+            log.warning("%s", failure)
+
+    def _settle(self, timeout: float | None = None) -> None:
+        """See how the last save ended."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            pending.committed(timeout)
+        except DeadlineExceeded:
+            if not pending.done():
+                raise  # it goes on
+            self._pending = None
+            self._failed(pending)
+        except HoldfastError:
+            self._pending = None
+            self._failed(pending)
+        self._pending = None
+
+    def _failed(self, pending: Pending) -> None:
+        error = pending.upload_completion.exception()
+        assert error is not None
+        if not self._warns:
+            raise error
+        log.warning("A save in the background failed: %s", error)
+
+    def _save(self, make: Callable[[Roster], Save], step: int) -> Pending | None:
+        """Begin what `make` reads; None if it was skipped because another is under way on some rank."""
+        if self._skips and self._asynchronous and self._is_busy(step):
+            return None
+        self._settle()
+        if self._asynchronous:
+            lane = self._roster().lane(LANE)
+            self._pending = async_save_into(
+                self._folder(step), lambda: make(lane), step, self._budget, self._retries
+            )
+            return self._pending
+        return finished(make(self._roster()).run(), step)
+
+    def _is_busy(self, step: int) -> bool:
+        """Is a save under way on any rank? All must answer alike, so they ask each other."""
+        mine = self._pending is not None and not self._pending.done()
+        title = f"question whether to skip step {step} in {self.store.url}"
+        place = f"{self.store.url}|busy"
+        return bool(
+            agree(
+                title,
+                place,
+                lambda said: any(said.values()),
+                self._roster().lane("busy"),
+                mine=mine,
+                **self._who,
+            )
+        )
 
     def _roster(self) -> Roster:
         return find_roster(self._given_roster, self._no_dist)
@@ -94,6 +195,7 @@ class Steps:
 
     def _load(self, load: Callable[[Store], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""
+        self._settle()
         roster = self._roster()
         rejected: tuple[int, ...] = ()
         tries = 0

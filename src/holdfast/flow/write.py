@@ -65,7 +65,7 @@ def write_files(
     options: Options,
     progress: Progress,
     witnessed: Witnessed | None = None,
-) -> tuple[list[WrittenFile], list[str]]:
+) -> list[WrittenFile]:
     """Write everything that the plan says this rank writes. On failure nothing of it is left.
 
     witnessed: what was digested already of the shards that others write.
@@ -81,13 +81,15 @@ def write_files(
         try:
             some = Planned(*(column[start:stop] for column in plan.chunks))
             known = witnessed or {}
-            made.append(_write_file(writer, name, held, plan, some, part == 0, told, options, progress, known))
+            made.append(
+                _write_file(writer, name, held, plan, some, part == 0, told, options, progress, known)
+            )
             writer.finish()
         except BaseException:
             writer.discard()
             discard(store, [file.name for file in made])
             raise
-    return made, [file.name for file in made]
+    return made
 
 
 def discard(store: Store, names: list[str]) -> None:

@@ -13,14 +13,18 @@ import torch
 
 from holdfast.adapters.megatron import mcore
 from holdfast.adapters.megatron.optimizer import PREFIX
+from holdfast.adapters.megatron.queue import Committed
 from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, MissingTensors
+from holdfast.flow.async_save import async_save_into
+from holdfast.flow.background import LANE
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree, read_state
 from holdfast.flow.retention import INDEX, step_of
-from holdfast.flow.save import save_into
+from holdfast.flow.save import Save
 from holdfast.flow.sources import open_source, read_file
+from holdfast.flow.together import Together
 from holdfast.flow.values import read_object
 from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
@@ -62,26 +66,47 @@ def save(
     writes; here there is one way. Coverage is always checked, every byte has a digest, and what is saved is
     durable when this returns. From `participants` on, the arguments are those of `holdfast.save`.
 
-    Returns None, or with async_sharded_save an AsyncRequest that is done. Raises `HoldfastError`s.
+    async_sharded_save: copy the state and save it in the background, as `holdfast.async_save` does. The request that is
+    returned is finalized once the save is committed; what goes wrong is raised then, on all ranks.
+
+    Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, async_strategy)
-    save_state(
-        open_store(os.fspath(checkpoint_dir)),
-        sharded_state_dict,
-        content_metadata,
-        step=step_of(Path(checkpoint_dir).name),
-        roster=find_roster(roster, no_dist=False),
+    store, found = open_store(os.fspath(checkpoint_dir)), find_roster(roster, no_dist=False)
+    step = step_of(Path(checkpoint_dir).name)
+
+    def make(roster: Roster) -> Save:
+        return read_state_dict(
+            store,
+            sharded_state_dict,
+            content_metadata,
+            step=step,
+            roster=roster,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            expected=expected,
+            options=options,
+        )
+
+    if not async_sharded_save:
+        make(found).run()
+        return None
+    pending = async_save_into(store, lambda: make(found.lane(LANE)), step, None, 0)
+    together = Together(
+        f"choice of the call that finalizes the save of {store.url}",
+        f"{store.url}|finalize",
+        found.lane("finalize"),
         participants=participants,
         process_group=process_group,
         timeout=timeout,
         stall_timeout=stall_timeout,
-        expected=expected,
-        options=options,
     )
-    return mcore.AsyncRequest(None, (), []) if async_sharded_save else None
+    return mcore.AsyncRequest(None, (), [Committed(pending, together)])
 
 
-def save_state(
+def read_state_dict(
     store: Store,
     sharded_state_dict: dict[str, Any],
     content_metadata: dict[str, Any] | None,
@@ -90,8 +115,8 @@ def save_state(
     participants: Iterable[int] | None,
     process_group: Any,
     **how: Any,
-) -> None:
-    """`save` into a store; `how` is that of `save_into`."""
+) -> Save:
+    """A `save` into a store that has yet to run; `how` is that of `Save`."""
     everyone = find_participants(roster, participants, process_group)
 
     def take(rank: int) -> Flat:
@@ -108,10 +133,9 @@ def save_state(
             _mark(store.url)
         return Flat(to_save(parts, common, Copies(rank, everyone)))
 
+    notes = {"megatron-core": mcore.VERSION}
     with torch.serialization.safe_globals(mcore.safe_types()):
-        save_into(
-            store, take, roster=roster, participants=everyone, notes={"megatron-core": mcore.VERSION}, **how
-        )
+        return Save(store, take, roster=roster, participants=everyone, notes=notes, **how)
 
 
 def load(
@@ -174,8 +198,7 @@ def load_state(
         if trouble is not None:
             raise trouble
         request.refuse(missing)
-        stock = read_file(store, COMMON_FILE) is not None
-        leaves = to_load(request.asked, request.unexpected, stock)
+        leaves = to_load(request.asked, request.unexpected, _is_stock(store))
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with torch.serialization.safe_globals(mcore.safe_types()):
@@ -278,7 +301,15 @@ def _read_common(store: Store) -> dict[str, Any]:
         found = read_object(store, COMMON)
         if found is None and (data := read_file(store, COMMON_FILE)) is not None:
             found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
+        elif found is None and isinstance(held := read_object(store, f"{COMMON}{SHARD}0_1"), list):
+            found = held[0]  # stock megatron-core's since 0.19
     return found if isinstance(found, dict) else {}
+
+
+def _is_stock(store: Store) -> bool:
+    """Is it megatron-core's own checkpoint, in which each object is in a list of one?"""
+    config = read_file(store, CONFIG)
+    return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
 
 
 def load_content_metadata(

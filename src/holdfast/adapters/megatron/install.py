@@ -62,7 +62,8 @@ def install(
         checkpointing.check_is_distributed_checkpoint,
     )
     name = "verify_checkpoint_and_load_strategy"
-    _replace(mcore.serialization, name, _strategies(getattr(mcore.serialization, name)))
+    if hasattr(mcore.serialization, name):  # before 0.17
+        _replace(mcore.serialization, name, _strategies(getattr(mcore.serialization, name)))
     _replace(
         mcore.DistributedOptimizer,
         "sharded_state_dict",

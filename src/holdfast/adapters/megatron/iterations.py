@@ -7,10 +7,13 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.checkpointing import load_state, save_state
+from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
 from holdfast.errors import HoldfastError
+from holdfast.flow.pending import Pending
 from holdfast.flow.retention import committed_steps
+from holdfast.flow.save import Save
 from holdfast.flow.steps import Steps
+from holdfast.roster.base import Roster
 from holdfast.store.base import TAIL, NotFound
 
 log = logging.getLogger("holdfast")
@@ -22,7 +25,7 @@ class Checkpoints(Steps):
 
     After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest iteration
     that is committed. `keep` is how many committed iterations stay (None: all). The other arguments are those of
-    `save`, for all calls.
+    `holdfast.Checkpoints`.
     """
 
     megatron = True
@@ -33,19 +36,26 @@ class Checkpoints(Steps):
         sharded_state_dict: dict[str, Any],
         *,
         content_metadata: dict[str, Any] | None = None,
-    ) -> None:
-        """Save an iteration; returns once it is durable. Raises `HoldfastError`s."""
-        save_state(
-            self._folder(iteration),
-            sharded_state_dict,
-            content_metadata,
-            step=iteration,
-            roster=self._roster(),
-            grid=self._grid,
-            options=self._options,
-            after=lambda: self._committed(iteration),
-            **self._who,
-        )
+    ) -> Pending | None:
+        """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is durable.
+
+        What holds for `holdfast.Checkpoints.save` holds here: at most one save is under way.
+        """
+
+        def make(roster: Roster) -> Save:
+            return read_state_dict(
+                self._folder(iteration),
+                sharded_state_dict,
+                content_metadata,
+                step=iteration,
+                roster=roster,
+                grid=self._grid,
+                options=self._options,
+                after=lambda: self._committed(iteration),
+                **self._who,
+            )
+
+        return self._save(make, iteration)
 
     def load(
         self,

@@ -31,11 +31,7 @@ try:
         is_main_replica,
     )
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-    from megatron.core.dist_checkpointing.utils import (
-        extract_nonpersistent,
-        extract_sharded_base,
-        force_all_tensors_to_non_fp8,
-    )
+    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
     from megatron.core.optimizer import ChainedOptimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -45,6 +41,18 @@ except ImportError as error:
     raise ImportError(
         f"holdfast.adapters.megatron needs megatron-core ({error}). Install it: pip install 'holdfast[megatron]'."
     ) from error
+
+try:
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+except ImportError:  # before 0.14
+
+    def force_all_tensors_to_non_fp8(sharded_state_dict: Any) -> None:
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+        for value in nested_values(sharded_state_dict):
+            if is_float8tensor(getattr(value, "data", None)):
+                value.data = dequantize_fp8_tensor(value.data)
+
 
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
@@ -128,7 +136,8 @@ def sync_offloaded(optimizer: Any) -> None:
 
 def synchronize_steps(chained: Any) -> None:
     """Give all parameter groups of a ChainedOptimizer the same step."""
-    chained._synchronize_steps()
+    if hasattr(chained, "_synchronize_steps"):  # since 0.14
+        chained._synchronize_steps()
 
 
 def holders(optimizer: Any) -> tuple[int, ...]:

@@ -84,7 +84,7 @@ def allocate(optimizer: Any) -> None:
     if len(optimizer.optimizer.state):
         return
     groups = [
-        {"step": 0, **{key: value for key, value in group.items() if key != "params"}}
+        {**{key: value for key, value in group.items() if key != "params"}, "step": group.get("step") or 0}
         for group in optimizer.optimizer.state_dict()["param_groups"]
     ]
     mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": groups}})
@@ -221,18 +221,24 @@ def _pieces(parts: list[_Part], prefix: str, values: torch.Tensor, start: int, s
             data = flat[at : at + box.volume].view(box.shape)
             at += box.volume
             inner = tensor.global_offset[lead:]
-            yield mcore.ShardedTensor(
+            piece = mcore.ShardedTensor(
                 f"{prefix}.{tensor.key}",
                 data,
                 data.dtype,
                 tuple(box.shape),
                 tuple(tensor.global_shape),
-                (*tensor.global_offset[:lead], *(o + i for o, i in zip(inner, box.offset, strict=True))),
+                (0,) * len(tensor.global_shape),
                 None,
                 0 if writes else 1,
                 lead,
                 tensor.allow_shape_mismatch,
             )
+            # Set afterwards: before 0.15 a ShardedTensor begins at a multiple of its shape, or is refused.
+            piece.global_offset = (
+                *tensor.global_offset[:lead],
+                *(o + i for o, i in zip(inner, box.offset, strict=True)),
+            )
+            yield piece
 
 
 def _joined(pieces: list[torch.Tensor], length: int) -> torch.Tensor:

@@ -1,11 +1,32 @@
-"""megatron-core's AsyncCallsQueue for requests of Holdfast: what stock asks of all ranks by an all_reduce at every step
-was agreed when the save was committed, so each rank looks at its own request alone."""
+"""megatron-core's AsyncCallsQueue for saves of Holdfast, without the all_reduce at every step by which stock asks all
+ranks whether they are done: a rank looks at itself, and once the save is committed they agree on one call, in the background."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
+
+from holdfast.flow.pending import Pending
+from holdfast.flow.together import Together
+
+
+class Committed:
+    """The first finalize function of a request: waits until the save is committed, and raises its error.
+
+    The stock queue calls it, too; so a request is right there as well, if with stock's all_reduce.
+    """
+
+    def __init__(self, pending: Pending, together: Together) -> None:
+        self.pending, self._together = pending, together
+        pending.upload_completion.add_done_callback(lambda future: together.announce())
+
+    def __call__(self) -> None:
+        self.pending.committed()
+
+    def is_due(self, no_dist: bool) -> bool:
+        """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have barriers."""
+        return self.pending.done() if no_dist else self._together.here()
 
 
 class _Call(NamedTuple):
@@ -16,15 +37,16 @@ class _Call(NamedTuple):
     async_request: Any
 
 
-def _is_ours(request: Any) -> bool:
-    """Does it leave nothing to a background process of megatron-core's?"""
-    return request.async_fn is None
+def _ours(request: Any) -> Committed | None:
+    """What Holdfast put into a request, if it is one of its own."""
+    first = request.finalize_fns[0] if request.finalize_fns else None
+    return first if isinstance(first, Committed) else None
 
 
 def schedule(original: Callable[..., int]) -> Callable[..., int]:
     @wraps(original)
     def schedule_async_request(self: Any, async_request: Any) -> int:
-        if not _is_ours(async_request):
+        if _ours(async_request) is None:
             return original(self, async_request)
         self.call_idx += 1
         self.async_calls.append(_Call(self.call_idx, None, async_request.freeze()))
@@ -38,8 +60,11 @@ def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
     def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
         found: list[int] = []
         while self.async_calls:
-            if not _is_ours(self.async_calls[0].async_request):
+            save = _ours(self.async_calls[0].async_request)
+            if save is None:
                 return found + original(self, blocking, no_dist)
+            if not (blocking or save.is_due(no_dist)):
+                break
             number, _, request = self.async_calls.popleft()
             for finish in request.finalize_fns:
                 finish()

@@ -1,0 +1,94 @@
+"""`async_save`: training pays for a copy of its state in memory, and goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast.adapters.memory import wait_for_devices
+from holdfast.adapters.state import flatten
+from holdfast.errors import BadInput
+from holdfast.flow.background import LANE, background
+from holdfast.flow.pending import Pending
+from holdfast.flow.save import PREVIOUS, Save
+from holdfast.flow.world import find_roster, the_place
+from holdfast.layout.grid import Grid
+from holdfast.options import Options
+from holdfast.roster.base import Roster
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    expected: str | Iterable[str] | None = PREVIOUS,
+    overwrite: bool = True,
+    grid: Grid | None = None,
+    notes: Any = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+    host_memory_budget: int | None = None,
+    retries: int = 0,
+) -> Pending:
+    """Copy a state and save it in the background; what is saved is the state at this call.
+
+    The copy lies in shared memory that is used again from save to save; a process of this rank's own, which imports no torch,
+    hashes and writes it. No rank enters a collective. A save before this one that is still under way is waited for first.
+
+    host_memory_budget: bytes that the copy may take on this rank; more is refused at once, with the numbers.
+    retries: how often a save that failed is tried again, on all ranks.
+    The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the background.
+
+    Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput` here, before
+    anything was started.
+    """
+    store = open_store(the_place(path, checkpoint_id))
+    found = find_roster(roster, no_dist).lane(LANE)
+    return async_save_into(
+        store,
+        lambda: Save(
+            store,
+            lambda rank: flatten(state_dict, rank),
+            step=step,
+            roster=found,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+            include=include,
+            exclude=exclude,
+            expected=expected,
+            previous=lambda: None,
+            overwrite=overwrite,
+            grid=grid,
+            notes=notes,
+            options=options,
+            after=lambda: None,
+        ),
+        step,
+        host_memory_budget,
+        retries,
+    )
+
+
+def async_save_into(
+    store: Store, make: Callable[[], Save], step: int | None, host_memory_budget: int | None, retries: int
+) -> Pending:
+    """`async_save` of what `make` reads, whose roster is a lane."""
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
+    if host_memory_budget is not None and host_memory_budget < 1:
+        raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {host_memory_budget!r}.")
+    return background().save(make, store.url, step, host_memory_budget, retries, wait_for_devices)

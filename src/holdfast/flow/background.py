@@ -1,0 +1,192 @@
+"""Asynchronous saves of this process: its arena, its writer process, and what is under way.
+
+The caller's thread copies the state and goes on. A thread of its own runs the same protocol as a synchronous save, on
+messages of its own (a lane of the roster), and its storage work is done by the writer process. So no rank enters a
+collective for it, training waits for nothing but the copy, and a failed save is the same error on all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from holdfast.adapters.memory import BytesMemory
+from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
+from holdfast.flow.arena import Arena
+from holdfast.flow.helper import WriterProcess
+from holdfast.flow.operation import read_state
+from holdfast.flow.pending import Pending
+from holdfast.flow.save import Save, SaveReport, Work
+from holdfast.flow.stage import Staged, stage
+from holdfast.flow.wire import Job
+from holdfast.flow.write import WrittenFile, discard
+from holdfast.flow.writer import write_job
+from holdfast.layout.tensor import OBJECT
+from holdfast.plan.holding import Replica
+from holdfast.store.local import LocalStore
+
+log = logging.getLogger("holdfast")
+LANE = "async"
+EXIT_GRACE = 30.0
+"""Seconds that pending saves are waited for when the process ends by an exception."""
+
+
+class Background:
+    """One of these a process. At most one save is under way; the next waits for it."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._writer = WriterProcess()
+        self._pending: Pending | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def save(
+        self,
+        make: Callable[[], Save],
+        path: str,
+        step: int | None,
+        budget: int | None,
+        retries: int,
+        settle: Callable[[], None],
+    ) -> Pending:
+        """Stage what `make` reads, and save it in the background. Waits for the save before this one."""
+        if self._pid != os.getpid():
+            raise BadInput(
+                "This process was forked after an asynchronous save; it can't go on with its parent's."
+            )
+        with self._lock:
+            self._wait_for_the_last()
+            self._writer.start()
+            pending = Pending(path, step)
+            save = make()
+            staged = self._stage(save, budget, settle)
+            pending.attempt(save)
+            pending.staging_completion.set_result(None)
+            self._pending = pending
+            pending.start(lambda: self._run(pending, save, staged, retries))
+        interrupt = save.work.trouble.__cause__ if save.work.trouble is not None else None
+        if interrupt is not None and not isinstance(interrupt, Exception):
+            raise interrupt  # Ctrl-C while the state was read; the others hear of it
+        return pending
+
+    def _wait_for_the_last(self) -> None:
+        if self._pending is not None:
+            with suppress(Exception):  # whoever holds it is told
+                self._pending.upload_completion.result()
+            self._pending = None
+
+    def _stage(self, save: Save, budget: int | None, settle: Callable[[], None]) -> Staged:
+        work = save.work
+        found: list[Staged] = []
+
+        def copy() -> None:
+            if self._arena is None:
+                self._arena = Arena()
+            begun = time.monotonic()
+            found.append(stage(work.held, work.options, self._arena, budget, settle))
+            save.operation.emit("staged", bytes_done=found[0].nbytes, seconds=time.monotonic() - begun)
+
+        if work.trouble is None:
+            work.trouble = read_state(copy, work.held.rank)
+        held = (
+            work.held
+        )  # what was copied is not held on to, but for objects, which are compared with other ranks'
+        held.memory = [
+            memory if spec.kind == OBJECT else _COPIED
+            for spec, memory in zip(held.specs, held.memory, strict=True)
+        ]
+        return found[0] if found else Staged([])
+
+    def _run(self, pending: Pending, save: Save, staged: Staged, retries: int) -> SaveReport:
+        for left in range(retries, -1, -1):
+            save.work.put_down = lambda work, replicas, about: self._put_down(work, replicas, about, staged)
+            try:
+                return save.run(beside_training=True)
+            except (CommitUnconfirmed, RosterLost, BadInput):
+                raise
+            except HoldfastError as error:
+                if not left or pending.cancelled:
+                    raise
+                log.warning("%s; it is tried again (%d left).", error.message, left)
+                save.begin_again()
+                pending.attempt(save)
+        raise AssertionError("unreachable")
+
+    def _put_down(
+        self, work: Work, replicas: list[Replica], about: dict[str, Any], staged: Staged
+    ) -> list[WrittenFile]:
+        """The writing of a save, by the writer process; by this thread where only this process sees the store."""
+        assert self._arena is not None
+        held, store = work.held, work.store
+        job = Job(
+            number=0,
+            arena=0,
+            size=self._arena.size,
+            store=store.url,
+            rank=held.rank,
+            specs=held.specs,
+            boxes=held.boxes,
+            replicas=replicas,
+            plain=held.plain,
+            base=staged.base,
+            witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
+            about=about,
+            options=work.options,
+        )
+
+        def planned(total: int) -> None:
+            work.total = total
+
+        if not isinstance(store, LocalStore):
+            return write_job(job, self._arena, store, planned, work.moved)
+        try:
+            return self._writer.write(self._arena, job, planned, work.moved, work.operation.still_wanted)
+        except BaseException:
+            self._writer.kill()  # it may be stuck, and what it still wrote would be left behind
+            if not work.options.keep_failed:
+                _sweep(store, about["attempt"], held.rank)
+            raise
+
+    def drain(self) -> None:
+        """At the end of the process: wait for what is under way, and say if it failed and nobody asked."""
+        pending = self._pending
+        if self._pid != os.getpid() or pending is None:
+            return
+        raised = getattr(sys, "last_value", None) is not None
+        timeout = EXIT_GRACE if raised else None
+        try:
+            pending.upload_completion.result(timeout)
+        except Exception as error:
+            if not pending.noticed:
+                log.error("%r at the end of the process: %s", pending, error)
+        self._writer.kill()
+
+
+def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
+    """Delete what a writer that was ended left behind."""
+    with suppress(HoldfastError):
+        mine = f"{attempt}-r{rank:05d}"
+        discard(store, [f"data/{name}" for name in store.list("data") if name.startswith(mine)])
+
+
+_COPIED = BytesMemory(b"")
+_background: Background | None = None
+_lock = threading.Lock()
+
+
+def background() -> Background:
+    """This process's."""
+    global _background
+    with _lock:
+        if _background is None or _background._pid != os.getpid():
+            _background = Background()
+            atexit.register(_background.drain)
+        return _background

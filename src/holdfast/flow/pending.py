@@ -1,0 +1,118 @@
+"""A save that goes on while training does: what its caller holds of it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.flow.save import Save, SaveReport
+
+T = TypeVar("T")
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Where a pending save is, on this rank."""
+
+    phase: str
+    """Of the protocol (docs/protocol.md)."""
+    bytes_done: int
+    bytes_total: int
+    """0 until it is known."""
+
+
+class Pending:
+    """An asynchronous save. `staged` and `committed` wait; everything else answers at once.
+
+    staging_completion, upload_completion: the same as futures, under torch DCP's names.
+    """
+
+    def __init__(self, path: str, step: int | None) -> None:
+        self.path, self.step = path, step
+        self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.upload_completion: concurrent.futures.Future[SaveReport] = concurrent.futures.Future()
+        self.noticed = False
+        """Has anybody seen how it ended?"""
+        self._save: Save | None = None
+        self.cancelled: HoldfastError | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"<{state} save of {self.path}>"
+
+    def start(self, run: Callable[[], SaveReport]) -> None:
+        """Run it on a thread of its own."""
+
+        def work() -> None:
+            try:
+                report = run()
+            except BaseException as error:
+                self.upload_completion.set_exception(error)
+            else:
+                self.upload_completion.set_result(report)
+
+        threading.Thread(target=work, name="holdfast-async-save", daemon=True).start()
+
+    def attempt(self, save: Save) -> None:
+        """It is this save that goes on now."""
+        self._save = save
+        if self.cancelled is not None:
+            save.operation.cancel.set(self.cancelled)
+
+    def done(self) -> bool:
+        """Has it ended, well or not? Asks nobody: a flag of this process."""
+        return self.upload_completion.done()
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state has been copied, and may change."""
+        self._wait(self.staging_completion, timeout, "staged")
+
+    def committed(self, timeout: float | None = None) -> SaveReport:
+        """Wait until it is committed on all ranks; raises the error that all of them raise if it is not.
+
+        timeout: seconds; by default those of the save itself, which end it in any case.
+        """
+        self.noticed = True
+        return self._wait(self.upload_completion, timeout, "committed")
+
+    def cancel(self) -> bool:
+        """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed` tells."""
+        if self.done():
+            return False
+        who = self._save.operation.at.who if self._save is not None else "a rank"
+        self.cancelled = HoldfastError(f"The save of {self.path} was cancelled on {who}.", step=self.step)
+        if self._save is not None:
+            self._save.operation.cancel.set(self.cancelled)
+        return True
+
+    def progress(self) -> Progress:
+        """Where it is."""
+        save = self._save
+        if save is None:
+            return Progress("staging", 0, 0)
+        return Progress(save.operation.at.phase, save.operation.presence.progress, save.work.total)
+
+    def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError:
+            where = self.progress()
+            raise DeadlineExceeded(
+                f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, with "
+                f"{where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
+                step=self.step,
+                phase=where.phase,
+            ) from None
+
+
+def finished(report: SaveReport, step: int | None) -> Pending:
+    """A save that was not asynchronous, as if it had been."""
+    pending = Pending(report.path, step)
+    pending.noticed = True
+    pending.staging_completion.set_result(None)
+    pending.upload_completion.set_result(report)
+    return pending

@@ -1,0 +1,198 @@
+"""What the ranks of the asynchronous tests do; importable by spawned processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+
+import holdfast
+from holdfast import events
+from holdfast.flow.background import background
+from tests.system.jobs import moe_state
+from tests.system.test_content import _counted
+
+HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
+
+
+def spoil(state: dict[str, Any]) -> None:
+    """What an optimizer step does, at once: every tensor changes where it lies."""
+    for value in state["model"].values():
+        (value.tensor if isinstance(value, holdfast.Shard) else value).fill_(-7.0)
+    state["step"] = -7
+    state["rng"].value.fill_(-7)
+
+
+def save_and_spoil(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
+    """Three saves, each spoiled right after; the collectives that were issued meanwhile."""
+
+    def work() -> None:
+        for step in range(3):
+            state = moe_state(rank, step)
+            pending = holdfast.async_save(state, f"{folder}/step-{step}", step=step, **{**HOW, **how})
+            pending.staged(1.0)
+            spoil(state)
+            report = pending.committed(30)
+            assert report.step == step
+            assert pending.done()
+            assert pending.progress().phase == "committed"
+
+    return _counted(work)
+
+
+def mishap(
+    rank: int, folder: str, victim: int, what: str, how: dict[str, Any]
+) -> tuple[str, float, str, bool]:
+    """A save that meets something bad on one rank's writer; then one that must succeed."""
+    background().save  # noqa: B018 (the writer starts with the first save)
+    state = moe_state(rank, 1)
+    holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
+    writer = background()._writer
+    assert writer.pid is not None
+    stop: Any = lambda: None  # noqa: E731
+    if rank == victim:
+        if what == "stop":
+            os.kill(writer.pid, signal.SIGSTOP)
+        elif what == "kill":
+            os.kill(writer.pid, signal.SIGSTOP)  # so that it dies in the middle of the save, not before
+
+            def watch(event: events.Event) -> None:
+                if event.name == "save.writing" and writer.pid is not None:
+                    os.kill(writer.pid, signal.SIGKILL)
+
+            stop = events.subscribe(watch)
+    begun = time.monotonic()
+    pending = holdfast.async_save(state, f"{folder}/step-1", **{**HOW, **how})
+    try:
+        pending.committed(40)
+        said = "committed"
+    except holdfast.HoldfastError as error:
+        said = f"{type(error).__name__} {error.rank}: {error}"
+    took = time.monotonic() - begun
+    stop()
+    dist.barrier()
+    holdfast.async_save(state, f"{folder}/step-2", **HOW).committed(30)
+    left = os.path.exists(f"{folder}/step-1/index.safetensors")
+    files = sorted(os.listdir(f"{folder}/step-1/data")) if os.path.exists(f"{folder}/step-1/data") else []
+    return said, took, ",".join(files), left
+
+
+def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None]:
+    """A trainer is killed while its writer writes; returns what the others heard. Its writer's pid is in a file."""
+    state = moe_state(rank, 1)
+    holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
+    pid = background()._writer.pid
+    assert pid is not None
+    if rank == victim:
+        Path(folder, "writer").write_text(str(pid))
+        os.kill(pid, signal.SIGSTOP)
+    pending = holdfast.async_save(state, f"{folder}/step-1", **HOW)
+    if rank == victim:
+        os.kill(pid, signal.SIGCONT)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        pending.committed(40)
+    except holdfast.HoldfastError as error:
+        return type(error).__name__, error.rank
+    return "committed", None
+
+
+def failing_once(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
+    """A run whose second save fails on one rank: where its error is raised."""
+    said = []
+    with holdfast.Checkpoints(folder, **{**HOW, **how}) as run:
+        for step in range(1, 5):
+            state = moe_state(rank, step)
+            if step == 2 and rank == 2:
+                state["lock"] = threading.Lock()
+            try:
+                run.save(step, state)
+                said.append(f"{step}: began")
+            except holdfast.HoldfastError as error:
+                said.append(f"{step}: {type(error).__name__} {error.rank}")
+        run.close()
+        said.append(f"has {run.steps()}")
+    return said
+
+
+def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int], int]:
+    """RSS and shared memory over many saves, and descriptors gained."""
+    me = psutil.Process()
+    rss, shared = [], []
+    run = holdfast.Checkpoints(folder, keep=2, **HOW)
+    state = moe_state(rank, 0)
+    files = 0
+    for step in range(count):
+        state["step"] = step
+        run.save(step, state)
+        rss.append(me.memory_info().rss)
+        shared.append(len(os.listdir("/dev/shm")))
+        if step == 3:
+            files = me.num_fds()
+    run.close()
+    return rss, shared, me.num_fds() - files
+
+
+def skipping(rank: int, folder: str) -> tuple[list[str], list[int]]:
+    """Saves in a row, of which those that come while one is under way are skipped, on all ranks."""
+    stop = slow_reports(0.5) if rank == 3 else lambda: None
+    found = []
+    with holdfast.Checkpoints(folder, on_busy="skip", **HOW) as run:
+        for step in range(6):
+            found.append("skipped" if run.save(step, moe_state(rank, step)) is None else "began")
+            time.sleep(0.1)
+        run.close()
+        stop()
+        return found, run.steps()
+
+
+def slow_reports(seconds: float) -> Any:
+    """This rank's background takes so long to go from one phase to the next."""
+
+    def wait(event: events.Event) -> None:
+        if event.name == "save.written":
+            time.sleep(seconds)
+
+    return events.subscribe(wait)
+
+
+def stopping(rank: int, asks: int, at_step: int) -> tuple[int, str | None]:
+    """A loop whose ranks drift by a step; one asks for a stop. Returns the step at which this rank stopped."""
+    with holdfast.Preemption(budget=20, signals=(signal.SIGTERM,) if rank == asks else ()) as preemption:
+        for step in range(400):
+            time.sleep(0.01 * (rank % 3))
+            if step % 5 == 0:
+                dist.barrier()  # a collective of training: a rank that stopped alone would hang the others here
+            if rank == asks and step == at_step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if preemption.should_stop():
+                return step, preemption.reason
+    return -1, None
+
+
+SCRIPT = """
+import sys, time, torch, holdfast
+state = {"w": torch.arange(4_000_000.0)}
+folder, mode = sys.argv[1:]
+run = holdfast.Checkpoints(folder, timeout=20, stall_timeout=10)
+run.save(1, state)
+if mode == "raise":
+    raise ValueError("the loss is not a number")
+if mode == "exit":
+    sys.exit(3)
+if mode == "thread":
+    import threading, os, signal
+    threading.Timer(0.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    time.sleep(5)
+"""
+
+
+def python() -> str:
+    return sys.executable

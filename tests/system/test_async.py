@@ -1,0 +1,284 @@
+"""Asynchronous saves, with real writer processes that are killed, stopped, slow, and in want of space."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
+from holdfast.flow.arena import Arena, ArenaMemory
+from holdfast.flow.background import background
+from holdfast.layout.box import Box
+from holdfast.testing.processes import ProcessWorld
+from tests.system import async_jobs as jobs
+from tests.system.jobs import load_job
+
+
+@pytest.mark.parametrize("columns", [(), ("*",)])
+@pytest.mark.parametrize("split", [1 << 20, 1 << 12])
+def test_what_is_saved_is_the_state_at_the_call(
+    columns: tuple[str, ...], split: int, world: ProcessWorld, tmp_path: Path
+) -> None:
+    options = holdfast.Options(columns=columns, split_bytes=split)
+    for collectives in world.run(jobs.save_and_spoil, str(tmp_path), {"options": options}):
+        assert collectives == []
+    for step in range(3):
+        world.run(load_job, str(tmp_path / f"step-{step}"), step, {})
+
+
+@pytest.mark.parametrize("what", ["kill", "stop"])
+def test_a_writer_that_dies_or_hangs_is_named_on_all_ranks(
+    what: str, world: ProcessWorld, tmp_path: Path
+) -> None:
+    how = {"stall_timeout": 2.0}
+    for said, took, files, visible in world.run(jobs.mishap, str(tmp_path), 5, what, how, timeout=60):
+        assert " 5: " in said, said
+        if what == "kill":
+            assert "writer process of rank 5" in said
+            assert "was killed by signal 9" in said
+            assert took < 3.0
+        else:
+            assert said.startswith("RankFailed")
+            assert took < 6.0
+        assert files == ""
+        assert not visible
+
+
+def test_a_failed_save_is_tried_again(world: ProcessWorld, tmp_path: Path) -> None:
+    for said, _, _, visible in world.run(jobs.mishap, str(tmp_path), 5, "kill", {"retries": 1}, timeout=60):
+        assert said == "committed"
+        assert visible
+
+
+def test_a_trainer_that_is_killed_takes_its_writer_along(mortal: ProcessWorld, tmp_path: Path) -> None:
+    mortal.start(jobs.killed_trainer, str(tmp_path), 3)
+    results = mortal.collect(40)
+    for rank, result in enumerate(results):
+        if rank != 3:
+            assert result.value == ("RankFailed", 3), (result.value, result.trace)
+    writer = int((tmp_path / "writer").read_text())
+    ends = time.monotonic() + 3.0
+    while psutil.pid_exists(writer) and psutil.Process(writer).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends, "the writer of a killed trainer lives on"
+        time.sleep(0.05)
+    assert not (tmp_path / "step-1" / "index.safetensors").exists()
+    assert (tmp_path / "step-0" / "index.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("raise", ["1: began", "2: began", "3: BadInput 2", "4: began", "has [1, 4]"]),
+        ("warn", ["1: began", "2: began", "3: began", "4: began", "has [1, 3, 4]"]),
+    ],
+)
+def test_a_failure_is_raised_at_the_same_call_on_all_ranks(
+    how: str, expected: list[str], world: ProcessWorld, tmp_path: Path
+) -> None:
+    for said in world.run(jobs.failing_once, str(tmp_path), {"on_failure": how}, timeout=60):
+        assert said == expected
+
+
+def test_fifty_saves_leave_nothing_behind(world: ProcessWorld, tmp_path: Path) -> None:
+    for rss, shared, descriptors in world.run(jobs.many_saves, str(tmp_path), 50, timeout=120):
+        assert max(rss[40:]) - max(rss[5:10]) < 8 << 20
+        assert max(shared) == min(shared)
+        assert descriptors <= 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000048", "step-00000049"]
+
+
+def test_a_save_is_skipped_on_all_ranks_or_on_none(world: ProcessWorld, tmp_path: Path) -> None:
+    found = world.run(jobs.skipping, str(tmp_path), timeout=60)
+    assert all(other == found[0] for other in found)
+    verdicts, steps = found[0]
+    assert "skipped" in verdicts
+    assert steps == [step for step, verdict in enumerate(verdicts) if verdict == "began"]
+
+
+def test_all_ranks_stop_at_the_same_step(world: ProcessWorld) -> None:
+    found = world.run(jobs.stopping, 5, 40, timeout=60)
+    assert {step for step, _ in found} == {found[0][0]}
+    assert 40 <= found[0][0] < 200
+    assert {reason for _, reason in found} == {"SIGTERM on rank 5"}
+
+
+@pytest.mark.parametrize(("mode", "code"), [("end", 0), ("exit", 3), ("raise", 1), ("thread", 130)])
+def test_a_process_that_ends_commits_first(mode: str, code: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [jobs.python(), "-c", jobs.SCRIPT, str(tmp_path), mode], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode in ({1, -2, 130} if mode == "thread" else {code}), done.stderr
+    if mode == "raise":
+        assert done.stderr.rstrip().endswith("ValueError: the loss is not a number")
+    if mode in ("end", "exit"):
+        assert done.stderr == ""
+    state = {"w": torch.zeros(4_000_000)}
+    assert holdfast.Checkpoints(tmp_path).restore(state) == 1
+    assert torch.equal(state["w"], torch.arange(4_000_000.0))
+
+
+SLOW = """
+import os, time
+real = os.pwritev
+def slow(fd, buffers, *rest):
+    time.sleep({seconds})
+    return real(fd, buffers, *rest)
+os.pwritev = slow
+"""
+
+
+def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """The next writer process runs this first."""
+    background()._writer.kill()
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(hook))
+
+
+@pytest.fixture
+def fresh_writer() -> Any:
+    yield
+    background()._writer.kill()
+
+
+def test_a_slow_disk_holds_no_training_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_writer: None
+) -> None:
+    with_writer(tmp_path, monkeypatch, SLOW.format(seconds=0.2))
+    state = {"w": torch.randn(8_000_000)}
+    want = state["w"].clone()
+    begun = time.monotonic()
+    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, timeout=30, stall_timeout=2.0)
+    took = time.monotonic() - begun
+    seen = []
+    while not pending.done():
+        state["w"] += 1
+        seen.append(pending.progress().bytes_done)
+        time.sleep(0.05)
+    pending.committed()
+    assert time.monotonic() - begun > 2.5, "the disk was slow, and longer than a stall"
+    assert took < 0.5
+    assert len(set(seen)) > 5, "progress is told"
+    loaded = {"w": torch.zeros(8_000_000)}
+    holdfast.load(loaded, tmp_path / "a", no_dist=True)
+    assert torch.equal(loaded["w"], want)
+
+
+def test_a_full_disk_is_told_in_the_background(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_writer: None
+) -> None:
+    with_writer(
+        tmp_path,
+        monkeypatch,
+        "import os, errno\ndef full(*a):\n    raise OSError(errno.ENOSPC, 'x')\nos.pwritev = full\n",
+    )
+    pending = holdfast.async_save({"w": torch.randn(1000)}, tmp_path / "a", no_dist=True, timeout=30)
+    with pytest.raises(HoldfastError, match="No space left on device") as caught:
+        pending.committed(20)
+    assert caught.value.errno == 28  # type: ignore[attr-defined]
+    assert not (tmp_path / "a" / "index.safetensors").exists()
+
+
+def test_a_save_that_is_cancelled_or_waited_for_too_briefly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_writer: None
+) -> None:
+    with_writer(tmp_path, monkeypatch, SLOW.format(seconds=0.2))
+    pending = holdfast.async_save({"w": torch.randn(8_000_000)}, tmp_path / "a", no_dist=True, timeout=30)
+    with pytest.raises(DeadlineExceeded, match=r"was not committed within 0.3 s: it is in phase"):
+        pending.committed(0.3)
+    assert pending.cancel()
+    with pytest.raises(HoldfastError, match="was cancelled on rank 0"):
+        pending.committed(10)
+    assert not pending.cancel()
+    assert not (tmp_path / "a" / "index.safetensors").exists()
+    assert list((tmp_path / "a").glob("data/*")) == []
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    state = {"w": torch.randn(4_000_000)}
+    first = holdfast.async_save(state, tmp_path / "a", no_dist=True)
+    second = holdfast.async_save(state, tmp_path / "b", no_dist=True)
+    assert first.done()
+    second.upload_completion.result(20)
+    second.staging_completion.result(0)
+
+
+def test_a_budget_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    state = {"small": torch.zeros(10), "large": torch.zeros(1 << 20)}
+    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=1 << 20)
+    with pytest.raises(
+        BadInput, match=r"needs 4 MiB .* allows 1 MiB; the largest tensor is 'large' with 4 MiB"
+    ):
+        pending.committed(10)
+    with pytest.raises(BadInput, match="host_memory_budget"):
+        holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=0)
+
+
+def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
+    """A hundred saves of a run that keeps two, while another thread loads the newest over and over."""
+    run, ended, loads = holdfast.Checkpoints(tmp_path, keep=2, no_dist=True), threading.Event(), []
+    problems: list[BaseException] = []
+
+    def read() -> None:
+        mine = holdfast.Checkpoints(tmp_path, no_dist=True)
+        try:
+            while not ended.is_set():
+                state = {"a": torch.zeros(2000), "b": torch.zeros(2000)}
+                found = mine.restore(state, fallback=False)
+                if found is not None:
+                    assert state["a"].unique().tolist() == [float(found)]
+                    assert state["b"].unique().tolist() == [float(-found)]
+                    loads.append(found)
+        except BaseException as error:
+            problems.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(100):
+        run.save(step, {"a": torch.full((2000,), float(step)), "b": torch.full((2000,), float(-step))})
+    run.close()
+    ended.set()
+    reader.join(20)
+    assert problems == []
+    assert len(loads) > 5
+    assert loads == sorted(loads)
+    assert run.steps() == [98, 99]
+
+
+def test_the_writer_is_small_and_without_torch() -> None:
+    writer = background()._writer
+    writer.start()
+    assert writer.pid is not None
+    process = psutil.Process(writer.pid)
+    ends = time.monotonic() + 10
+    while time.monotonic() < ends and not any("holdfast" in str(a) for a in process.cmdline()):
+        time.sleep(0.01)
+    time.sleep(0.5)
+    assert process.memory_info().rss < 60 << 20
+    assert not any("libtorch" in entry.path for entry in process.memory_maps())
+
+
+def test_a_part_of_an_arena_reads_as_the_whole_row() -> None:
+    """Of a row that is copied in part, boxes inside of that part are found where they are."""
+    arena = Arena()
+    arena.reserve(4096)
+    full = torch.arange(60, dtype=torch.int32).reshape(5, 4, 3)
+    arena.view(64, 24 * 4)[:] = full[2:4].contiguous().numpy().tobytes()
+    memory = ArenaMemory(arena.address + 64 - 24 * 4, (5, 4, 3), 4)
+    out = bytearray(2 * 2 * 2 * 4)
+    memory.gather(Box((2, 1, 1), (2, 2, 2)), memoryview(out))
+    assert torch.equal(
+        torch.frombuffer(out, dtype=torch.int32).reshape(2, 2, 2), full[2:4, 1:3, 1:3].contiguous()
+    )
+    arena.close()
+    assert not os.path.exists(f"/proc/self/fd/{arena.fd}")
