@@ -31,6 +31,9 @@ def sharded(rank: int, layers: int, ep: int) -> dict[str, Any]:
     import torch
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+    def weight(shape: tuple[int, int], value: float) -> Any:
+        return torch.nn.Parameter(torch.full(shape, value), requires_grad=False)
+
     copies = RANKS // ep
     mine = range(rank % ep * (EXPERTS // ep), (rank % ep + 1) * (EXPERTS // ep))
     replica = (0, 0, rank // ep)
@@ -43,10 +46,10 @@ def sharded(rank: int, layers: int, ep: int) -> dict[str, Any]:
                 key = f"{kind}decoder.layers.mlp.experts.experts.linear_fc1.weight"
                 for half in (0, 1):
                     name = f"{key}.{layer}.{expert}.{half}"
-                    data = torch.full((F, H), float(rank % ep + half))
+                    data = weight((F, H), float(rank % ep + half))
                     found[name] = ShardedTensor.from_rank_offsets(key, data, *place, (2, half, 2), **how)
                 key = f"{kind}decoder.layers.mlp.experts.experts.linear_fc2.weight"
-                data = torch.full((H, F), float(rank % ep))
+                data = weight((H, F), float(rank % ep))
                 found[f"{key}.{layer}.{expert}"] = ShardedTensor.from_rank_offsets(key, data, *place, **how)
     assert copies * ep == RANKS
     return found

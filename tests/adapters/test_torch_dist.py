@@ -124,8 +124,17 @@ def test_a_torn_data_file_is_told(folder: Path) -> None:
     content = data.read_bytes()
     for length in (0, 100, len(content) // 2, len(content) - 30):
         data.write_bytes(content[:length])
-        with pytest.raises(CorruptCheckpoint, match=r"damaged|truncated|decoded|not loaded"):
+        with pytest.raises(CorruptCheckpoint, match=r"damaged|truncated|decoded|not loaded|ends before"):
             holdfast.load(empty(), folder)
+
+
+def test_another_dtype_in_the_metadata_is_told(folder: Path) -> None:
+    content = (folder / ".metadata").read_bytes()
+    assert b"float32" in content
+    (folder / ".metadata").write_bytes(content.replace(b"float32", b"float64"))
+    state = {"model": {name: value.double() for name, value in empty()["model"].items()}}
+    with pytest.raises(CorruptCheckpoint, match="it holds float32, the metadata says float64"):
+        holdfast.load(state, folder)
 
 
 def test_garbage_metadata_is_told(folder: Path) -> None:

@@ -304,9 +304,11 @@ def iterations(rank: int, run: str) -> list[Any]:
     found: list[Any] = [checkpoints.load(state(-1.0)), told()]
     for iteration in (10, 20, 30):
         checkpoints.save(iteration, state(float(iteration)))
+        checkpoints.close()
         found.append(told())
     try:
         checkpoints.save(40, {**state(40.0), "lock": threading.Lock()})
+        checkpoints.close()
     except BadInput as error:
         found.append("common_state['lock']" in str(error))
     found.append(told())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,14 @@ import torch
 import tests.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast.adapters import megatron
 from holdfast.adapters.megatron import mcore
-from holdfast.errors import BadInput, CoverageError, MissingTensors, NotCommitted, ShapeMismatch
+from holdfast.errors import (
+    BadInput,
+    CoverageError,
+    HoldfastError,
+    MissingTensors,
+    NotCommitted,
+    ShapeMismatch,
+)
 from holdfast.roster.memory import MemoryRoster
 
 save = functools.partial(megatron.save, roster=MemoryRoster())
@@ -59,7 +68,7 @@ def test_a_part_that_nobody_has(tmp_path: Path) -> None:
     half = mcore.ShardedTensor.from_rank_offsets("w", data, (0, 1, 2))
     with pytest.raises(CoverageError, match=r"'w' of shape \[4, 3\] is not covered: from index \[0, 0\]"):
         save({"w": half}, tmp_path / "a")
-    assert (tmp_path / "a" / "metadata.json").exists()
+    assert not (tmp_path / "a" / "metadata.json").exists()
     assert not megatron.check_is_distributed_checkpoint(tmp_path / "a")
 
 
@@ -92,10 +101,67 @@ def test_a_strategy_of_somebody_else_is_noted_once(tmp_path: Path, caplog: pytes
     assert sum("has no effect" in record.message for record in caplog.records) == 1
 
 
-def test_an_asynchronous_save_is_done_when_it_returns(tmp_path: Path) -> None:
+def test_an_asynchronous_save_is_finalized_once_it_is_committed(tmp_path: Path) -> None:
+    """By the stock queue, too, which calls the finalize functions: the first of them waits."""
     request = save({"w": shard("w", 2)}, tmp_path / "a", async_sharded_save=True)
     assert request.async_fn is None
+    request.finalize_fns[0]()
     assert (tmp_path / "a" / "index.safetensors").exists()
+    assert megatron.check_is_distributed_checkpoint(tmp_path / "a")
+
+
+def test_empty_containers_are_common_state(tmp_path: Path) -> None:
+    common = {"scheduler": {}, "opt": {"state": {}, "groups": [], "x": 1}}
+    save({"w": shard("w", 2), **common}, tmp_path / "a")
+    loaded = load({"w": shard("w", 2)}, tmp_path / "a")
+    assert {key: loaded[key] for key in common} == common
+
+
+def test_what_a_crashed_stock_save_left_behind_is_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    torch.save({"old": 1}, tmp_path / "a" / "common.pt")
+    (tmp_path / "a" / "metadata.json").symlink_to(tmp_path / "victim")
+    (tmp_path / "victim").write_text("mine")
+    state = [{"seed": 7}]
+    save({"w": shard("w", 2), "rng": mcore.ShardedObject("rng", state, (1,), (0,))}, tmp_path / "a")
+    loaded = load({"w": shard("w", 2), "rng": mcore.ShardedObject("rng", None, (1,), (0,))}, tmp_path / "a")
+    assert loaded["rng"] == state
+    assert "old" not in loaded
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_what_the_process_allows_stays_allowed(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    from megatron.core.transformer.enums import AttnBackend
+
+    with torch.serialization.safe_globals([Namespace, AttnBackend]):
+        save({"w": shard("w", 2), "args": Namespace(backend=AttnBackend.flash)}, tmp_path / "a")
+        assert load({"w": shard("w", 2)}, tmp_path / "a")["args"].backend is AttnBackend.flash
+        assert {Namespace, AttnBackend} <= set(torch.serialization.get_safe_globals())
+
+
+def test_a_checkpoint_changes_no_enumeration(tmp_path: Path) -> None:
+    from megatron.core.transformer.enums import AttnBackend
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return AttnBackend, (AttnBackend.flash.value,), {"_value_": 99, "_name_": "hacked"}
+
+    before = AttnBackend.flash.value
+    torch.save({"x": Hostile()}, tmp_path / "common.pt")
+    (tmp_path / ".metadata").write_bytes(b"")
+    with pytest.raises(HoldfastError):
+        megatron.load_common_state_dict(tmp_path)
+    assert AttnBackend.flash.value == before
+
+
+def test_a_storage_that_never_answers(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metadata.json")
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError):
+        load({"w": shard("w", 2)}, tmp_path, timeout=2)
+    assert time.monotonic() - begun < 5
 
 
 def test_factories_that_copy_are_refused(tmp_path: Path) -> None:

@@ -99,6 +99,59 @@ def test_who_never_comes_is_named(mcore_world: ProcessWorld) -> None:
             assert took < 4.0
 
 
+class Kinds:
+    @staticmethod
+    def static(x: int) -> int:
+        return x
+
+    @classmethod
+    def of_class(cls, x: int) -> tuple[type, int]:
+        return cls, x
+
+    def inherited(self) -> str:
+        return "here"
+
+
+class Derived(Kinds): ...
+
+
+def test_methods_of_all_kinds_are_guarded_and_put_back() -> None:
+    from holdfast.adapters import megatron
+
+    here = "tests.megatron.test_guard"
+    before = dict(vars(Kinds)), dict(vars(Derived))
+    megatron.install(guard=[f"{here}.Kinds.static", f"{here}.Kinds.of_class", f"{here}.Derived.inherited"])
+    try:
+        assert Kinds().static(1) == 1
+        assert Derived.of_class(2) == (Derived, 2)
+        assert Derived().inherited() == "here"
+        with pytest.raises(BadInput):
+            megatron.install(guard=[f"{here}.Kinds.static", "nowhere.at.all"])
+        assert "__wrapped__" in vars(vars(Kinds)["static"].__func__), "the install before stays"
+    finally:
+        megatron.uninstall()
+    assert (dict(vars(Kinds)), dict(vars(Derived))) == before
+
+
+def test_guards_of_two_threads_leave_nothing_behind() -> None:
+    from holdfast.adapters import megatron
+
+    barrier, entered, leave = dist.barrier, threading.Event(), threading.Event()
+
+    def other() -> None:
+        with megatron.guarded("another"):
+            entered.set()
+            leave.wait(5)
+
+    thread = threading.Thread(target=other)
+    with megatron.guarded("one"):
+        thread.start()
+        entered.wait(5)
+    leave.set()
+    thread.join(5)
+    assert dist.barrier is barrier
+
+
 @pytest.mark.parametrize("place", ["nowhere.at.all", "os.path.nothing", "json"])
 def test_a_name_that_is_none(place: str) -> None:
     from holdfast.adapters import megatron

@@ -11,6 +11,8 @@ import json
 import os
 import pickle
 import warnings
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,17 +27,18 @@ from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.flow.save import Save, SaveReport
-from holdfast.flow.sources import TorchDist, open_index, open_source
+from holdfast.flow.sources import TorchDist, open_index, open_source, read_file
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
 from holdfast.format.columns import Columns, unpad
-from holdfast.format.torch_dist import COMMON, COMMON_FILE, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.torch_objects import allowing
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
 from holdfast.options import Options
 from holdfast.plan.holding import contiguous_at
 from holdfast.roster.memory import MemoryRoster
-from holdfast.store.base import Reader
+from holdfast.store.base import Reader, replace_file
 from holdfast.store.local import open_store
 
 PER_FILE = 4 << 30
@@ -122,18 +125,20 @@ def import_torch_dist(
         def values() -> Iterator[tuple[str, Any]]:
             for entry, chunk, member, reader in chunks:
                 if entry.kind == OBJECT:
-                    data = objects.TORCH + reader.read(chunk.start, chunk.length)
+                    data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
                     if SHARD in entry.name and (folder / CONFIG).exists():
-                        data = objects.encode(objects.decode(data, entry.name)[0], entry.name)
-                    yield entry.name, Part.object(entry.name, data)
+                        with allowing(_safe_types()):
+                            data = objects.encode(objects.decode(data, entry.name)[0], entry.name)
+                    name = COMMON if entry.name == COMMON_SHARD else entry.name
+                    yield name, Part.object(name, data)
                 else:
                     box = Box(chunk.offset, chunk.size)
                     spec = TensorSpec(entry.name, dtype_code(entry.dtype, repr(entry.name)), entry.shape)
                     yield entry.name, Part(spec, box, _FileMemory(reader, member, box, entry.name, moved))
             for entry in opened.empty():
                 yield entry.name, torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            if (folder / COMMON_FILE).exists():
-                yield COMMON, Part.object(COMMON, objects.TORCH + (folder / COMMON_FILE).read_bytes())
+            if (common := read_file(store, COMMON_FILE)) is not None:
+                yield COMMON, Part.object(COMMON, objects.TORCH + _intact(common, COMMON_FILE))
 
         def take(rank: int) -> Flat:
             return Flat([Leaf(name, value, _ignore) for name, value in values()])
@@ -149,8 +154,20 @@ def import_torch_dist(
             options=options,
         ).run()
     if (folder / CONFIG).exists():
-        Path(os.fspath(out), CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))
+        replace_file(open_store(out), CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     return report
+
+
+def _intact(data: bytes, name: str) -> bytes:
+    """An archive of torch.save, if the CRCs of all its members are right."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+        damaged = str(error)
+    if damaged is not None:
+        raise CorruptCheckpoint(f"{name!r} is damaged: {damaged} in its archive is not what was written.")
+    return data
 
 
 def _ignore(value: Any) -> None:
@@ -182,11 +199,11 @@ def export_torch_dist(
         if int(columns.kind[row]) == OBJECT:
             data = read_all(store, one, where)
             if name == COMMON:
-                with torch.serialization.safe_globals(_safe_types()):
+                with allowing(_safe_types()):
                     torch.save(objects.decode(data, name), folder / COMMON_FILE)
             else:
                 described[name] = dcp.BytesStorageMetadata()
-                with torch.serialization.safe_globals(_safe_types()):
+                with allowing(_safe_types()):
                     value = objects.decode(data, name)
                 writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
         else:
@@ -226,14 +243,14 @@ def export_torch_dist(
     return writer.written
 
 
-def _safe_types() -> list[Any]:
+def _safe_types() -> tuple[Any, ...]:
     """Megatron's enumerations, if it is installed; common state saved by it may have them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core says of CUDA extensions that it does not find
         try:
             from holdfast.adapters.megatron.mcore import safe_types
         except ImportError:
-            return []
+            return ()
     return safe_types()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,7 +12,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.deadline import REAL_CLOCK, check_seconds
-from holdfast.errors import HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.flow.effects import Context, Steps
 from holdfast.flow.phases import CHOICE_TRANSITIONS, Table
 from holdfast.flow.protocol import choice_steps
@@ -154,6 +155,30 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
         trouble.__cause__ = error
         return trouble
     return None
+
+
+def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
+    """Do what may block for ever, storage mostly, on a thread of its own; DeadlineExceeded if it takes too long."""
+    ended: list[BaseException | None] = []
+
+    def work() -> None:
+        try:
+            action()
+        except BaseException as error:
+            ended.append(error)
+        else:
+            ended.append(None)
+
+    thread = threading.Thread(target=work, name="holdfast-look", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise DeadlineExceeded(
+            f"{doing} took longer than {seconds:g} s: a call into storage does not return.",
+            hint="A stack of its thread `holdfast-look` (py-spy, faulthandler) shows where it is.",
+        )
+    if ended[0] is not None:
+        raise ended[0]
 
 
 def agree(

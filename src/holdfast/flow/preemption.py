@@ -53,7 +53,9 @@ class Preemption:
         self._deadline: Deadline | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
-        self._asked = f"{ASKED}/{'-'.join(map(str, who)) if len(who) < self._roster.world_size else 'all'}"
+        self._asked = (
+            f"preemption://{ASKED}/{'-'.join(map(str, who)) if len(who) < self._roster.world_size else 'all'}"
+        )
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
         self._together = Together(

@@ -31,22 +31,29 @@ def step_of(folder: str) -> int | None:
 
 def step_folders(store: Store) -> dict[int, str]:
     """The folder of each step of a run, committed or not, ascending."""
-    names = [name[:-1] for name in store.list() if name.endswith("/")]
-    return dict(sorted((step, name) for name in names if (step := step_of(name)) is not None))
+    return dict(_all_folders(store))
 
 
-def committed_steps(store: Store) -> dict[int, str]:
-    """The folder of each step that has an index, ascending; nothing else counts."""
-    return {step: folder for step, folder in step_folders(store).items() if INDEX in store.list(folder)}
+def committed_steps(store: Store, marks: tuple[str, ...] = (INDEX,)) -> dict[int, str]:
+    """The folder of each step that has an index (or another of `marks`), ascending; nothing else counts."""
+    return {
+        step: folder for step, folder in _all_folders(store) if not set(marks).isdisjoint(store.list(folder))
+    }
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:
     """The folder of the newest committed step of a run, or None. Reads no data and needs no torch."""
     store = open_store(run)
-    for folder in reversed(step_folders(store).values()):
+    for _, folder in reversed(_all_folders(store)):
         if INDEX in store.list(folder):
             return store.child(folder).url
     return None
+
+
+def _all_folders(store: Store) -> list[tuple[int, str]]:
+    """(step, folder), ascending; a step may have two folders, in both spellings."""
+    names = [name[:-1] for name in store.list() if name.endswith("/")]
+    return sorted((step, name) for name in names if (step := step_of(name)) is not None)
 
 
 def remove_step(store: Store, folder: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.errors import NotCommitted
+from holdfast.errors import CorruptCheckpoint, NotCommitted
 from holdfast.flow.retention import INDEX
 from holdfast.format import torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
@@ -134,10 +134,16 @@ class TorchDist:
         return [entry for entry in self._entries if not entry.chunks]
 
     def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
+        if chunk.start + chunk.length > self._reader(chunk.file).size:
+            raise CorruptCheckpoint(
+                f"{self._store.url}/{chunk.file} ends before the part of {entry.name!r} that {self.where} says it holds.",
+                details={"file": chunk.file, "tensor": entry.name},
+            )
         if entry.kind == OBJECT:
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
-        return torch_dist.locate(self._reader(chunk.file).read, chunk, itemsize, entry.name, self._store.url)
+        read = self._reader(chunk.file).read
+        return torch_dist.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
 
     def _reader(self, name: str) -> Reader:
         if name not in self._readers:

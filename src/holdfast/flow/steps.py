@@ -23,7 +23,7 @@ from holdfast.flow.async_save import async_save_into
 from holdfast.flow.background import EXIT_GRACE, LANE
 from holdfast.flow.operation import agree
 from holdfast.flow.pending import Pending, finished
-from holdfast.flow.retention import committed_steps, remove_step, step_folder, surplus
+from holdfast.flow.retention import INDEX, committed_steps, remove_step, step_folder, surplus
 from holdfast.flow.save import Save
 from holdfast.flow.world import find_roster
 from holdfast.layout.grid import Grid
@@ -53,6 +53,8 @@ class Steps:
 
     megatron = False
     """Are folders named as Megatron-LM names them?"""
+    marks: tuple[str, ...] = (INDEX,)
+    """Files of which a folder has one if it is a checkpoint."""
 
     def __init__(
         self,
@@ -102,7 +104,7 @@ class Steps:
 
     def steps(self) -> list[int]:
         """All committed steps, ascending."""
-        return list(committed_steps(self.store))
+        return list(committed_steps(self.store, self.marks))
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the save that is under way; raises its error, on all ranks. Ends by that save's own deadline."""
@@ -209,7 +211,7 @@ class Steps:
                 return None
             try:
                 own = step_folder(chosen, self.megatron)
-                return load(self.store.child(committed_steps(self.store).get(chosen, own)))
+                return load(self.store.child(committed_steps(self.store, self.marks).get(chosen, own)))
             except (Replaced, NotCommitted) as error:
                 tries += 1
                 if step is not None or tries > TRIES:
@@ -229,7 +231,7 @@ class Steps:
         """The newest committed step as the lowest participant sees it."""
 
         def newest(said: dict[int, Any]) -> int | None:
-            found = [step for step in committed_steps(self.store) if step not in rejected]
+            found = [step for step in committed_steps(self.store, self.marks) if step not in rejected]
             return found[-1] if found else None
 
         title = f"choice of the newest step in {self.store.url}"

@@ -33,6 +33,8 @@ COMMON_FILE = "common.pt"
 """Where megatron-core keeps what isn't sharded."""
 COMMON = "common_state"
 """The object that holds it in a Holdfast checkpoint; megatron-core 0.19's name for it."""
+COMMON_SHARD = f"{COMMON}/shard_0_1"
+"""Where megatron-core keeps it since 0.19."""
 CONFIG = "metadata.json"
 """By which Megatron's frameworks know a distributed checkpoint."""
 HOLDFAST_CONFIG = {
@@ -145,7 +147,7 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: Any,
         raise CorruptCheckpoint(
             f"{where}: {name!r} points at the file {path!r}, outside the checkpoint's folder."
         )
-    return Chunk(offset, size, path, int(info.offset), int(info.length))
+    return Chunk(offset, size, path, *_dims((info.offset, info.length)))
 
 
 def _dims(values: Any) -> tuple[int, ...]:
@@ -195,11 +197,29 @@ class _Plan(pickle.Unpickler):
         return pid
 
 
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
 def _tensor(storage: Any, start: int, shape: Any, stride: Any, *rest: Any) -> _Tensor:
-    return _Tensor(str(storage[2]), str(storage[1]), int(start), tuple(shape), tuple(stride))
+    kind = str(storage[1])
+    dtype = _STORAGES.get(kind, str(rest[2]) if kind == "UntypedStorage" and len(rest) > 2 else kind)
+    return _Tensor(str(storage[2]), dtype, int(start), tuple(shape), tuple(stride))
 
 
-def locate(read: Read, chunk: Chunk, itemsize: int, name: str, where: str) -> Member:
+def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> Member:
     """Find the elements of a tensor's chunk inside its archive."""
     try:
         members = _members(read, chunk)
@@ -212,12 +232,14 @@ def locate(read: Read, chunk: Chunk, itemsize: int, name: str, where: str) -> Me
         nbytes = int(np.prod(chunk.size, dtype=np.int64)) * itemsize
         if found.shape != chunk.size and int(np.prod(found.shape, dtype=np.int64)) * itemsize != nbytes:
             raise ValueError(f"it holds shape {list(found.shape)}, the metadata says {list(chunk.size)}")
+        if found.dtype != dtype:
+            raise ValueError(f"it holds {found.dtype}, the metadata says {dtype}")
         if not _row_major(found.shape, found.stride):
             raise ValueError(
                 "its elements are not in row-major order; save it again from a contiguous tensor"
             )
         begin = found.start * itemsize
-        if begin + nbytes > length:
+        if begin < 0 or begin + nbytes > length:
             raise ValueError("it ends too early")
         return Member(chunk.start + start + begin, nbytes, crc, begin == 0 and length == nbytes)
     except Exception as error:

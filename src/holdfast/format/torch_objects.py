@@ -10,6 +10,9 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -39,8 +42,41 @@ _ALLOWED: list[Any] = [
 ]
 
 
+_lock = threading.Lock()
+_allowed: dict[Any, tuple[int, Any]] = {}
+"""What is allowed for now: how many want it, and what takes it back."""
+
+
+@contextmanager
+def allowing(kinds: Iterable[Any]) -> Iterator[None]:
+    """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and what another
+    thread wants stays allowed until that one is done."""
+    mine = list(kinds)
+    with _lock:
+        present = set(torch.serialization.get_safe_globals())
+        for kind in mine:
+            if kind in _allowed:
+                count, ends = _allowed[kind]
+                _allowed[kind] = count + 1, ends
+            elif kind not in present:
+                manager: Any = torch.serialization.safe_globals([kind])
+                manager.__enter__()
+                _allowed[kind] = 1, manager
+    try:
+        yield
+    finally:
+        with _lock:
+            for kind in mine:
+                count, ends = _allowed.get(kind, (0, None))
+                if count > 1:
+                    _allowed[kind] = count - 1, ends
+                elif count == 1:
+                    ends.__exit__(None, None, None)
+                    del _allowed[kind]
+
+
 def _read(data: bytes) -> Any:
-    with torch.serialization.safe_globals(_ALLOWED):
+    with allowing(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -85,7 +121,7 @@ def decode(data: bytes, name: str) -> Any:
 def _refused(data: bytes) -> list[str]:
     """Types and functions that a pickle names and this process does not allow; empty where that can't be told."""
     try:
-        with torch.serialization.safe_globals(_ALLOWED):
+        with allowing(_ALLOWED):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))
     except Exception:
         return []

@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.optimizer import PREFIX
 from holdfast.adapters.megatron.queue import Committed
 from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
 from holdfast.adapters.state import Flat, Leaf
-from holdfast.errors import BadInput, MissingTensors
+from holdfast.errors import BadInput, HoldfastError, LoadFailed, MissingTensors
 from holdfast.flow.async_save import async_save_into
 from holdfast.flow.background import LANE
 from holdfast.flow.load import load_from
-from holdfast.flow.operation import agree, read_state
+from holdfast.flow.operation import agree, read_state, within
 from holdfast.flow.retention import INDEX, step_of
 from holdfast.flow.save import Save
 from holdfast.flow.sources import open_source, read_file
@@ -28,11 +27,12 @@ from holdfast.flow.together import Together
 from holdfast.flow.values import read_object
 from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
-from holdfast.format.torch_dist import COMMON, COMMON_FILE, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.torch_objects import allowing
 from holdfast.layout.tensor import DTYPES, OBJECT, listed
 from holdfast.options import Options
 from holdfast.roster.base import Roster
-from holdfast.store.base import Store
+from holdfast.store.base import Store, replace_file
 from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
@@ -88,6 +88,7 @@ def save(
             stall_timeout=stall_timeout,
             expected=expected,
             options=options,
+            after=lambda: mark(store),
         )
 
     if not async_sharded_save:
@@ -120,21 +121,20 @@ def read_state_dict(
     everyone = find_participants(roster, participants, process_group)
 
     def take(rank: int) -> Flat:
-        state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
+        state = _copied(sharded_state_dict)
         mcore.apply_factories(state)
         _, state = mcore.extract_nonpersistent(state)
         sharded, common = mcore.extract_sharded_base(state)
         parts = list(mcore.nested_values(sharded))
         del state, sharded  # dicts of tens of thousands of entries
         if content_metadata is not None:
-            common[mcore.CONTENT_METADATA] = _clean(content_metadata, parts)
+            common[mcore.CONTENT_METADATA] = _clean(content_metadata, common)
         if rank == everyone[0]:
             _check_storable(common)
-            _mark(store.url)
         return Flat(to_save(parts, common, Copies(rank, everyone)))
 
     notes = {"megatron-core": mcore.VERSION}
-    with torch.serialization.safe_globals(mcore.safe_types()):
+    with allowing(mcore.safe_types()):
         return Save(store, take, roster=roster, participants=everyone, notes=notes, **how)
 
 
@@ -190,7 +190,10 @@ def load_state(
     """`load` from a store; `who` says which ranks take part, and how long they wait."""
     who["participants"] = find_participants(who["roster"], who["participants"], who.pop("process_group"))
     request = _Request(store, mcore.parse_strict_flag(strict))
-    trouble = read_state(lambda: request.take_apart(sharded_state_dict), who["roster"].rank)
+    rank, limit = who["roster"].rank, min(who["timeout"], who["stall_timeout"])
+    trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
+        lambda: within(limit, f"looking into {store.url}", request.look), rank
+    )
     missing = request.missing(who)
     common: list[Any] = []
 
@@ -198,12 +201,20 @@ def load_state(
         if trouble is not None:
             raise trouble
         request.refuse(missing)
-        leaves = to_load(request.asked, request.unexpected, _is_stock(store))
+        leaves = to_load(request.asked, request.unexpected, request.is_stock)
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
-    with torch.serialization.safe_globals(mcore.safe_types()):
+    with allowing(mcore.safe_types()):
         load_from(store, take, options=options, signature=request.mode.value, **who)
-    loaded = request.give(common[0] if common else _read_common(store))
+    try:
+        loaded = request.give(common[0] if common else request.common)
+    except Exception as error:
+        raise LoadFailed(
+            f"load of {store.url}: all was read, but putting the state dict together failed on rank {rank}: "
+            f"{type(error).__name__}: {error}",
+            rank=rank,
+            hint="Other ranks don't know of this.",
+        ) from error
     if mcore.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, missing, request.unexpected
     return loaded
@@ -217,11 +228,15 @@ class _Request:
         self.asked: list[Any] = []
         self.unexpected: set[str] = set()
         """Keys that are asked for and not there, where the mode wants to know."""
+        self.is_stock = False
+        """Is the checkpoint megatron-core's own, in which each object is in a list of one?"""
+        self.common: dict[str, Any] = {}
+        """Its common state, if it is."""
         self._have: set[str] = set()
 
     def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
-        state, _ = mcore.extract_matching_values(sharded_state_dict, lambda value: True)
+        state = _copied(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
             state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
         )
@@ -230,6 +245,12 @@ class _Request:
         mcore.dict_list_map_inplace(lambda value: value.unwrap(), self._local)
         self._state, _ = mcore.extract_sharded_base(state)
         self.asked = list(mcore.nested_values(self._state))
+
+    def look(self) -> None:
+        """Into the checkpoint, at what must be known before it is read."""
+        if read_file(self.store, INDEX) is None:
+            self.is_stock = _is_stock(self.store)
+            self.common = _read_common(self.store)
         if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             with open_source(self.store) as index:
                 self._have = {_key(name) for name in index.names()} - {COMMON}
@@ -297,17 +318,16 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, 
 
 
 def _read_common(store: Store) -> dict[str, Any]:
-    with torch.serialization.safe_globals(mcore.safe_types()):
+    with allowing(mcore.safe_types(stock=True)):
         found = read_object(store, COMMON)
         if found is None and (data := read_file(store, COMMON_FILE)) is not None:
             found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
-        elif found is None and isinstance(held := read_object(store, f"{COMMON}{SHARD}0_1"), list):
+        elif found is None and isinstance(held := read_object(store, COMMON_SHARD), list):
             found = held[0]  # stock megatron-core's since 0.19
     return found if isinstance(found, dict) else {}
 
 
 def _is_stock(store: Store) -> bool:
-    """Is it megatron-core's own checkpoint, in which each object is in a list of one?"""
     config = read_file(store, CONFIG)
     return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
 
@@ -393,14 +413,30 @@ def _note_strategies(*strategies: Any) -> None:
             )
 
 
-def _clean(content_metadata: Mapping[str, Any], parts: Sequence[Any]) -> dict[str, Any]:
+def _copied(state: Any) -> Any:
+    """Dicts and lists of their own, empty ones among them; everything else as it is."""
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return [_copied(value) for value in state] if isinstance(state, list) else state
+
+
+def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
     """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for."""
     from torch.distributed import ProcessGroup
 
     found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
-    if any(part.key.startswith(PREFIX) for part in parts):
+    if _is_ours(common):
         found[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
     return found
+
+
+def _is_ours(common: Any, depth: int = 3) -> bool:
+    """Is optimizer state in it that `optimizer.sharded_state_dict` described?"""
+    if not isinstance(common, dict) or not depth:
+        return False
+    if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE:
+        return True
+    return any(_is_ours(value, depth - 1) for value in common.values())
 
 
 def _check_storable(common: Mapping[str, Any]) -> None:
@@ -413,8 +449,9 @@ def _check_storable(common: Mapping[str, Any]) -> None:
         raise
 
 
-def _mark(folder: str) -> None:
-    """By this file frameworks know a distributed checkpoint. It says nothing of whether the save was
-    committed: the index does, and loading looks for that."""
-    os.makedirs(folder, exist_ok=True)
-    Path(folder, CONFIG).write_text(json.dumps(HOLDFAST_CONFIG))
+def mark(store: Store) -> None:
+    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the index."""
+    try:
+        replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
+    except HoldfastError as error:
+        log.warning("%s could not be written in %s: %s", CONFIG, store.url, error)

@@ -12,10 +12,13 @@ from functools import wraps
 from typing import Any
 
 from holdfast.adapters.megatron import checkpointing, mcore, optimizer, queue
+from holdfast.adapters.megatron.guard import find
 from holdfast.adapters.megatron.guard import guard as guard_function
 from holdfast.format.torch_dist import HOLDFAST_CONFIG
 
 _replaced: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
+"""In place of what a class has from another."""
 _STOCK_OPTIMIZER_FORMATS = (
     "dp_reshardable",
     "fully_sharded_bucket_space",
@@ -40,20 +43,22 @@ def install(
         wait over the roster with these deadlines (`guarded`). Only functions that are looked up by that name
         when they are called can be replaced.
     """
+    places = {place: find(place) for place in guard}  # a name that is none changes nothing
     uninstall()
-    for place in guard:
-        _replace(*guard_function(place, timeout=timeout, stall_timeout=stall_timeout))
+    for place, (owner, name) in places.items():
+        wrapped = guard_function(place, owner, name, timeout=timeout, stall_timeout=stall_timeout)
+        _replace(owner, name, wrapped)
     how = {"timeout": timeout, "stall_timeout": stall_timeout, "participants": participants}
     modules = (mcore.dist_checkpointing, mcore.serialization)
     for module in modules:
         _replace(module, "save", _with(checkpointing.save, how))
         _replace(module, "load", _with(checkpointing.load, how))
+        _replace(module, "load_plain_tensors", _with(checkpointing.load_plain_tensors, how))
         for name in (
             "load_common_state_dict",
             "load_content_metadata",
             "load_tensors_metadata",
             "load_sharded_metadata",
-            "load_plain_tensors",
         ):
             _replace(module, name, getattr(checkpointing, name))
     _replace(
@@ -83,12 +88,15 @@ def uninstall() -> None:
     """Put back what `install` replaced."""
     while _replaced:
         target, name, original = _replaced.pop()
-        setattr(target, name, original)
+        if original is _INHERITED:
+            delattr(target, name)
+        else:
+            setattr(target, name, original)
 
 
 def _replace(target: Any, name: str, new: Any) -> None:
     if hasattr(target, name):
-        _replaced.append((target, name, getattr(target, name)))
+        _replaced.append((target, name, vars(target).get(name, _INHERITED)))
         setattr(target, name, new)
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
+from holdfast.adapters.megatron.checkpointing import load_state, mark, read_state_dict
 from holdfast.errors import HoldfastError
 from holdfast.flow.pending import Pending
-from holdfast.flow.retention import committed_steps
+from holdfast.flow.retention import INDEX, committed_steps
 from holdfast.flow.save import Save
 from holdfast.flow.steps import Steps
+from holdfast.format.torch_dist import METADATA
 from holdfast.roster.base import Roster
-from holdfast.store.base import TAIL, NotFound
+from holdfast.store.base import replace_file
 
 log = logging.getLogger("holdfast")
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -29,6 +29,10 @@ class Checkpoints(Steps):
     """
 
     megatron = True
+    marks: tuple[str, ...] = (
+        INDEX,
+        METADATA,
+    )  # an iteration that stock megatron-core saved is one, too; it is never retired
 
     def save(
         self,
@@ -79,20 +83,10 @@ class Checkpoints(Steps):
         )
 
     def _committed(self, iteration: int) -> None:
+        mark(self._folder(iteration))
         self._retire(iteration)
-        newest = max(committed_steps(self.store), default=iteration)
+        newest = max(committed_steps(self.store, self.marks), default=iteration)
         try:
-            _write(self, str(newest).encode())
+            replace_file(self.store, TRACKER, str(newest).encode())
         except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
             log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)
-
-
-def _write(run: Checkpoints, data: bytes) -> None:
-    before = None
-    with suppress(NotFound):
-        reader = run.store.open(TRACKER)
-        try:
-            before = reader.read(max(reader.size - TAIL, 0), TAIL)
-        finally:
-            reader.close()
-    run.store.publish(TRACKER, data, before)

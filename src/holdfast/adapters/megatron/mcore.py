@@ -7,6 +7,7 @@ the name that is missing, not in the middle of a save.
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Any
 
 import torch
@@ -79,15 +80,34 @@ def _ranks(find: Any) -> tuple[int, ...]:
         return ()
 
 
-def safe_types() -> list[Any]:
-    """Megatron's enumerations, which its `args` hold, and the classes that the parameter groups of an offloaded
-    optimizer name; an object that has them loads."""
+@functools.cache
+def safe_types(stock: bool = False) -> tuple[Any, ...]:
+    """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to look a member up.
+
+    stock: also the names of the optimizers that stock megatron-core keeps in the parameter groups of an offloaded one;
+        nothing can be made of them.
+    """
     from megatron.core import enums
     from megatron.core.transformer import enums as transformer_enums
 
     found = [*vars(enums).values(), *vars(transformer_enums).values()]
-    optimizers = [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]
-    return [*(kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)), *optimizers]
+    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)}
+    allowed: list[tuple[Any, str]] = [
+        (functools.partial(_member, kind), f"{kind.__module__}.{kind.__qualname__}") for kind in kinds
+    ]
+    if stock:
+        for optimizer in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+            name = f"{optimizer.__module__}.{optimizer.__qualname__}"
+            allowed.append((functools.partial(_refuse, name), name))
+    return tuple(allowed)
+
+
+def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    return kind(value)
+
+
+def _refuse(name: str, *args: Any) -> None:
+    raise ValueError(f"a checkpoint may name {name}, not make one")
 
 
 def load_strategies() -> tuple[Any, Any]:

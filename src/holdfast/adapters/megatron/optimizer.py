@@ -60,10 +60,9 @@ def sharded_state_dict(
         }
     if not isinstance(optimizer, mcore.DistributedOptimizer):
         return optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)  # type: ignore[no-any-return]
-    if getattr(optimizer, "is_stub_optimizer", False):  # it has no parameters
+    if _is_stub(optimizer):
         return {}
-    if is_loading:
-        allocate(optimizer)
+    allocate(optimizer, is_loading)
     state = dict(optimizer.state_dict())
     state["optimizer"] = {
         **state["optimizer"],
@@ -79,15 +78,28 @@ def sharded_state_dict(
     return state
 
 
-def allocate(optimizer: Any) -> None:
-    """Give an optimizer that has not stepped yet its moments, so that there is memory to load into."""
+def _is_stub(optimizer: Any) -> bool:
+    """It has no parameters, and no state."""
+    return bool(getattr(optimizer, "is_stub_optimizer", False))
+
+
+def allocate(optimizer: Any, is_loading: bool = True) -> None:
+    """Give an optimizer that has not stepped yet its moments, zeros: there must be something to load into, and to save."""
     if len(optimizer.optimizer.state):
         return
+    if not is_loading and mcore.is_offloaded(
+        optimizer
+    ):  # megatron-core gives it state by a step, on random gradients
+        raise BadInput("An offloaded optimizer has no state before its first step: save after it.")
     groups = [
         {**{key: value for key, value in group.items() if key != "params"}, "step": group.get("step") or 0}
         for group in optimizer.optimizer.state_dict()["param_groups"]
     ]
     mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": groups}})
+    for param, _, _ in mcore.local_ranges(optimizer):
+        for key, value in mcore.parameter_state(optimizer, param).items():
+            if key.startswith("exp_avg") and isinstance(value, torch.Tensor):
+                value.zero_()
 
 
 def is_ours(state: Any) -> bool:
@@ -103,13 +115,13 @@ def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
     belong to the dense one), so parameter groups are found by what identifies them, not by their place.
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, mcore.ChainedOptimizer) else [optimizer]
-    mine = [state] if len(parts) == 1 else [state[number] for number in range(len(parts))]
+    mine = [state] if len(parts) == 1 else [state.get(number, {}) for number in range(len(parts))]
     saved = [value for key, value in sorted(state.items(), key=str) if isinstance(key, int)]
     saved = [part for part in [state, *saved] if "optimizer" in part]
     for part, own in zip(parts, mine, strict=True):
         if MARK in own:
-            _restore(part, saved, own["param_state"])
-        else:
+            _restore(part, saved, own.get("param_state", {}))
+        elif not _is_stub(part):
             part.load_state_dict(own)
     if len(parts) > 1:
         mcore.synchronize_steps(optimizer)
@@ -148,7 +160,10 @@ def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         for group in groups:
             if all(group.get(key, own[key]) == own[key] for key in wanted):
                 classes = {key: value for key, value in own.items() if isinstance(value, type)}
-                return {**group, **classes, **{key: own[key] for key in keys}}
+                # Where the rank that saved the groups has no parameter of this one, it did not count its steps.
+                steps = [other["step"] for other in (group, *groups) if other.get("step") is not None]
+                step = {"step": steps[0]} if steps else {}
+                return {**group, **step, **classes, **{key: own[key] for key in keys}}
     raise BadInput(
         f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
         hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was saved.",

@@ -28,6 +28,10 @@ class Committed:
         """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have barriers."""
         return self.pending.done() if no_dist else self._together.here()
 
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """What the stock queue asks of a caller, if it is put back while a request of ours is in it."""
+        return blocking or self.is_due(no_dist)
+
 
 class _Call(NamedTuple):
     """An entry of `AsyncCallsQueue.async_calls`."""
@@ -46,10 +50,11 @@ def _ours(request: Any) -> Committed | None:
 def schedule(original: Callable[..., int]) -> Callable[..., int]:
     @wraps(original)
     def schedule_async_request(self: Any, async_request: Any) -> int:
-        if _ours(async_request) is None:
+        ours = _ours(async_request)
+        if ours is None:
             return original(self, async_request)
         self.call_idx += 1
-        self.async_calls.append(_Call(self.call_idx, None, async_request.freeze()))
+        self.async_calls.append(_Call(self.call_idx, ours, async_request.freeze()))
         return int(self.call_idx)
 
     return schedule_async_request

@@ -55,7 +55,7 @@ class Copies:
         *others, number = said
         if any(others):
             return None
-        group = self._group(tensor)
+        group = self._group(tensor) if number or _is_weight(tensor.data) else self._unknown
         if group.number != number:
             return _SOLE if number == 0 else None
         return group.share
@@ -78,6 +78,14 @@ class Copies:
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
             return self._unknown
         return self._expert if ".experts." in tensor.key else self._dense
+
+
+def _is_weight(data: Any) -> bool:
+    """Is it a parameter, or a view of one? Of what else a user makes a ShardedTensor with the main replica's numbers, there
+    need be no other copy."""
+    return isinstance(data, torch.nn.Parameter) or isinstance(
+        getattr(data, "_base", None), torch.nn.Parameter
+    )
 
 
 def _is_optimizer(key: str) -> bool:
