@@ -16,6 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.flow.background import background
+from holdfast.format.digest import digest, hex_digest
 from tests.system.jobs import moe_state
 from tests.system.test_content import _counted
 
@@ -161,6 +162,30 @@ def slow_reports(seconds: float) -> Any:
             time.sleep(seconds)
 
     return events.subscribe(wait)
+
+
+def train_demo(rank: int, folder: str | None, steps: int) -> tuple[list[float], str]:
+    """Losses, and a digest of this rank's weights at the end."""
+    from examples.moe.model import ModelConfig
+    from examples.moe.train import Hooks, Layout, TrainConfig, Trainer, train
+
+    losses: list[float] = []
+    last: list[str] = []
+
+    class Watch(Hooks):
+        def step_done(self, step: int, loss: float, probe: float, seconds: float) -> None:
+            losses.append(loss)
+
+        def finished(self, trainer: Trainer) -> None:
+            parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]  # type: ignore[operator]
+            last.append(hex_digest(digest(b"".join(part.detach().numpy().tobytes() for part in parts))))
+
+    small = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=8, ffn=32)
+    config = TrainConfig(
+        steps=steps, save_every=1, sequences=8, length=32, save_to=folder, asynchronous=True, model=small
+    )
+    train(config, Layout(2, 2), Watch())
+    return losses, last[0]
 
 
 def stopping(rank: int, asks: int, at_step: int) -> tuple[int, str | None]:

@@ -22,6 +22,8 @@ from holdfast.testing.processes import ProcessWorld
 from tests.system import async_jobs as jobs
 from tests.system.jobs import load_job
 
+SMALL_PIECES = holdfast.Options(split_bytes=1 << 12)
+
 
 @pytest.mark.parametrize("columns", [(), ("*",)])
 @pytest.mark.parametrize("split", [1 << 20, 1 << 12])
@@ -154,7 +156,7 @@ def fresh_writer() -> Any:
 def test_a_slow_disk_holds_no_training_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_writer: None
 ) -> None:
-    with_writer(tmp_path, monkeypatch, SLOW.format(seconds=0.2))
+    with_writer(tmp_path, monkeypatch, SLOW.format(seconds=0.4))
     state = {"w": torch.randn(8_000_000)}
     want = state["w"].clone()
     begun = time.monotonic()
@@ -213,15 +215,56 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     second.staging_completion.result(0)
 
 
+@pytest.mark.parametrize("budget", [30_000, 60_000])
+def test_a_state_larger_than_the_budget_is_copied_in_waves(
+    budget: int, world: ProcessWorld, tmp_path: Path
+) -> None:
+    for collectives in world.run(
+        jobs.save_and_spoil, str(tmp_path), {"host_memory_budget": budget, "options": SMALL_PIECES}
+    ):
+        assert collectives == []
+    for step in range(3):
+        files = list((tmp_path / f"step-{step}" / "data").iterdir())
+        assert len(files) > 8, "more than one file a rank"
+        world.run(load_job, str(tmp_path / f"step-{step}"), step, {})
+
+
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
     state = {"small": torch.zeros(10), "large": torch.zeros(1 << 20)}
     pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=1 << 20)
     with pytest.raises(
-        BadInput, match=r"needs 4 MiB .* allows 1 MiB; the largest tensor is 'large' with 4 MiB"
+        BadInput, match=r"copies 4 MiB .* allows 1 MiB at a time, and 'large' alone has 4 MiB"
     ):
         pending.committed(10)
     with pytest.raises(BadInput, match="host_memory_budget"):
         holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=0)
+
+
+def test_a_state_that_does_not_change_is_said_loudly(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": {"w": torch.randn(1000), "b": torch.randn(10)}, "step": 0}
+    with holdfast.Checkpoints(tmp_path, no_dist=True) as run:
+        for step in range(4):
+            state["step"] = step
+            if step == 2:
+                state["model"]["b"] += 1  # type: ignore[index]
+            run.save(step, state)
+            run.close()
+            said = [record.getMessage() for record in caplog.records if "has changed" in record.getMessage()]
+            assert len(said) == {0: 0, 1: 1, 2: 1, 3: 2}[step], step
+    assert "not one of its 2 tensors has changed since step 2" in said[1]
+
+
+def test_training_is_the_same_as_without_saving(tmp_path: Path) -> None:
+    """The demo's model, saved at each of fifty steps while it trains on; the last is what it ends with."""
+    with ProcessWorld(4) as world:
+        alone = world.run(jobs.train_demo, None, 50, timeout=250)
+    with ProcessWorld(4) as world:
+        saving = world.run(jobs.train_demo, str(tmp_path), 50, timeout=250)
+    assert [losses for losses, _ in saving] == [losses for losses, _ in alone]
+    assert [digest for _, digest in saving] == [digest for _, digest in alone]
+    assert holdfast.Checkpoints(tmp_path).steps() == list(range(1, 51))
 
 
 def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:

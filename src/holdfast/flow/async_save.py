@@ -47,7 +47,8 @@ def async_save(
     The copy lies in shared memory that is used again from save to save; a process of this rank's own, which imports no torch,
     hashes and writes it. No rank enters a collective. A save before this one that is still under way is waited for first.
 
-    host_memory_budget: bytes that the copy may take on this rank; more is refused at once, with the numbers.
+    host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves, each written
+        before the next, and this call waits for the last copy; one tensor that is larger is refused, with the numbers.
     retries: how often a save that failed is tried again, on all ranks.
     The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the background.
 

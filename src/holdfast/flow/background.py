@@ -15,6 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from holdfast.adapters.memory import BytesMemory
@@ -24,16 +26,19 @@ from holdfast.flow.helper import WriterProcess
 from holdfast.flow.operation import read_state
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import Save, SaveReport, Work
-from holdfast.flow.stage import Staged, stage
+from holdfast.flow.stage import Staged, stage, stage_wave, witnessed
 from holdfast.flow.wire import Job
-from holdfast.flow.write import WrittenFile, discard
+from holdfast.flow.write import WrittenFile, discard, split_files
 from holdfast.flow.writer import write_job
 from holdfast.layout.tensor import OBJECT
+from holdfast.options import Options
 from holdfast.plan.holding import Replica
+from holdfast.plan.save import plan_save
 from holdfast.store.local import LocalStore
 
 log = logging.getLogger("holdfast")
 LANE = "async"
+PutDown = Callable[[Work, list[Replica], dict[str, Any]], list[WrittenFile]]
 EXIT_GRACE = 30.0
 """Seconds that pending saves are waited for when the process ends by an exception."""
 
@@ -69,9 +74,21 @@ class Background:
             save = make()
             staged = self._stage(save, budget, settle)
             pending.attempt(save)
-            pending.staging_completion.set_result(None)
             self._pending = pending
-            pending.start(lambda: self._run(pending, save, staged, retries))
+            if staged is not None:
+                _forget(save.work)
+                pending.has_staged()
+                put_down = partial(self._put_down, staged)
+            else:
+                assert budget is not None
+                put_down = partial(self._in_waves, pending, budget, settle)
+                retries = 0  # the state that another attempt would copy is not this one any more
+            pending.start(lambda: self._run(pending, save, put_down, retries))
+            try:
+                pending.staging_completion.result()  # in waves it takes as long as the writing of all but the last
+            except BaseException:
+                pending.cancel()
+                raise
         interrupt = save.work.trouble.__cause__ if save.work.trouble is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
@@ -83,31 +100,29 @@ class Background:
                 self._pending.upload_completion.result()
             self._pending = None
 
-    def _stage(self, save: Save, budget: int | None, settle: Callable[[], None]) -> Staged:
+    def _stage(self, save: Save, budget: int | None, settle: Callable[[], None]) -> Staged | None:
+        """What was copied; None if it has to be copied in waves."""
         work = save.work
-        found: list[Staged] = []
+        found: list[Staged | None] = []
 
         def copy() -> None:
             if self._arena is None:
                 self._arena = Arena()
             begun = time.monotonic()
-            found.append(stage(work.held, work.options, self._arena, budget, settle))
-            save.operation.emit("staged", bytes_done=found[0].nbytes, seconds=time.monotonic() - begun)
+            staged = stage(work.held, work.options, self._arena, budget)
+            settle()
+            found.append(staged)
+            if staged is not None:
+                seconds = time.monotonic() - begun
+                save.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
 
         if work.trouble is None:
             work.trouble = read_state(copy, work.held.rank)
-        held = (
-            work.held
-        )  # what was copied is not held on to, but for objects, which are compared with other ranks'
-        held.memory = [
-            memory if spec.kind == OBJECT else _COPIED
-            for spec, memory in zip(held.specs, held.memory, strict=True)
-        ]
         return found[0] if found else Staged([])
 
-    def _run(self, pending: Pending, save: Save, staged: Staged, retries: int) -> SaveReport:
+    def _run(self, pending: Pending, save: Save, put_down: PutDown, retries: int) -> SaveReport:
         for left in range(retries, -1, -1):
-            save.work.put_down = lambda work, replicas, about: self._put_down(work, replicas, about, staged)
+            save.work.put_down = put_down
             try:
                 return save.run(beside_training=True)
             except (CommitUnconfirmed, RosterLost, BadInput):
@@ -121,9 +136,47 @@ class Background:
         raise AssertionError("unreachable")
 
     def _put_down(
-        self, work: Work, replicas: list[Replica], about: dict[str, Any], staged: Staged
+        self, staged: Staged, work: Work, replicas: list[Replica], about: dict[str, Any]
     ) -> list[WrittenFile]:
-        """The writing of a save, by the writer process; by this thread where only this process sees the store."""
+        """Write what was copied."""
+        return self._write(work, replicas, about, work.options, staged, None)
+
+    def _in_waves(
+        self,
+        pending: Pending,
+        budget: int,
+        settle: Callable[[], None],
+        work: Work,
+        replicas: list[Replica],
+        about: dict[str, Any],
+    ) -> list[WrittenFile]:
+        """Copy as much as the budget allows, write it as a file, and so on; the caller waits for the last copy."""
+        assert self._arena is not None
+        held, limit = work.held, min(work.options.max_file_bytes, budget)
+        options = replace(work.options, columns=(), max_file_bytes=limit)
+        plan = plan_save(held, replicas, options)
+        cuts, digests = split_files(plan, options), witnessed(held, plan)
+        made: list[WrittenFile] = []
+        for part, cut in enumerate(cuts):
+            staged = stage_wave(held, plan, cut, self._arena)
+            staged.witnessed = digests
+            settle()
+            if part == len(cuts) - 1:
+                _forget(work)
+                pending.has_staged()
+            made += self._write(work, replicas, about, options, staged, part)
+        return made
+
+    def _write(
+        self,
+        work: Work,
+        replicas: list[Replica],
+        about: dict[str, Any],
+        options: Options,
+        staged: Staged,
+        only: int | None,
+    ) -> list[WrittenFile]:
+        """Files from the arena, by the writer process; by this thread where only this process sees the store."""
         assert self._arena is not None
         held, store = work.held, work.store
         job = Job(
@@ -139,7 +192,8 @@ class Background:
             base=staged.base,
             witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
             about=about,
-            options=work.options,
+            options=options,
+            only=only,
         )
 
         def planned(total: int) -> None:
@@ -168,6 +222,15 @@ class Background:
             if not pending.noticed:
                 log.error("%r at the end of the process: %s", pending, error)
         self._writer.kill()
+
+
+def _forget(work: Work) -> None:
+    """What was copied is not held on to, but for objects, which are compared with other ranks'."""
+    held = work.held
+    held.memory = [
+        memory if spec.kind == OBJECT else _COPIED
+        for spec, memory in zip(held.specs, held.memory, strict=True)
+    ]
 
 
 def _sweep(store: LocalStore, attempt: str, rank: int) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     CommitUnconfirmed,
@@ -23,10 +26,11 @@ from holdfast.flow.write import WrittenFile
 from holdfast.format.columns import Columns
 from holdfast.format.container import safe_data_name
 from holdfast.format.index import Index, encode
-from holdfast.plan.merge import Merger, check_vanished
+from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store
 
+log = logging.getLogger("holdfast")
 VISIBLE_WITHIN = 20.0
 """Seconds that a network file system may take to show another host's file."""
 
@@ -90,6 +94,8 @@ class Commit:
     keep_name: Callable[[str], bool] = lambda name: True
     replaced_files: set[str] = field(default_factory=set)
     """Data files of the checkpoint that this one replaces."""
+    before: Store | None = None
+    """The checkpoint of the step before, to see whether anything has changed since."""
     data: bytes = b""
     file_names: list[str] = field(default_factory=list)
 
@@ -114,9 +120,30 @@ class Commit:
         self.tick()
         if not columns.names:
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
+        self._warn_if_stale(columns)
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
         self.data = encode(columns, self.about)
         self.file_names = columns.file_names
+        self.tick()
+
+    def _warn_if_stale(self, columns: Columns) -> None:
+        """Say it loudly if no tensor has changed since the step before: stale bytes are the failure that nobody sees."""
+        if self.before is None:
+            return
+        with suppress(HoldfastError), open_index(self.before) as index:
+            if index.chunks != len(columns.file) or index.about.get("step") == self.about["step"]:
+                return
+            count = same_tensors(columns, index.select())
+            if count:
+                log.warning(
+                    "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer stepping, and is what is "
+                    "saved the state that it changes?",
+                    self.title,
+                    count,
+                    index.about.get("step"),
+                    self.before.url,
+                )
+                events.emit("save.stale", step=self.about["step"], path=self.store.url, tensors=count)
         self.tick()
 
     def _check_agreement(self, written: dict[int, Message]) -> None:

@@ -51,6 +51,7 @@ class Pending:
             try:
                 report = run()
             except BaseException as error:
+                self.has_staged()
                 self.upload_completion.set_exception(error)
             else:
                 self.upload_completion.set_result(report)
@@ -62,6 +63,11 @@ class Pending:
         self._save = save
         if self.cancelled is not None:
             save.operation.cancel.set(self.cancelled)
+
+    def has_staged(self) -> None:
+        """The state may change now."""
+        if not self.staging_completion.done():
+            self.staging_completion.set_result(None)
 
     def done(self) -> bool:
         """Has it ended, well or not? Asks nobody: a flag of this process."""

@@ -308,7 +308,9 @@ class Save:
 
     def begin_again(self) -> None:
         """After a failure: the same rows, in a new attempt with a deadline of its own."""
+        trouble = self.work.trouble
         self.work = self._begin(self.work.held)
+        self.work.trouble = trouble  # what this rank could not read it does not have the second time, either
 
     def run(self, beside_training: bool = False) -> SaveReport:
         """Raises the error that all ranks raise."""
@@ -382,6 +384,7 @@ def _commit(
         work.operation.tick,
         keep,
         replaced,
+        compared,
     )
 
 

@@ -8,7 +8,6 @@ agreed later, while training goes on.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,27 +44,46 @@ class Staged:
     nbytes: int = 0
 
 
-def stage(
-    held: Holding,
-    options: Options,
-    arena: Arena,
-    budget: int | None,
-    settle: Callable[[], None] = lambda: None,
-) -> Staged:
-    """Copy what this rank writes. `settle` waits for copies that a device makes by itself."""
+def stage(held: Holding, options: Options, arena: Arena, budget: int | None) -> Staged | None:
+    """Copy what this rank writes; None if it is more than `budget` bytes, and has to be copied in waves."""
     replicas = [declared or (0, 1) for declared in held.replicas]
-    copies, size = _copies(held, plan_save(held, replicas, replace(options, columns=())))
+    plan = plan_save(held, replicas, replace(options, columns=()))  # panels of columns don't lie in one piece
+    copies, size = _copies(held, plan, 0, len(plan.chunks.row))
     if budget is not None and size > budget:
-        largest = max(copies, key=lambda copy: copy.nbytes)
+        _check_one_wave(held, copies, size, budget)
+        return None
+    arena.reserve(size)
+    staged = Staged(_copy(held, copies, arena), nbytes=sum(copy.nbytes for copy in copies))
+    staged.witnessed = witnessed(held, plan_save(held, replicas, options) if options.columns else plan)
+    return staged
+
+
+def stage_wave(held: Holding, plan: SavePlan, cut: tuple[int, int], arena: Arena) -> Staged:
+    """Copy some of a plan's chunks."""
+    copies, size = _copies(held, plan, *cut)
+    arena.reserve(size)
+    return Staged(_copy(held, copies, arena), nbytes=sum(copy.nbytes for copy in copies))
+
+
+def witnessed(held: Holding, plan: SavePlan) -> Witnessed:
+    """Digests of what this rank holds and others write."""
+    return {witness_key(plan, at): witness(held, plan, at) for at in range(len(plan.witnesses.row))}
+
+
+def _check_one_wave(held: Holding, copies: list[Copy], size: int, budget: int) -> None:
+    largest = max(copies, key=lambda copy: copy.nbytes)
+    if largest.nbytes + ALIGN > budget:
         raise BadInput(
-            f"The asynchronous save needs {size / MiB:,.0f} MiB of host memory on rank {held.rank}, but "
-            f"host_memory_budget allows {budget / MiB:,.0f} MiB; the largest tensor is {held.specs[largest.row].name!r} "
-            f"with {largest.nbytes / MiB:,.0f} MiB.",
+            f"The asynchronous save copies {size / MiB:,.3g} MiB on rank {held.rank}, but host_memory_budget allows "
+            f"{budget / MiB:,.3g} MiB at a time, and {held.specs[largest.row].name!r} alone has {largest.nbytes / MiB:,.3g} MiB.",
             rank=held.rank,
             hint="Raise the budget, share the writing among more ranks, or save synchronously.",
         )
-    arena.reserve(size)
-    staged = Staged([0] * len(held), nbytes=sum(copy.nbytes for copy in copies))
+
+
+def _copy(held: Holding, copies: list[Copy], arena: Arena) -> list[int]:
+    """Copy; returns where in the arena each row begins, or would."""
+    base = [0] * len(held)
     for copy in copies:
         shape, itemsize = held.boxes[copy.row].shape, DTYPES[held.specs[copy.row].dtype].size
         first = contiguous_at(shape, copy.box)
@@ -73,28 +91,22 @@ def stage(
         memory = held.memory[copy.row]
         address = memory.address
         if address:
-            source = address + first * itemsize
-            ctypes.memmove(arena.address + copy.start, source, copy.nbytes)
+            ctypes.memmove(arena.address + copy.start, address + first * itemsize, copy.nbytes)
         else:
             memory.gather(copy.box, arena.view(copy.start, copy.nbytes))
-        staged.base[copy.row] = copy.start - first * itemsize
-    staged.witnessed = _witnessed(held, plan_save(held, replicas, options))
-    settle()
-    return staged
+        base[copy.row] = copy.start - first * itemsize
+    return base
 
 
-def _copies(held: Holding, plan: SavePlan) -> tuple[list[Copy], int]:
-    """What to copy, in file order, and how many bytes it takes."""
+def _copies(held: Holding, plan: SavePlan, start: int, stop: int) -> tuple[list[Copy], int]:
+    """What to copy of chunks [start, stop), in file order, and how many bytes it takes."""
     found: list[Copy] = []
     at = 0
     chunks = plan.chunks
-    for number, (row, nbytes) in enumerate(zip(chunks.row.tolist(), chunks.nbytes.tolist(), strict=True)):
+    rows, sizes = chunks.row[start:stop].tolist(), chunks.nbytes[start:stop].tolist()
+    for number, (row, nbytes) in enumerate(zip(rows, sizes, strict=True), start):
         ndim = len(held.specs[row].shape)
         box = Box(unpad(chunks.offset[number], ndim), unpad(chunks.size[number], ndim))
         found.append(Copy(row, box.relative_to(held.boxes[row].offset), nbytes, at))
         at += -(-nbytes // ALIGN) * ALIGN
     return found, at
-
-
-def _witnessed(held: Holding, plan: SavePlan) -> Witnessed:
-    return {witness_key(plan, at): witness(held, plan, at) for at in range(len(plan.witnesses.row))}

@@ -47,7 +47,7 @@ class Steps:
     on_busy: what `save` does while the save before it is under way: "wait" for it, or "skip" this one, on all ranks.
     on_failure: of a save in the background: "raise" its error on all ranks at the next `save`, `restore` or `close`;
         "warn" of it and go on; "retry(3)": try three times more, then raise.
-    host_memory_budget: bytes that the copy of an asynchronous save may take on this rank.
+    host_memory_budget: bytes that the copy of an asynchronous save may take on this rank; a larger state is copied in waves.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 

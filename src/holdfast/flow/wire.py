@@ -41,6 +41,8 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     """Row, offset, block and digest of what others write."""
     about: dict[str, Any]
     options: Options
+    only: int | None = None
+    """Just this file of those that the plan makes; the arena holds the chunks of no other."""
 
 
 class Cancel(msgspec.Struct, tag=True, array_like=True):

@@ -45,8 +45,10 @@ def file_name(attempt: str, rank: int, part: int) -> str:
     return f"data/{attempt}-r{rank:05d}{suffix}.safetensors"
 
 
-def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
-    """Rows of each file: consecutive chunks up to `limit` bytes, at least one."""
+def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
+    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one. A rank that writes nothing has
+    names and witnesses to report, so every rank has a file."""
+    nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
     ends = np.cumsum(nbytes)
     cuts, start = [], 0
     while start < len(nbytes):
@@ -54,7 +56,7 @@ def _split_files(nbytes: Array, limit: int) -> list[tuple[int, int]]:
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
         cuts.append((start, stop))
         start = stop
-    return cuts
+    return cuts or [(0, 0)]
 
 
 def write_files(
@@ -65,16 +67,18 @@ def write_files(
     options: Options,
     progress: Progress,
     witnessed: Witnessed | None = None,
+    only: int | None = None,
 ) -> list[WrittenFile]:
     """Write everything that the plan says this rank writes. On failure nothing of it is left.
 
     witnessed: what was digested already of the shards that others write.
+    only: just this one of the files.
     """
-    cuts = _split_files(plan.chunks.nbytes, options.max_file_bytes)
-    if not cuts:
-        cuts = [(0, 0)]  # nothing to write, but names and witnesses to report; and every rank has a file
+    cuts = split_files(plan, options)
     made: list[WrittenFile] = []
     for part, (start, stop) in enumerate(cuts):
+        if only not in (None, part):
+            continue
         name = file_name(about["attempt"], held.rank, part)
         told = about | {"rank": held.rank, "part": part, "parts": len(cuts)}
         writer = store.create(name)

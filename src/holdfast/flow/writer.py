@@ -100,7 +100,7 @@ def write_job(
     plan = plan_save(held, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))
     witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
-    return write_files(store, held, plan, job.about, job.options, progress, witnessed)
+    return write_files(store, held, plan, job.about, job.options, progress, witnessed, job.only)
 
 
 def _holding(job: Job, arena: Arena) -> Holding:

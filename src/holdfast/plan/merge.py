@@ -318,3 +318,18 @@ def check_vanished(
         + "If they were removed on purpose, say so: expected=None.",
         details={"names": gone[:100]},
     )
+
+
+def same_tensors(a: Columns, b: Columns) -> int:
+    """How many tensors two indexes have, if they have the same ones, cut alike, with equal digests; else 0."""
+    alike = (
+        a.names == b.names
+        and np.array_equal(a.kind, b.kind)
+        and np.array_equal(a.chunk_end, b.chunk_end)
+        and np.array_equal(a.digest_end, b.digest_end)
+    )
+    if not alike:
+        return 0
+    is_tensor = (a.kind != OBJECT)[a.tensor_of_chunk()]
+    of_block = np.repeat(is_tensor, np.diff(a.digest_end, prepend=0))
+    return int((a.kind != OBJECT).sum()) if np.array_equal(a.digests[of_block], b.digests[of_block]) else 0

@@ -1,0 +1,283 @@
+"""Asynchronous saves: what training pays, beside a plain copy, torch DCP's and megatron-core's asynchronous modes.
+
+Eight ranks, 64 tensors cut over them, 2 GB in all. Blocking time is that of the call, after which the optimizer may step. All
+sides run on the same ranks in turns. Peers' background work is waited for outside of the measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.harness import Bench, Rank, main, run_ranks, scratch
+from bench.planning import attempt
+
+RANKS, TENSORS = 8, 64
+BYTES = 2 << 30
+COPY, PEERS, COMMIT, LOOP = 1 / 1.15, 2.0, 1 / 1.5, 1 / 1.1
+
+
+def local_state(rank: int, nbytes: int) -> dict[str, Any]:
+    import torch
+
+    rows = nbytes // RANKS // TENSORS // 4096
+    made = torch.Generator().manual_seed(rank)
+    return {f"w{number}": torch.randn(rows, 1024, generator=made) for number in range(TENSORS)}
+
+
+def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[str, list[float]]:
+    """Seconds of each measurement on this rank."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    import holdfast
+
+    state = local_state(rank.index, nbytes)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    tensors = {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in state.items()}
+    warm = {name: torch.empty_like(value).copy_(value) for name, value in state.items()}
+    found: dict[str, list[float]] = {}
+
+    def note(what: str, seconds: float, keep: bool = True) -> None:
+        if keep:
+            found.setdefault(what, []).append(seconds)
+
+    def timed(call: Any) -> tuple[float, Any]:
+        rank.barrier()
+        begun = time.perf_counter()
+        value = call()
+        return time.perf_counter() - begun, value
+
+    def copy() -> None:
+        for name, value in state.items():
+            warm[name].copy_(value)
+
+    def clean(path: str) -> None:
+        rank.barrier()
+        if rank.index == 0:
+            shutil.rmtree(path, ignore_errors=True)
+        rank.barrier()
+
+    theirs = PEER[which](tensors, state, rank) if which else None
+    for rep in range(reps + 1):
+        note("copy", timed(copy)[0], rep > 0)
+        path = f"{folder}/ours-{rep}"
+        begun = time.perf_counter()
+        blocked, pending = timed(lambda: holdfast.async_save(tensors, path, timeout=300))  # noqa: B023
+        note("first" if rep == 0 else "blocked", blocked)
+        pending.committed()
+        note("commit", time.perf_counter() - begun, rep > 0)
+        clean(path)
+        seconds, _ = timed(lambda: holdfast.save(tensors, path, timeout=300))  # noqa: B023
+        note("sync", seconds, rep > 0)
+        clean(path)
+        if theirs is not None:
+            path = f"{folder}/theirs-{rep}"
+            os.makedirs(path, exist_ok=True)
+            seconds, wait = timed(lambda: theirs(path))  # noqa: B023
+            note("theirs", seconds, rep > 0)
+            wait()
+            clean(path)
+    return found
+
+
+def dcp(process: bool) -> Any:
+    def make(tensors: dict[str, Any], state: dict[str, Any], rank: Rank) -> Any:
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as checkpoint
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        group = dist.new_group(backend="gloo")
+
+        def save(path: str) -> Any:
+            future = checkpoint.async_save(
+                dict(tensors), checkpoint_id=path, process_group=group, async_checkpointer_type=kind
+            )
+            return future.result  # type: ignore[union-attr]
+
+        return save
+
+    return make
+
+
+def mcore(tensors: dict[str, Any], state: dict[str, Any], rank: Rank) -> Any:
+    from bench.peers import mcore_on_cpu
+
+    mcore_on_cpu()
+    import multiprocessing
+
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    parallel_state.initialize_model_parallel()
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    queue = AsyncCallsQueue()
+
+    def save(path: str) -> Any:
+        sharded: Any = {
+            name: ShardedTensor.from_rank_offsets(name, value, (0, rank.index, RANKS))
+            for name, value in state.items()
+        }
+        queue.schedule_async_request(dist_checkpointing.save(sharded, path, async_sharded_save=True))
+        return lambda: queue.maybe_finalize_async_calls(blocking=True)
+
+    return save
+
+
+PEER: dict[str, Any] = {"DCP, thread": dcp(False), "DCP, process": dcp(True), "mcore": mcore}
+
+
+def loop(seconds: float) -> float:
+    """Steps a second of a loop that does nothing but compute."""
+    import torch
+
+    a = torch.randn(256, 256)
+    steps, begun = 0, time.perf_counter()
+    while time.perf_counter() - begun < seconds:
+        a = torch.tanh(a @ a) * 0.1
+        steps += 1
+    return steps / (time.perf_counter() - begun)
+
+
+WRITE = """
+import os, sys, time
+path, size = sys.argv[1], int(sys.argv[2])
+data = memoryview(bytearray(os.urandom(1 << 20) * 64))
+sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()
+fd, at = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), 0
+while at < size:
+    at += os.pwritev(fd, [data[:min(len(data), size - at)]], at)
+os.fsync(fd)
+"""
+
+
+def training(rank: Rank, folder: str, nbytes: int, reps: int) -> dict[str, list[float]]:
+    """A loop that computes, beside nothing, beside our background save, and beside a process that writes as many bytes."""
+    import torch
+
+    import holdfast
+
+    state = {"w": torch.randn(nbytes // 4)}
+    found: dict[str, list[float]] = {"alone": [], "ours": [], "raw": []}
+    holdfast.async_save(state, f"{folder}/warm", no_dist=True).committed()
+    shutil.rmtree(f"{folder}/warm")
+    for _ in range(reps):
+        found["alone"].append(loop(1.0))
+        pending = holdfast.async_save(state, f"{folder}/ours", no_dist=True)
+        found["ours"].append(beside(pending.done))
+        pending.committed()
+        shutil.rmtree(f"{folder}/ours")
+        process = subprocess.Popen(
+            [sys.executable, "-c", WRITE, f"{folder}/raw", str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        found["raw"].append(beside(lambda process=process: process.poll() is not None))
+        process.communicate()
+        os.unlink(f"{folder}/raw")
+    return found
+
+
+def beside(is_done: Any) -> float:
+    """Steps a second of the loop until something else is done."""
+    import torch
+
+    a = torch.randn(256, 256)
+    steps, begun = 0, time.perf_counter()
+    while not is_done():
+        for _ in range(10):
+            a = torch.tanh(a @ a) * 0.1
+        steps += 10
+    return steps / (time.perf_counter() - begun)
+
+
+def slowest(results: list[dict[str, list[float]]], what: str) -> list[float]:
+    """Of each repetition the slowest rank: training waits for it."""
+    return [max(values) for values in zip(*(result.get(what, []) for result in results), strict=True)]
+
+
+def writer_start(folder: Path) -> tuple[float, float]:
+    """Seconds until a new writer process has taken its first job, and the MiB of memory that are its own."""
+    import psutil
+    import torch
+
+    import holdfast
+    from holdfast.flow.background import background
+
+    holdfast.async_save({"w": torch.zeros(1)}, folder / "a", no_dist=True).committed()
+    background()._writer.kill()
+    begun = time.perf_counter()
+    holdfast.async_save({"w": torch.zeros(1)}, folder / "b", no_dist=True).committed()
+    took = time.perf_counter() - begun
+    process = psutil.Process(background()._writer.pid)
+    return took, process.memory_full_info().uss / 2**20
+
+
+def run(bench: Bench) -> None:
+    nbytes = BYTES // 16 if bench.quick else BYTES
+    with scratch("tmpfs") as folder:
+        for number, which in enumerate(PEER):
+            found = attempt(
+                bench,
+                which,
+                lambda: run_ranks(sides, RANKS, (str(folder), nbytes, bench.reps, which), limit_s=500),  # noqa: B023
+            )
+            if not found:
+                continue
+            blocked = slowest(found, "blocked")
+            if number == 0:
+                size = f"{nbytes / 2**30:.3g} GiB over {RANKS} ranks"
+                bench.compare(
+                    f"blocking time, {size} / plain copy", blocked, slowest(found, "copy"), "s", limit=COPY
+                )
+                bench.compare(
+                    "blocking time of the first save / plain copy into warm memory",
+                    slowest(found, "first"),
+                    slowest(found, "copy"),
+                    "s",
+                    note="fresh pages, and the start of the writer process",
+                )
+                bench.compare(
+                    "from the call to the commit / synchronous save",
+                    slowest(found, "commit"),
+                    slowest(found, "sync"),
+                    "s",
+                    limit=COMMIT,
+                )
+            bench.compare(f"blocking time / {which}", blocked, slowest(found, "theirs"), "s", limit=PEERS)
+        beside_raw = attempt(
+            bench,
+            "training loop",
+            lambda: run_ranks(training, 1, (str(folder), nbytes // 4, bench.reps), limit_s=300),
+        )
+        if beside_raw:
+            only = beside_raw[0]
+            bench.compare(
+                "steps of a computing loop beside the background save / beside a raw pwrite of the same bytes",
+                only["ours"],
+                only["raw"],
+                "steps/s",
+                limit=LOOP,
+                higher_is_better=True,
+                note=f"alone {sorted(only['alone'])[len(only['alone']) // 2]:,.0f} steps/s",
+            )
+        seconds, memory = writer_start(folder)
+        bench.target("first job of a new writer process, start included", [seconds], 0.3, "s")
+        bench.target("memory of a writer process of its own", [memory], 60.0, "MiB")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main("async_save", run))
