@@ -325,3 +325,15 @@ def test_a_part_of_an_arena_reads_as_the_whole_row() -> None:
     )
     arena.close()
     assert not os.path.exists(f"/proc/self/fd/{arena.fd}")
+
+
+@pytest.mark.gpu
+def test_what_is_saved_from_a_gpu_is_the_state_at_the_call(tmp_path: Path) -> None:
+    state = {"w": torch.randn(1 << 24, device="cuda"), "view": torch.randn(64, 64, device="cuda").t()}
+    want = {name: value.clone() for name, value in state.items()}
+    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True)
+    for value in state.values():
+        value.fill_(-1.0)
+    pending.committed(60)
+    holdfast.load(state, tmp_path / "a", no_dist=True)
+    assert all(torch.equal(state[name], want[name]) for name in want)
