@@ -212,8 +212,9 @@ if mode == "raise":
     raise ValueError("the loss is not a number")
 if mode == "exit":
     sys.exit(3)
-if mode == "thread":
+if mode == "interrupt":
     import threading, os, signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(0.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     time.sleep(5)
 """

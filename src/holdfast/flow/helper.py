@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakSet
 
 from holdfast.errors import HoldfastError, from_message
 from holdfast.flow.arena import Arena
@@ -18,6 +20,18 @@ from holdfast.flow.write import WrittenFile
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from holdfast.flow.writer import main; main(int(sys.argv[1]))"
 LOOK = 0.25
 """Seconds after which a wait looks whether it is still wanted."""
+
+
+_known: WeakSet[WriterProcess] = WeakSet()
+
+
+def _forked() -> None:
+    """In a fork of the trainer (a data loader's worker): let go of the sockets, by whose end writers know that it is gone."""
+    for writer in _known:
+        writer.let_go()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class WriterDied(HoldfastError):
@@ -32,6 +46,7 @@ class WriterProcess:
         self._wire: Wire | None = None
         self._attached: dict[int, int] = {}
         self._number = 0
+        _known.add(self)
 
     @property
     def pid(self) -> int | None:
@@ -114,6 +129,12 @@ class WriterProcess:
             rank=rank,
             hint="If it was the kernel's (signal 9), memory was short; the next save starts a new one.",
         )
+
+    def let_go(self) -> None:
+        """Close this process's end of the socket, in a fork of it."""
+        if self._wire is not None:
+            self._wire.socket.close()
+        self._wire, self._process = None, None
 
     def kill(self) -> None:
         """End it at once. What it was writing is no checkpoint."""

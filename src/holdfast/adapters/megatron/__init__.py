@@ -5,19 +5,17 @@
 `load_optimizer_state_dict` gives it back; `install()` puts all of them where frameworks call.
 """
 
-from holdfast.adapters.megatron.checkpointing import (
-    check_is_distributed_checkpoint,
-    load,
-    load_common_state_dict,
-    load_content_metadata,
-    load_plain_tensors,
-    load_sharded_metadata,
-    load_tensors_metadata,
-    save,
-)
+from holdfast.adapters.megatron.checkpointing import load, load_plain_tensors, save
 from holdfast.adapters.megatron.guard import guarded
 from holdfast.adapters.megatron.install import install, uninstall
 from holdfast.adapters.megatron.iterations import Checkpoints
+from holdfast.adapters.megatron.metadata import (
+    check_is_distributed_checkpoint,
+    load_common_state_dict,
+    load_content_metadata,
+    load_sharded_metadata,
+    load_tensors_metadata,
+)
 from holdfast.adapters.megatron.optimizer import load_state_dict as load_optimizer_state_dict
 from holdfast.adapters.megatron.optimizer import sharded_state_dict as optimizer_state_dict
 

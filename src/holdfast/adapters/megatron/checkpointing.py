@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 
 from holdfast.adapters.megatron import mcore
+from holdfast.adapters.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast.adapters.megatron.queue import Committed
 from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
 from holdfast.adapters.state import Flat, Leaf
-from holdfast.errors import BadInput, HoldfastError, LoadFailed, MissingTensors
+from holdfast.errors import BadInput, LoadFailed, MissingTensors
 from holdfast.flow.async_save import async_save_into
 from holdfast.flow.background import LANE
 from holdfast.flow.load import load_from
@@ -24,15 +24,14 @@ from holdfast.flow.retention import INDEX, step_of
 from holdfast.flow.save import Save
 from holdfast.flow.sources import open_source, read_file
 from holdfast.flow.together import Together
-from holdfast.flow.values import read_object
 from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
-from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.torch_dist import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
-from holdfast.layout.tensor import DTYPES, OBJECT, listed
+from holdfast.layout.tensor import listed
 from holdfast.options import Options
 from holdfast.roster.base import Roster
-from holdfast.store.base import Store, replace_file
+from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
@@ -249,8 +248,8 @@ class _Request:
     def look(self) -> None:
         """Into the checkpoint, at what must be known before it is read."""
         if read_file(self.store, INDEX) is None:
-            self.is_stock = _is_stock(self.store)
-            self.common = _read_common(self.store)
+            self.is_stock = is_stock(self.store)
+            self.common = read_common(self.store)
         if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             with open_source(self.store) as index:
                 self._have = {_key(name) for name in index.names()} - {COMMON}
@@ -312,82 +311,10 @@ class _Request:
         return loaded
 
 
-def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
-    return _read_common(open_store(os.fspath(checkpoint_dir)))
-
-
-def _read_common(store: Store) -> dict[str, Any]:
-    with allowing(mcore.safe_types(stock=True)):
-        found = read_object(store, COMMON)
-        if found is None and (data := read_file(store, COMMON_FILE)) is not None:
-            found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
-        elif found is None and isinstance(held := read_object(store, COMMON_SHARD), list):
-            found = held[0]  # stock megatron-core's since 0.19
-    return found if isinstance(found, dict) else {}
-
-
-def _is_stock(store: Store) -> bool:
-    config = read_file(store, CONFIG)
-    return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
-
-
-def load_content_metadata(
-    checkpoint_dir: str | os.PathLike[str] | None = None,
-    *,
-    preloaded_state_dict: dict[str, Any] | None = None,
-) -> dict[str, Any] | None:
-    """What `save` was given as content_metadata, or None; of a checkpoint or of its common state."""
-    if preloaded_state_dict is None:
-        if checkpoint_dir is None:
-            raise BadInput("Give checkpoint_dir or preloaded_state_dict.")
-        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
-    return preloaded_state_dict.get(mcore.CONTENT_METADATA)
-
-
-def load_tensors_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
-) -> dict[str, Any]:
-    """Every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
-    return {
-        key: item
-        for key, item in load_sharded_metadata(checkpoint_dir).items()
-        if isinstance(item, mcore.ShardedTensor)
-    }
-
-
-def load_sharded_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
-) -> dict[str, Any]:
-    """`load_tensors_metadata`, and every ShardedObject."""
-    found: dict[str, Any] = {}
-    with open_source(open_store(os.fspath(checkpoint_dir))) as index:
-        columns = index.select()
-    for row, name in enumerate(columns.names):
-        if int(columns.kind[row]) == OBJECT:
-            if SHARD in name:
-                found[name] = mcore.ShardedObject.empty_from_unique_key(name)
-            continue
-        dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
-        data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
-        found[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
-    return found
-
-
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
     loaded: dict[str, Any] = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
-
-
-def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?"""
-    if not checkpoint_dir:
-        return False
-    if Path(checkpoint_dir, INDEX).exists():
-        return True
-    config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
-    return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
 
 def _key(name: str) -> str:
@@ -447,11 +374,3 @@ def _check_storable(common: Mapping[str, Any]) -> None:
         for key, value in common.items():
             objects.encode(value, f"{COMMON}[{key!r}]")
         raise
-
-
-def mark(store: Store) -> None:
-    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the index."""
-    try:
-        replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
-    except HoldfastError as error:
-        log.warning("%s could not be written in %s: %s", CONFIG, store.url, error)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from holdfast.adapters.megatron import checkpointing, mcore, optimizer, queue
+from holdfast.adapters.megatron import checkpointing, mcore, metadata, optimizer, queue
 from holdfast.adapters.megatron.guard import find
 from holdfast.adapters.megatron.guard import guard as guard_function
 from holdfast.format.torch_dist import HOLDFAST_CONFIG
@@ -60,11 +60,11 @@ def install(
             "load_tensors_metadata",
             "load_sharded_metadata",
         ):
-            _replace(module, name, getattr(checkpointing, name))
+            _replace(module, name, getattr(metadata, name))
     _replace(
         mcore.dist_checkpointing,
         "check_is_distributed_checkpoint",
-        checkpointing.check_is_distributed_checkpoint,
+        metadata.check_is_distributed_checkpoint,
     )
     name = "verify_checkpoint_and_load_strategy"
     if hasattr(mcore.serialization, name):  # before 0.17

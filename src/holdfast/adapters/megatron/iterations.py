@@ -6,7 +6,8 @@ import logging
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.checkpointing import load_state, mark, read_state_dict
+from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
+from holdfast.adapters.megatron.metadata import mark
 from holdfast.errors import HoldfastError
 from holdfast.flow.pending import Pending
 from holdfast.flow.retention import INDEX, committed_steps
