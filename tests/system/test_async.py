@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -311,6 +312,22 @@ def test_the_writer_is_small_and_without_torch() -> None:
     time.sleep(0.5)
     assert process.memory_info().rss < 60 << 20
     assert not any("libtorch" in entry.path for entry in process.memory_maps())
+
+
+def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
+    """The plan of ten thousand tensors does not fit into a socket's buffer: the thread that sends it is stuck."""
+    state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
+    holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
+    writer = background()._writer.pid
+    assert writer is not None
+    os.kill(writer, signal.SIGSTOP)
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError):
+        holdfast.async_save(state, tmp_path / "b", no_dist=True, timeout=2.0).committed(20)
+    assert time.monotonic() - begun < 6
+    assert not psutil.pid_exists(writer)
+    holdfast.async_save(state, tmp_path / "c", no_dist=True).committed(20)
+    assert not any(thread.name == "holdfast-operation" for thread in threading.enumerate())
 
 
 def test_a_fork_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ class Background:
         for left in range(retries, -1, -1):
             save.work.put_down = put_down
             try:
-                return save.run(beside_training=True)
+                return self._run_once(save)
             except (CommitUnconfirmed, RosterLost, BadInput):
                 raise
             except HoldfastError as error:
@@ -134,6 +134,14 @@ class Background:
                 save.begin_again()
                 pending.attempt(save)
         raise AssertionError("unreachable")
+
+    def _run_once(self, save: Save) -> SaveReport:
+        try:
+            return save.run(beside_training=True)
+        except BaseException:
+            if self._writer.busy:  # the thread that waits for it was left behind, stuck
+                self._writer.kill()
+            raise
 
     def _put_down(
         self, staged: Staged, work: Work, replicas: list[Replica], about: dict[str, Any]

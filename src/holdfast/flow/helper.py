@@ -14,7 +14,7 @@ from weakref import WeakSet
 
 from holdfast.errors import HoldfastError, from_message
 from holdfast.flow.arena import Arena
-from holdfast.flow.wire import Attach, Cancel, Done, Failed, FromWriter, Job, Moved, Planned, Wire
+from holdfast.flow.wire import Attach, Done, Failed, FromWriter, Job, Moved, Planned, Wire
 from holdfast.flow.write import WrittenFile
 
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from holdfast.flow.writer import main; main(int(sys.argv[1]))"
@@ -46,6 +46,8 @@ class WriterProcess:
         self._wire: Wire | None = None
         self._attached: dict[int, int] = {}
         self._number = 0
+        self.busy = False
+        """Is a job with it? Then a thread of this process may be stuck in what they say to each other."""
         _known.add(self)
 
     @property
@@ -79,21 +81,26 @@ class WriterProcess:
         moved: Callable[[int], None],
         still_wanted: Callable[[], None],
     ) -> list[WrittenFile]:
-        """Do a job to its end. What `moved` or `still_wanted` raise gives it up."""
+        """Do a job to its end. What `moved` or `still_wanted` raise gives it up: then `kill` it, as it may be stuck."""
         self.start()
-        assert self._wire is not None
+        wire, process = self._wire, self._process
+        assert wire is not None
+        assert process is not None
         self._number += 1
         job.number, job.arena, job.size = self._number, id(arena), arena.size
+        ready = select.poll()  # select() knows no descriptor above 1023
+        ready.register(wire.socket, select.POLLIN)
+        self.busy = True
         try:
             if self._attached.get(id(arena)) != arena.fd:
-                self._wire.send(Attach(id(arena)), arena.fd)
+                wire.send(Attach(id(arena)), arena.fd)
                 self._attached[id(arena)] = arena.fd
-            self._wire.send(job)
+            wire.send(job)
             while True:
                 still_wanted()
-                if not select.select([self._wire.socket], [], [], LOOK)[0]:
+                if not ready.poll(LOOK * 1000):
                     continue
-                message, _ = self._wire.receive()
+                message, _ = wire.receive()
                 if message.number != self._number:
                     continue  # of a job that was given up
                 match message:
@@ -106,15 +113,11 @@ class WriterProcess:
                     case Done(_, files):
                         return files
         except (EOFError, ConnectionError):
-            raise self._died(job.rank) from None
-        except BaseException:
-            with suppress(OSError):
-                self._wire.send(Cancel(self._number))
-            raise
+            raise self._died(process, job.rank) from None
+        finally:
+            self.busy = False
 
-    def _died(self, rank: int) -> WriterDied:
-        process = self._process
-        assert process is not None
+    def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
         with suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         code = process.returncode
@@ -138,12 +141,12 @@ class WriterProcess:
 
     def kill(self) -> None:
         """End it at once. What it was writing is no checkpoint."""
-        if self._wire is not None:
-            self._wire.socket.close()
-            self._wire = None
-        if self._process is not None:
+        process, wire = self._process, self._wire
+        self._process = self._wire = None
+        if process is not None:  # first: a thread that is stuck in sending to it wakes up
             with suppress(OSError):
-                self._process.kill()
+                process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-            self._process = None
+                process.wait(1.0)
+        if wire is not None:
+            wire.socket.close()

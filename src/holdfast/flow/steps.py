@@ -14,7 +14,6 @@ from holdfast import events
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
-    DeadlineExceeded,
     HoldfastError,
     NotCommitted,
     Replaced,
@@ -129,12 +128,9 @@ class Steps:
             return
         try:
             pending.committed(timeout)
-        except DeadlineExceeded:
+        except BaseException:
             if not pending.done():
                 raise  # it goes on
-            self._pending = None
-            self._failed(pending)
-        except HoldfastError:
             self._pending = None
             self._failed(pending)
         self._pending = None

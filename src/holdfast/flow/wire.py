@@ -45,12 +45,6 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     """Just this file of those that the plan makes; the arena holds the chunks of no other."""
 
 
-class Cancel(msgspec.Struct, tag=True, array_like=True):
-    """Give that job up."""
-
-    number: int
-
-
 class Planned(msgspec.Struct, tag=True, array_like=True):
     """How many bytes a job will write."""
 
@@ -79,7 +73,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     error: dict[str, Any]
 
 
-ToWriter = Attach | Job | Cancel
+ToWriter = Attach | Job
 FromWriter = Planned | Moved | Done | Failed
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
 from holdfast.flow.arena import Arena, ArenaMemory
-from holdfast.flow.wire import Attach, Cancel, Done, Failed, Job, Moved, Planned, ToWriter, Wire
+from holdfast.flow.wire import Attach, Done, Failed, Job, Moved, Planned, ToWriter, Wire
 from holdfast.flow.write import WrittenFile, write_files
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.holding import Holding, Memory
@@ -28,16 +28,11 @@ TELL_EVERY = 0.05
 """Seconds between two messages of progress."""
 
 
-class _GivenUp(HoldfastError):
-    """The trainer does not want this job any more."""
-
-
 class _Process:
     def __init__(self, sock: socket.socket) -> None:
         self.wire = Wire(sock, ToWriter)
         self.arenas: dict[int, Arena] = {}
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self.cancelled: set[int] = set()
 
     def listen(self) -> None:
         """Take orders until the trainer is gone."""
@@ -47,8 +42,6 @@ class _Process:
                 match message:
                     case Attach(arena) if fd is not None:
                         self.arenas[arena] = Arena(fd)
-                    case Cancel(number):
-                        self.cancelled.add(number)
                     case Job():
                         self.jobs.put(message)
         finally:
@@ -70,8 +63,6 @@ class _Process:
 
         def progress(nbytes: int) -> None:
             nonlocal told, moved
-            if job.number in self.cancelled:
-                raise _GivenUp("The save was given up.")
             moved += nbytes
             if time.monotonic() >= told + TELL_EVERY:
                 self.wire.send(Moved(job.number, moved))
