@@ -52,7 +52,6 @@ def mishap(
     rank: int, folder: str, victim: int, what: str, how: dict[str, Any]
 ) -> tuple[str, float, str, bool]:
     """A save that meets something bad on one rank's writer; then one that must succeed."""
-    background().save  # noqa: B018 (the writer starts with the first save)
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
     writer = background()._writer
@@ -200,6 +199,22 @@ def stopping(rank: int, asks: int, at_step: int) -> tuple[int, str | None]:
             if preemption.should_stop():
                 return step, preemption.reason
     return -1, None
+
+
+def not_stopping_again(rank: int) -> list[str | None]:
+    """A stop that was asked for before is not asked for again."""
+    found = []
+    for asks in (True, False):
+        with holdfast.Preemption(budget=20, signals=()) as preemption:
+            if asks and rank == 1:
+                preemption.request("once")
+            for _ in range(150):  # as many steps on all ranks, over three looks at what others want
+                time.sleep(0.01)
+                if preemption.should_stop():
+                    break
+            found.append(preemption.reason)
+            dist.barrier()
+    return found
 
 
 SCRIPT = """

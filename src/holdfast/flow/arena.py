@@ -7,6 +7,7 @@ the size of that mount, which containers keep small. The writer process maps the
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 from typing import Any
@@ -20,11 +21,16 @@ ALIGN = 64
 _HUGE = 2 << 20
 
 
+_numbers = itertools.count(1)
+
+
 class Arena:
     """Memory under a file descriptor. `address` changes when it grows."""
 
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
+        self.number = next(_numbers)
+        """No other arena of this process has it, ever; descriptors and addresses are used again."""
         self.size = 0
         self.address = 0
         self._map: mmap.mmap | None = None
@@ -61,6 +67,9 @@ class Arena:
             self._detach()
             os.close(self.fd)
             self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class ArenaMemory:

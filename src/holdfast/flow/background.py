@@ -48,6 +48,8 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
+        self._copying = False
+        """Does a thread in the background copy into the arena?"""
         self._writer = WriterProcess()
         self._pending: Pending | None = None
         self._lock = threading.Lock()
@@ -139,8 +141,12 @@ class Background:
         try:
             return save.run(beside_training=True)
         except BaseException:
-            if self._writer.busy:  # the thread that waits for it was left behind, stuck
+            if self._writer.busy or self._copying:  # the thread that does it was left behind
                 self._writer.kill()
+                self._arena, self._copying = (
+                    None,
+                    False,
+                )  # what it still copies must not get into the next save
             raise
 
     def _put_down(
@@ -159,16 +165,20 @@ class Background:
         about: dict[str, Any],
     ) -> list[WrittenFile]:
         """Copy as much as the budget allows, write it as a file, and so on; the caller waits for the last copy."""
-        assert self._arena is not None
+        arena = self._arena
+        assert arena is not None
         held, limit = work.held, min(work.options.max_file_bytes, budget)
         options = replace(work.options, columns=(), max_file_bytes=limit)
         plan = plan_save(held, replicas, options)
         cuts, digests = split_files(plan, options), witnessed(held, plan)
         made: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
-            staged = stage_wave(held, plan, cut, self._arena)
+            self._copying = True
+            staged = stage_wave(held, plan, cut, arena)
             staged.witnessed = digests
             settle()
+            work.operation.still_wanted()
+            self._copying = False
             if part == len(cuts) - 1:
                 _forget(work)
                 pending.has_staged()

@@ -44,7 +44,7 @@ class WriterProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
-        self._attached: dict[int, int] = {}
+        self._attached: set[int] = set()
         self._number = 0
         self.busy = False
         """Is a job with it? Then a thread of this process may be stuck in what they say to each other."""
@@ -71,7 +71,7 @@ class WriterProcess:
         finally:
             theirs.close()
         self._wire = Wire(mine, FromWriter)
-        self._attached = {}
+        self._attached = set()
 
     def write(
         self,
@@ -87,14 +87,14 @@ class WriterProcess:
         assert wire is not None
         assert process is not None
         self._number += 1
-        job.number, job.arena, job.size = self._number, id(arena), arena.size
+        job.number, job.arena, job.size = self._number, arena.number, arena.size
         ready = select.poll()  # select() knows no descriptor above 1023
         ready.register(wire.socket, select.POLLIN)
         self.busy = True
         try:
-            if self._attached.get(id(arena)) != arena.fd:
-                wire.send(Attach(id(arena)), arena.fd)
-                self._attached[id(arena)] = arena.fd
+            if arena.number not in self._attached:
+                wire.send(Attach(arena.number), arena.fd)
+                self._attached.add(arena.number)
             wire.send(job)
             while True:
                 still_wanted()

@@ -106,6 +106,8 @@ class Pending:
         try:
             return future.result(timeout)
         except concurrent.futures.TimeoutError:
+            if future.done() or timeout is None:
+                raise  # it is the error of the save itself
             where = self.progress()
             raise DeadlineExceeded(
                 f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, with "

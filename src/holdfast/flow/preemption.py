@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from holdfast.deadline import REAL_CLOCK, Deadline
 from holdfast.errors import RosterLost
@@ -20,6 +22,10 @@ LANE = "preemption"
 ASKED = "asked"
 POLL = 0.5
 """Seconds between two looks at whether another rank wants to stop."""
+
+
+_made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many there were already, by participants: the same on all ranks."""
 
 
 class Preemption:
@@ -53,9 +59,10 @@ class Preemption:
         self._deadline: Deadline | None = None
         self._wanted = threading.Event()
         self._closed = threading.Event()
-        self._asked = (
-            f"preemption://{ASKED}/{'-'.join(map(str, who)) if len(who) < self._roster.world_size else 'all'}"
-        )
+        made = _made.setdefault(self._roster, Counter())
+        made[who] += 1  # a stop that was asked for before is not this one's
+        here = "-".join(map(str, who)) if len(who) < self._roster.world_size else "all"
+        self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
         self._together = Together(
