@@ -23,23 +23,25 @@ COPY, PEERS, COMMIT, LOOP = 1 / 1.15, 2.0, 1 / 1.5, 1 / 1.1
 
 
 def local_state(rank: int, nbytes: int) -> dict[str, Any]:
+    """`nbytes` of them on this rank."""
     import torch
 
-    rows = nbytes // RANKS // TENSORS // 4096
+    rows = nbytes // TENSORS // 4096
     made = torch.Generator().manual_seed(rank)
     return {f"w{number}": torch.randn(rows, 1024, generator=made) for number in range(TENSORS)}
 
 
 def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[str, list[float]]:
-    """Seconds of each measurement on this rank."""
+    """Seconds of each measurement on this rank, which has `nbytes`."""
     import torch
+    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
     import holdfast
 
     state = local_state(rank.index, nbytes)
-    mesh = init_device_mesh("cpu", (RANKS,))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     tensors = {name: DTensor.from_local(value, mesh, [Shard(0)]) for name, value in state.items()}
     warm = {name: torch.empty_like(value).copy_(value) for name, value in state.items()}
     found: dict[str, list[float]] = {}
@@ -226,6 +228,34 @@ def writer_start(folder: Path) -> tuple[float, float]:
     return took, process.memory_full_info().uss / 2**20
 
 
+def from_gpu(folder: Path, reps: int, nbytes: int) -> tuple[list[float], list[float]]:
+    """Seconds that a save of one GPU's tensors blocks, and those of a plain copy of them into pinned memory."""
+    import torch
+
+    import holdfast
+
+    state = {f"w{number}": torch.randn(nbytes // 64 // 4, device="cuda") for number in range(64)}
+    pinned = {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
+    ours, copies = [], []
+    for rep in range(reps + 1):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        pending = holdfast.async_save(state, folder / "gpu", no_dist=True)
+        ours.append(time.perf_counter() - begun)
+        pending.committed()
+        begun = time.perf_counter()
+        for name, value in state.items():
+            pinned[name].copy_(value, non_blocking=True)
+        torch.cuda.synchronize()
+        copies.append(time.perf_counter() - begun)
+        if rep == 0:  # bit for bit, before the times count
+            back = {name: torch.zeros_like(value) for name, value in state.items()}
+            holdfast.load(back, folder / "gpu", no_dist=True)
+            assert all(torch.equal(back[name], state[name]) for name in state)
+            del back
+    return ours[1:], copies[1:]
+
+
 def run(bench: Bench) -> None:
     nbytes = BYTES // 16 if bench.quick else BYTES
     with scratch("tmpfs") as folder:
@@ -233,7 +263,9 @@ def run(bench: Bench) -> None:
             found = attempt(
                 bench,
                 which,
-                lambda: run_ranks(sides, RANKS, (str(folder), nbytes, bench.reps, which), limit_s=500),  # noqa: B023
+                lambda: run_ranks(
+                    sides, RANKS, (str(folder), nbytes // RANKS, bench.reps, which), limit_s=500
+                ),  # noqa: B023
             )
             if not found:
                 continue
@@ -258,6 +290,21 @@ def run(bench: Bench) -> None:
                     limit=COMMIT,
                 )
             bench.compare(f"blocking time / {which}", blocked, slowest(found, "theirs"), "s", limit=PEERS)
+        cores = len(os.sched_getaffinity(0))
+        alone = attempt(
+            bench,
+            "as many ranks as cores",
+            lambda: run_ranks(sides, cores, (str(folder), nbytes // RANKS, bench.reps, ""), limit_s=300),
+        )
+        if alone:
+            bench.compare(
+                f"blocking time, as many ranks ({cores}) as cores, {nbytes // RANKS / 2**20:.0f} MiB each / plain copy",
+                slowest(alone, "blocked"),
+                slowest(alone, "copy"),
+                "s",
+                limit=COPY,
+                note="the same, where ranks that are done first take no core from those that still copy",
+            )
         beside_raw = attempt(
             bench,
             "training loop",
@@ -273,6 +320,17 @@ def run(bench: Bench) -> None:
                 limit=LOOP,
                 higher_is_better=True,
                 note=f"alone {sorted(only['alone'])[len(only['alone']) // 2]:,.0f} steps/s",
+            )
+        import torch
+
+        if torch.cuda.is_available():
+            ours, pinned = from_gpu(folder, bench.reps, (1 if bench.quick else 10) * 10**9)
+            bench.compare(
+                "blocking time of a warm save of a GPU's tensors / copy into pinned memory",
+                ours,
+                pinned,
+                "s",
+                limit=0.9,
             )
         seconds, memory = writer_start(folder)
         bench.target("first job of a new writer process, start included", [seconds], 0.3, "s")

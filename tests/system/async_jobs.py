@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast.errors import HoldfastError
 from holdfast.flow.background import background
 from holdfast.format.digest import digest, hex_digest
 from tests.system.jobs import moe_state
@@ -151,6 +152,29 @@ def skipping(rank: int, folder: str) -> tuple[list[str], list[int]]:
         run.close()
         stop()
         return found, run.steps()
+
+
+def two_in_flight(rank: int, folder: str) -> list[str]:
+    """Saves in a row where two may be under way, and the third of them fails."""
+    with holdfast.Checkpoints(f"{folder}/warm", in_flight=2, **HOW) as run:
+        for step in range(2):
+            run.save(step, moe_state(rank, step))
+    stop = slow_reports(1.0) if rank == 3 else lambda: None
+    said, begun = [], []
+    with holdfast.Checkpoints(folder, in_flight=2, keep=3, **HOW) as run:
+        for step in range(6):
+            state = moe_state(rank, step)
+            if step == 2 and rank == 5:
+                state["other"] = object  # what can't be saved
+            try:
+                begun.append(run.save(step, state))
+                said.append(f"{sum(not pending.done() for pending in begun if pending)} under way")
+            except HoldfastError as error:
+                said.append(f"{type(error).__name__} {error.rank}")
+            spoil(state)
+        run.close()
+        stop()
+        return said
 
 
 def slow_reports(seconds: float) -> Any:

@@ -107,6 +107,18 @@ def test_a_save_is_skipped_on_all_ranks_or_on_none(world: ProcessWorld, tmp_path
     assert steps == [step for step, verdict in enumerate(verdicts) if verdict == "began"]
 
 
+def test_two_saves_are_under_way_at_once(world: ProcessWorld, tmp_path: Path) -> None:
+    found = world.run(jobs.two_in_flight, str(tmp_path), timeout=60)
+    for said in found:
+        assert said[:2] == ["1 under way", "2 under way"], said
+        assert said[4] == "BadInput 5", (
+            said
+        )  # the third waits for the first, and so on: the fifth for the third
+        assert "2 under way" in said[2:], said
+    for step in (1, 3, 5):
+        world.run(load_job, str(tmp_path / f"step-{step:08d}"), step, {})
+
+
 def test_all_ranks_stop_at_the_same_step(world: ProcessWorld) -> None:
     found = world.run(jobs.stopping, 5, 40, timeout=60)
     assert {step for step, _ in found} == {found[0][0]}
@@ -362,12 +374,25 @@ def test_a_part_of_an_arena_reads_as_the_whole_row() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_saved_from_a_gpu_is_the_state_at_the_call(tmp_path: Path) -> None:
-    state = {"w": torch.randn(1 << 24, device="cuda"), "view": torch.randn(64, 64, device="cuda").t()}
-    want = {name: value.clone() for name, value in state.items()}
-    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True)
-    for value in state.values():
-        value.fill_(-1.0)
-    pending.committed(60)
-    holdfast.load(state, tmp_path / "a", no_dist=True)
+@pytest.mark.parametrize("budget", [None, 24 << 20])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_saved_from_a_gpu_is_the_state_at_the_call(
+    budget: int | None, stream: bool, tmp_path: Path
+) -> None:
+    names = [f"w{number}" for number in range(4)]
+    with torch.cuda.stream(torch.cuda.Stream() if stream else torch.cuda.current_stream()):
+        state = {name: torch.randn(1 << 22, device="cuda") for name in names}
+        state["view"] = torch.randn(64, 64, device="cuda").t()
+        state["host"] = torch.randn(1 << 20)
+        torch.cuda._sleep(1 << 28)  # what was given to the stream before comes before
+        state["w0"].add_(1.0)
+        want = {name: value.clone() for name, value in state.items()}
+        pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=budget)
+        for value in state.values():
+            value.fill_(-1.0)
+        pending.committed(60)
+        arena = background()._arena
+        assert arena is not None
+        assert arena.unpin is not None
+        holdfast.load(state, tmp_path / "a", no_dist=True)
     assert all(torch.equal(state[name], want[name]) for name in want)

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.adapters.memory import TensorMemory
 from holdfast.adapters.tensors import spec_of
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box
+from holdfast.layout.box import Box, Dims
 from holdfast.plan.holding import Holding
 
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
+Cuts = tuple[tuple[int, int, int], ...]
+"""For each mesh dimension that cuts a dimension of a tensor: parts, index, split_factor."""
 
 
 def is_dtensor(value: Any) -> bool:
@@ -71,13 +74,59 @@ def local_runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
     return runs
 
 
-def _cuts(value: Any, name: str) -> tuple[list[list[tuple[int, int, int]]], tuple[int, int]]:
+class Pieces(NamedTuple):
+    """Where the parts of a local tensor lie in the whole one."""
+
+    shape: Dims
+    """Of the local tensor."""
+    parts: tuple[tuple[tuple[slice, ...], Box], ...]
+    """Of the local tensor, and of the whole."""
+
+
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
+    """What a rank holds of a tensor of `shape`; `cuts`: those of each dimension, as `local_runs` takes them."""
+    runs = [local_runs(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+    starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
+    parts = []
+    for pick in itertools.product(*(range(len(axis)) for axis in runs)):
+        at = list(enumerate(pick))
+        box = Box(tuple(runs[d][i][0] for d, i in at), tuple(runs[d][i][1] for d, i in at))
+        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in at), box))
+    return Pieces(tuple(start[-1] for start in starts), tuple(parts))
+
+
+class Place(NamedTuple):
+    """A mesh as this rank sees it. torch computes each of these anew at every question."""
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+
+
+def place_in(mesh: Any) -> Place:
+    known: Place | None = getattr(mesh, "_holdfast_place", None)
+    if known is None:
+        coordinate = mesh.get_coordinate()
+        here = None if coordinate is None else tuple(map(int, coordinate))
+        known = mesh._holdfast_place = Place(tuple(map(int, mesh.mesh.shape)), here)
+    return known
+
+
+def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
+    """Does the mesh contain just the participants? The answer is kept for as long as they are the same object."""
+    known: tuple[tuple[int, ...], bool] | None = getattr(mesh, "_holdfast_spans", None)
+    if known is None or known[0] is not everyone:
+        known = mesh._holdfast_spans = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
+    return known[1]
+
+
+def _cuts(value: Any, name: str, place: Place) -> tuple[tuple[Cuts, ...], tuple[int, int]]:
     """For each tensor dimension its cuts, and (index, count) over the replicated mesh dimensions."""
-    mesh, coordinate = value.device_mesh, value.device_mesh.get_coordinate()
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in value.shape]
+    assert place.coordinate is not None
+    cuts: list[Cuts] = [()] * len(value.shape)
     index, count = 0, 1
     for axis, placement in enumerate(value.placements):
-        parts, here = int(mesh.size(axis)), int(coordinate[axis])
+        parts, here = place.sizes[axis], place.coordinate[axis]
         if placement.is_partial():
             raise BadInput(
                 f"{name!r} is a DTensor with a pending reduction ({placement}) over mesh dimension {axis}; "
@@ -86,8 +135,8 @@ def _cuts(value: Any, name: str) -> tuple[list[list[tuple[int, int, int]]], tupl
         if placement.is_replicate():
             index, count = index * parts + here, count * parts
         else:
-            cuts[placement.dim].append((parts, here, int(getattr(placement, "split_factor", 1))))
-    return cuts, (index, count)
+            cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
+    return tuple(cuts), (index, count)
 
 
 def add_dtensor(
@@ -101,12 +150,12 @@ def add_dtensor(
     local: torch.Tensor = value._local_tensor  # to_local() would record autograd and may communicate
     if hasattr(local, "wait"):  # an AsyncCollectiveTensor: its data is not there before this
         local = local.wait()
-    if value.device_mesh.get_coordinate() is None:
+    place = place_in(value.device_mesh)
+    if place.coordinate is None:
         return
     spec = spec_of(name, local, value.shape)
-    cuts, replica = _cuts(value, name)
-    runs = [local_runs(size, cut) for size, cut in zip(spec.shape, cuts, strict=True)]
-    expected = tuple(sum(length for _, length in axis) for axis in runs)
+    cuts, replica = _cuts(value, name, place)
+    expected, parts = pieces(spec.shape, cuts)
     if tuple(local.shape) != expected and (local.numel() or all(expected)):
         raise BadInput(
             f"{name!r}: the local tensor has shape {tuple(local.shape)}, but its placements {value.placements} "
@@ -115,24 +164,9 @@ def add_dtensor(
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = replica
-    starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
-    any_box = False
-    for pick in itertools.product(*(range(len(axis)) for axis in runs)):
-        box = Box(
-            tuple(runs[d][i][0] for d, i in enumerate(pick)), tuple(runs[d][i][1] for d, i in enumerate(pick))
-        )
-        part = local[tuple(slice(starts[d][i], starts[d][i] + runs[d][i][1]) for d, i in enumerate(pick))]
-        held.add(spec, box, declared, False, TensorMemory(part.detach()))
-        any_box = True
-    if not any_box:  # a trailing empty shard: the name is known here all the same
+    for slices, box in parts:
+        part = local.detach() if len(parts) == 1 else local[slices].detach()
+        held.add(spec, box, declared, False, TensorMemory(part))
+    if not parts:  # a trailing empty shard: the name is known here all the same
         empty = tuple(0 for _ in spec.shape)
         held.add(spec, Box(empty, empty), (0, 1), False, TensorMemory(local.detach()))
-
-
-def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
-    """Does the mesh contain just the participants?"""
-    ranks = getattr(mesh, "_holdfast_ranks", None)
-    if ranks is None:
-        ranks = frozenset(mesh.mesh.flatten().tolist())
-        mesh._holdfast_ranks = ranks
-    return bool(ranks == frozenset(everyone))

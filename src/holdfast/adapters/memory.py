@@ -8,6 +8,9 @@ bfloat16 and float8 have no NumPy type.
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +41,7 @@ class TensorMemory:
     def gather(self, box: Box, out: Buffer) -> None:
         part = self.tensor.detach()[box.slices()]
         target = _wrap(out, part.dtype).view(part.shape)
-        target.copy_(part)
+        target.copy_(part, non_blocking=_here.not_waiting)
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         with torch.no_grad():
@@ -46,10 +49,21 @@ class TensorMemory:
             part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
 
 
-def wait_for_devices() -> None:
-    """Until copies from a GPU have arrived."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().synchronize()
+class _Here(threading.local):
+    not_waiting = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """Copies from a GPU that this thread makes inside are only begun; whoever asked for this waits for them."""
+    _here.not_waiting = True
+    try:
+        yield
+    finally:
+        _here.not_waiting = False
 
 
 def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:

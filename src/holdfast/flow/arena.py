@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class Arena:
         """No other arena of this process has it, ever; descriptors and addresses are used again."""
         self.size = 0
         self.address = 0
+        self.unpin: Callable[[], object] | None = None
+        """Undoes the pinning of the pages, if they are pinned."""
         self._map: mmap.mmap | None = None
         self._keep: Any = None
         if fd is not None:
@@ -53,6 +56,9 @@ class Arena:
             self.address, self.size = ctypes.addressof(self._keep), size
 
     def _detach(self) -> None:
+        if self.unpin is not None:
+            self.unpin()
+            self.unpin = None
         self._keep = None
         if self._map is not None:
             self._map.close()

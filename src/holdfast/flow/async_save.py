@@ -6,10 +6,9 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from holdfast.adapters.memory import wait_for_devices
 from holdfast.adapters.state import flatten
 from holdfast.errors import BadInput
-from holdfast.flow.background import LANE, background
+from holdfast.flow.background import background, lane
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import PREVIOUS, Save
 from holdfast.flow.world import find_roster, the_place
@@ -56,7 +55,7 @@ def async_save(
     anything was started.
     """
     store = open_store(the_place(path, checkpoint_id))
-    found = find_roster(roster, no_dist).lane(LANE)
+    found = find_roster(roster, no_dist).lane(lane())
     return async_save_into(
         store,
         lambda: Save(
@@ -85,11 +84,16 @@ def async_save(
 
 
 def async_save_into(
-    store: Store, make: Callable[[], Save], step: int | None, host_memory_budget: int | None, retries: int
+    store: Store,
+    make: Callable[[], Save],
+    step: int | None,
+    host_memory_budget: int | None,
+    retries: int,
+    slot: int = 0,
 ) -> Pending:
-    """`async_save` of what `make` reads, whose roster is a lane."""
+    """`async_save` of what `make` reads, whose roster is the lane of a slot."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
     if host_memory_budget is not None and host_memory_budget < 1:
         raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {host_memory_budget!r}.")
-    return background().save(make, store.url, step, host_memory_budget, retries, wait_for_devices)
+    return background(slot).save(make, store.url, step, host_memory_budget, retries)

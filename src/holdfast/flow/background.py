@@ -22,11 +22,12 @@ from typing import Any
 from holdfast.adapters.memory import BytesMemory
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.flow.arena import Arena
+from holdfast.flow.devices import DeviceCopies
 from holdfast.flow.helper import WriterProcess
 from holdfast.flow.operation import read_state
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import Save, SaveReport, Work
-from holdfast.flow.stage import Staged, stage, stage_wave, witnessed
+from holdfast.flow.stage import Into, Staged, stage, stage_wave, witnessed
 from holdfast.flow.wire import Job
 from holdfast.flow.write import WrittenFile, discard, split_files
 from holdfast.flow.writer import write_job
@@ -37,14 +38,13 @@ from holdfast.plan.save import plan_save
 from holdfast.store.local import LocalStore
 
 log = logging.getLogger("holdfast")
-LANE = "async"
 PutDown = Callable[[Work, list[Replica], dict[str, Any]], list[WrittenFile]]
 EXIT_GRACE = 30.0
 """Seconds that pending saves are waited for when the process ends by an exception."""
 
 
 class Background:
-    """One of these a process. At most one save is under way; the next waits for it."""
+    """One save under way at most; the next waits for it. Arenas and processes are not shared between slots."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
@@ -62,7 +62,6 @@ class Background:
         step: int | None,
         budget: int | None,
         retries: int,
-        settle: Callable[[], None],
     ) -> Pending:
         """Stage what `make` reads, and save it in the background. Waits for the save before this one."""
         if self._pid != os.getpid():
@@ -74,7 +73,8 @@ class Background:
             self._writer.start()
             pending = Pending(path, step)
             save = make()
-            staged = self._stage(save, budget, settle)
+            into = DeviceCopies(save.work.held).into
+            staged = self._stage(save, budget, into)
             pending.attempt(save)
             self._pending = pending
             if staged is not None:
@@ -83,7 +83,7 @@ class Background:
                 put_down = partial(self._put_down, staged)
             else:
                 assert budget is not None
-                put_down = partial(self._in_waves, pending, budget, settle)
+                put_down = partial(self._in_waves, pending, budget, into)
                 retries = 0  # the state that another attempt would copy is not this one any more
             pending.start(lambda: self._run(pending, save, put_down, retries))
             try:
@@ -102,7 +102,7 @@ class Background:
                 self._pending.upload_completion.result()
             self._pending = None
 
-    def _stage(self, save: Save, budget: int | None, settle: Callable[[], None]) -> Staged | None:
+    def _stage(self, save: Save, budget: int | None, into: Into) -> Staged | None:
         """What was copied; None if it has to be copied in waves."""
         work = save.work
         found: list[Staged | None] = []
@@ -111,8 +111,7 @@ class Background:
             if self._arena is None:
                 self._arena = Arena()
             begun = time.monotonic()
-            staged = stage(work.held, work.options, self._arena, budget)
-            settle()
+            staged = stage(work.held, work.options, self._arena, budget, into)
             found.append(staged)
             if staged is not None:
                 seconds = time.monotonic() - begun
@@ -159,7 +158,7 @@ class Background:
         self,
         pending: Pending,
         budget: int,
-        settle: Callable[[], None],
+        into: Into,
         work: Work,
         replicas: list[Replica],
         about: dict[str, Any],
@@ -174,9 +173,8 @@ class Background:
         made: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
             self._copying = True
-            staged = stage_wave(held, plan, cut, arena)
+            staged = stage_wave(held, plan, cut, arena, into)
             staged.witnessed = digests
-            settle()
             work.operation.still_wanted()
             self._copying = False
             if part == len(cuts) - 1:
@@ -259,15 +257,20 @@ def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
 
 
 _COPIED = BytesMemory(b"")
-_background: Background | None = None
+_slots: dict[int, Background] = {}
 _lock = threading.Lock()
 
 
-def background() -> Background:
-    """This process's."""
-    global _background
+def background(slot: int = 0) -> Background:
+    """This process's. There are as many as saves that may be under way at once."""
     with _lock:
-        if _background is None or _background._pid != os.getpid():
-            _background = Background()
-            atexit.register(_background.drain)
-        return _background
+        known = _slots.get(slot)
+        if known is None or known._pid != os.getpid():
+            known = _slots[slot] = Background()
+            atexit.register(known.drain)
+        return known
+
+
+def lane(slot: int = 0) -> str:
+    """The lane of the roster on which saves of a slot meet those of other ranks."""
+    return f"async-{slot}"

@@ -17,11 +17,11 @@ from holdfast.store.base import Store
 class Checkpoints(Steps):
     """The steps of one run, `run/step-00000100/` and so on.
 
-    A save is asynchronous: it copies the state and goes on in the background, at most one at a time. `keep` is how many
+    A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time. `keep` is how many
     committed steps stay (None: all); older ones go after a newer one is committed, never before. Use it as a context
-    manager, or call `close()`, before the process group is destroyed: both wait for the save that is under way.
+    manager, or call `close()`, before the process group is destroyed: both wait for what is under way.
 
-    asynchronous, on_busy, on_failure, host_memory_budget: see `holdfast.flow.steps.Steps`.
+    asynchronous, in_flight, on_busy, on_failure, host_memory_budget: see `holdfast.flow.steps.Steps`.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -37,8 +37,8 @@ class Checkpoints(Steps):
     ) -> Pending | None:
         """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is durable.
 
-        At most one save is under way; while there is one, `on_busy` says what this does (None is returned for a save that
-        was skipped). If the save before it failed, this raises its error, on all ranks, and begins nothing.
+        While `in_flight` saves are under way, `on_busy` says what this does (None is returned for a save that was skipped).
+        If the save that it waits for failed, this raises its error, on all ranks, and begins nothing.
         `expected="previous"` compares names with the newest committed step's.
         """
 

@@ -8,6 +8,8 @@ agreed later, while training goes on.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,6 +24,8 @@ from holdfast.plan.holding import Holding, contiguous_at
 from holdfast.plan.save import SavePlan, plan_save
 
 MiB = 1 << 20
+Into = Callable[[Arena], AbstractContextManager[None]]
+"""What copies into an arena are made in; they have arrived when it is left."""
 
 
 class Copy(NamedTuple):
@@ -44,7 +48,7 @@ class Staged:
     nbytes: int = 0
 
 
-def stage(held: Holding, options: Options, arena: Arena, budget: int | None) -> Staged | None:
+def stage(held: Holding, options: Options, arena: Arena, budget: int | None, into: Into) -> Staged | None:
     """Copy what this rank writes; None if it is more than `budget` bytes, and has to be copied in waves."""
     replicas = [declared or (0, 1) for declared in held.replicas]
     plan = plan_save(held, replicas, replace(options, columns=()))  # panels of columns don't lie in one piece
@@ -52,17 +56,22 @@ def stage(held: Holding, options: Options, arena: Arena, budget: int | None) -> 
     if budget is not None and size > budget:
         _check_one_wave(held, copies, size, budget)
         return None
-    arena.reserve(size)
-    staged = Staged(_copy(held, copies, arena), nbytes=sum(copy.nbytes for copy in copies))
+    staged = _copied(held, copies, size, arena, into)
     staged.witnessed = witnessed(held, plan_save(held, replicas, options) if options.columns else plan)
     return staged
 
 
-def stage_wave(held: Holding, plan: SavePlan, cut: tuple[int, int], arena: Arena) -> Staged:
+def stage_wave(held: Holding, plan: SavePlan, cut: tuple[int, int], arena: Arena, into: Into) -> Staged:
     """Copy some of a plan's chunks."""
     copies, size = _copies(held, plan, *cut)
+    return _copied(held, copies, size, arena, into)
+
+
+def _copied(held: Holding, copies: list[Copy], size: int, arena: Arena, into: Into) -> Staged:
     arena.reserve(size)
-    return Staged(_copy(held, copies, arena), nbytes=sum(copy.nbytes for copy in copies))
+    with into(arena):
+        base = _copy(held, copies, arena)
+    return Staged(base, nbytes=sum(copy.nbytes for copy in copies))
 
 
 def witnessed(held: Holding, plan: SavePlan) -> Witnessed:

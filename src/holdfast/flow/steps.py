@@ -6,6 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Self, TypeVar
@@ -19,7 +21,7 @@ from holdfast.errors import (
     Replaced,
 )
 from holdfast.flow.async_save import async_save_into
-from holdfast.flow.background import EXIT_GRACE, LANE
+from holdfast.flow.background import EXIT_GRACE, lane
 from holdfast.flow.operation import agree
 from holdfast.flow.pending import Pending, finished
 from holdfast.flow.retention import INDEX, committed_steps, remove_step, step_folder, surplus
@@ -43,10 +45,13 @@ class Steps:
 
     keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never before.
     asynchronous: `save` returns once the state is copied; else once it is committed.
-    on_busy: what `save` does while the save before it is under way: "wait" for it, or "skip" this one, on all ranks.
-    on_failure: of a save in the background: "raise" its error on all ranks at the next `save`, `restore` or `close`;
+    in_flight: how many saves may be under way at once. Each has a copy of the state and a writer process of its own.
+    on_busy: what `save` does while as many are under way: "wait" for the oldest, or "skip" this one, on all ranks.
+    on_failure: of a save in the background: "raise" its error on all ranks at the next `save` that waits for it (with one in flight: the
+        next), at `restore` or `close`;
         "warn" of it and go on; "retry(3)": try three times more, then raise.
-    host_memory_budget: bytes that the copy of an asynchronous save may take on this rank; a larger state is copied in waves.
+    host_memory_budget: bytes that copies of asynchronous saves may take on this rank, in equal parts; a state that is larger
+        than its part is copied in waves.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -61,6 +66,7 @@ class Steps:
         *,
         keep: int | None = None,
         asynchronous: bool = True,
+        in_flight: int = 1,
         on_busy: str = "wait",
         on_failure: str = "raise",
         host_memory_budget: int | None = None,
@@ -75,6 +81,8 @@ class Steps:
     ) -> None:
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise BadInput(f"keep must be at least 1, or None to keep every step, not {keep!r}.")
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):
             raise BadInput(f"on_busy must be 'wait' or 'skip', not {on_busy!r}.")
         tries = _RETRY.fullmatch(on_failure)
@@ -84,8 +92,11 @@ class Steps:
         self.keep = keep
         self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
         self._retries = int(tries[1]) if tries else 0
-        self._budget = host_memory_budget
-        self._pending: Pending | None = None
+        self._budget = None if host_memory_budget is None else host_memory_budget // in_flight
+        self._in_flight, self._begun = in_flight, 0
+        self._pending: deque[Pending] = deque()
+        self.tidying = threading.Lock()
+        """What follows a commit is done for one step at a time."""
         self._given_roster = roster
         self._no_dist = no_dist
         self._who: dict[str, Any] = {
@@ -106,8 +117,18 @@ class Steps:
         return list(committed_steps(self.store, self.marks))
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the save that is under way; raises its error, on all ranks. Ends by that save's own deadline."""
-        self._settle(timeout)
+        """Wait for the saves that are under way; raises the first error, on all ranks. Ends by their own deadlines."""
+        first: HoldfastError | None = None
+        while self._pending:
+            waiting = len(self._pending)
+            try:
+                self._settle(timeout=timeout)
+            except HoldfastError as error:
+                if len(self._pending) == waiting:
+                    raise  # it goes on
+                first = first or error
+        if first is not None:
+            raise first
 
     def __enter__(self) -> Self:
         return self
@@ -121,19 +142,19 @@ class Steps:
         except Exception as failure:
             log.warning("%s", failure)
 
-    def _settle(self, timeout: float | None = None) -> None:
-        """See how the last save ended."""
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            pending.committed(timeout)
-        except BaseException:
-            if not pending.done():
-                raise  # it goes on
-            self._pending = None
-            self._failed(pending)
-        self._pending = None
+    def _settle(self, leave: int = 0, timeout: float | None = None) -> None:
+        """See how the oldest saves ended, until so many are left that may be under way."""
+        while len(self._pending) > leave:
+            pending = self._pending[0]
+            try:
+                pending.committed(timeout)
+            except BaseException:
+                if not pending.done():
+                    raise  # it goes on
+                self._pending.popleft()
+                self._failed(pending)
+            else:
+                self._pending.popleft()
 
     def _failed(self, pending: Pending) -> None:
         error = pending.upload_completion.exception()
@@ -143,21 +164,24 @@ class Steps:
         log.warning("A save in the background failed: %s", error)
 
     def _save(self, make: Callable[[Roster], Save], step: int) -> Pending | None:
-        """Begin what `make` reads; None if it was skipped because another is under way on some rank."""
+        """Begin what `make` reads; None if it was skipped because too many are under way on some rank."""
         if self._skips and self._asynchronous and self._is_busy(step):
             return None
-        self._settle()
+        self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
         if self._asynchronous:
-            lane = self._roster().lane(LANE)
-            self._pending = async_save_into(
-                self._folder(step), lambda: make(lane), step, self._budget, self._retries
+            slot = self._begun % self._in_flight  # that of the oldest, which has ended
+            beside = self._roster().lane(lane(slot))
+            pending = async_save_into(
+                self._folder(step), lambda: make(beside), step, self._budget, self._retries, slot
             )
-            return self._pending
+            self._begun += 1
+            self._pending.append(pending)
+            return pending
         return finished(make(self._roster()).run(), step)
 
     def _is_busy(self, step: int) -> bool:
-        """Is a save under way on any rank? All must answer alike, so they ask each other."""
-        mine = self._pending is not None and not self._pending.done()
+        """Would a save have to wait on any rank? All must answer alike, so they ask each other."""
+        mine = len(self._pending) == self._in_flight and not self._pending[0].done()
         title = f"question whether to skip step {step} in {self.store.url}"
         place = f"{self.store.url}|busy"
         return bool(
@@ -185,11 +209,12 @@ class Steps:
 
     def _retire(self, step: int) -> None:
         """Remove steps beyond `keep`, the one just saved never among them."""
-        found = committed_steps(self.store)
-        for old in surplus(found, self.keep):
-            if old != step:
-                with suppress(HoldfastError):  # the next save tries again
-                    remove_step(self.store, found[old])
+        with self.tidying:
+            found = committed_steps(self.store)
+            for old in surplus(found, self.keep):
+                if old != step:
+                    with suppress(HoldfastError):  # the next save tries again
+                        remove_step(self.store, found[old])
 
     def _load(self, load: Callable[[Store], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""

@@ -26,6 +26,8 @@ from holdfast.store.local import open_store
 
 TELL_EVERY = 0.05
 """Seconds between two messages of progress."""
+YIELDS = 10
+"""Training goes first where cores are short; a copy that is under way on another rank, too."""
 
 
 class _Process:
@@ -105,6 +107,7 @@ def _holding(job: Job, arena: Arena) -> Holding:
 
 def main(fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+    os.nice(YIELDS)
     process = _Process(socket.socket(fileno=fd))
     threading.Thread(target=process.listen, name="holdfast-listen", daemon=True).start()
     process.work()

@@ -17,7 +17,7 @@ from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_sav
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, LoadFailed, MissingTensors
 from holdfast.flow.async_save import async_save_into
-from holdfast.flow.background import LANE
+from holdfast.flow.background import lane
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree, read_state, within
 from holdfast.flow.retention import INDEX, step_of
@@ -93,7 +93,7 @@ def save(
     if not async_sharded_save:
         make(found).run()
         return None
-    pending = async_save_into(store, lambda: make(found.lane(LANE)), step, None, 0)
+    pending = async_save_into(store, lambda: make(found.lane(lane())), step, None, 0)
     together = Together(
         f"choice of the call that finalizes the save of {store.url}",
         f"{store.url}|finalize",

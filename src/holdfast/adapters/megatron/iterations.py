@@ -44,7 +44,7 @@ class Checkpoints(Steps):
     ) -> Pending | None:
         """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is durable.
 
-        What holds for `holdfast.Checkpoints.save` holds here: at most one save is under way.
+        What holds for `holdfast.Checkpoints.save` holds here: at most `in_flight` saves are under way.
         """
 
         def make(roster: Roster) -> Save:
@@ -86,8 +86,9 @@ class Checkpoints(Steps):
     def _committed(self, iteration: int) -> None:
         mark(self._folder(iteration))
         self._retire(iteration)
-        newest = max(committed_steps(self.store, self.marks), default=iteration)
-        try:
-            replace_file(self.store, TRACKER, str(newest).encode())
-        except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
-            log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)
+        with self.tidying:
+            newest = max(committed_steps(self.store, self.marks), default=iteration)
+            try:
+                replace_file(self.store, TRACKER, str(newest).encode())
+            except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
+                log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)
