@@ -264,7 +264,10 @@ def run(bench: Bench) -> None:
                 bench,
                 which,
                 lambda: run_ranks(
-                    sides, RANKS, (str(folder), nbytes // RANKS, bench.reps, which), limit_s=500  # noqa: B023
+                    sides,
+                    RANKS,
+                    (str(folder), nbytes // RANKS, bench.reps, which),  # noqa: B023
+                    limit_s=500,
                 ),
             )
             if not found:
