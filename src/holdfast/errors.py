@@ -13,6 +13,7 @@
     │   ├── MissingTensors       the state asks for names that the checkpoint does not hold
     │   └── ShapeMismatch        same name, other shape or dtype
     ├── CorruptCheckpoint        bytes on disk are not what was written
+    ├── GroupsFailed             process groups could not be opened, warmed up or closed
     ├── RankFailed               another rank raised, died or stopped making progress
     │   └── DeadlineExceeded     the time given for the call has passed
     ├── CommitUnconfirmed        the save may or may not have been committed; look with `latest`
@@ -146,6 +147,10 @@ class ShapeMismatch(LoadFailed):
 
 class CorruptCheckpoint(HoldfastError):
     """Bytes in storage are not what was written: which file, where, and what was expected."""
+
+
+class GroupsFailed(HoldfastError):
+    """A process group could not be opened, warmed up or closed: which, on which rank, and why."""
 
 
 class RankFailed(HoldfastError):

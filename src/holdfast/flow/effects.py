@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.deadline import Clock, Deadline
+from holdfast.errors import HoldfastError
 from holdfast.flow.phases import TRANSITIONS, Table
 from holdfast.roster.base import Message
 
@@ -68,6 +69,8 @@ class Context:
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""
+    hint: str = "Nothing was committed; what was committed before is untouched."
+    """What an error adds that names ranks which are missing."""
     round: int = 0
     """How many calls these participants had brought to a good end before this one."""
 
@@ -129,6 +132,32 @@ class SaveWork(Protocol):
 
     def is_committed(self) -> bool:
         """Does the index in storage name this rank's files?"""
+        ...
+
+
+class TurnWork(Protocol):
+    """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for by `poll`."""
+
+    def mine(self) -> Message:
+        """What the committer must know of this rank before any of them acts."""
+        ...
+
+    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+        """Committer: for each rank its answer; raises if ranks don't fit together. Nothing was done yet."""
+        ...
+
+    def begin(self, answer: Message) -> None: ...
+
+    def poll(self) -> Message | None:
+        """This rank's report once it has acted; raises what it met."""
+        ...
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        """Committer: what all ranks return."""
+        ...
+
+    def explain(self, error: HoldfastError) -> HoldfastError:
+        """The error, or a better one: it looks at what other ranks say of themselves."""
         ...
 
 

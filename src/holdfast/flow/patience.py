@@ -53,7 +53,8 @@ class Watch:
                     lost.append(describe(rank, message, at.clock.wall(), "its process has ended"))
                     continue
                 inside = message.get("operation") == at.key
-                beating = message.get("beat") if inside and message.get("waiting_for") is not None else None
+                lives = (inside and message.get("waiting_for") is not None) or message.get("resident")
+                beating = message.get("beat") if lives else None
                 timer.see((message.get("operation"), message.get("phase"), message.get("progress"), beating))
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s"
@@ -102,5 +103,5 @@ class Watch:
             phase=at.phase,
             rank=infos[0].rank,
             missing=tuple(infos),
-            hint="Nothing was committed; what was committed before is untouched.",
+            hint=at.hint,
         )

@@ -44,6 +44,18 @@ LOAD_TRANSITIONS: Table = {
 }
 
 
+TURN_TRANSITIONS: Table = {
+    "entered": {
+        "acting": "the committer has heard all ranks, and answered",
+        "failed": "an error, or `abandoned`",
+    },
+    "acting": {"acted": "this rank has done its part", "failed": "an error, or `abandoned`"},
+    "acted": {"done": "every rank has done its part", "failed": "outcome `abandoned`"},
+    "done": {},
+    "failed": {},
+}
+"""What ranks do together at one time (`turn_steps`): open process groups, warm them up, close them."""
+
 CHOICE_TRANSITIONS: Table = {
     "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},
     "chosen": {},

@@ -29,8 +29,19 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import CommitUnconfirmed, HoldfastError, RosterLost, from_message
-from holdfast.flow.effects import Claim, Context, Do, Get, LoadWork, Pause, Put, SaveWork, Steps
+from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RosterLost, from_message
+from holdfast.flow.effects import (
+    Claim,
+    Context,
+    Do,
+    Get,
+    LoadWork,
+    Pause,
+    Put,
+    SaveWork,
+    Steps,
+    TurnWork,
+)
 from holdfast.flow.patience import ASK, QUOTED, Watch
 from holdfast.roster.base import Message
 
@@ -39,7 +50,8 @@ _STAGES = {
     "told": "list its replicated tensors",
     "written": "write its part",
     "read": "read its part",
-    "asked": "ask",
+    "asked": "enter",
+    "acted": "do its part",
 }
 """What a rank that is waited for has yet to do."""
 
@@ -138,6 +150,54 @@ def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any
         raise abandoned from error.__cause__
 
 
+def turn_steps(at: Context, work: TurnWork) -> Steps:
+    """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all have.
+
+    What a rank does may block for ever, so it goes on beside this, and whoever waits keeps an eye on the others.
+    """
+    try:
+        yield from _refuse_late(at)
+        mine = yield Do("mine", work.mine)
+        if at.leads:
+            asked = yield from _collect(at, "asked", mine, at.participants)
+            answers = yield Do("choose", lambda: work.choose(asked))
+            for rank in at.participants:
+                if rank != at.rank:
+                    yield Put(f"{at.key}/answer/{rank}", answers[rank])
+            answer = answers[at.rank]
+        else:
+            yield Put(at.said("asked", at.rank), mine)
+            answer = yield from _await(at, f"{at.key}/answer/{at.rank}", "answer")
+        at.enter("acting")
+        yield Do("begin", lambda: work.begin(answer))
+        if at.leads:
+            reports = yield from _collect(at, "acted", {}, at.participants, work.poll)
+            reports[at.rank] = yield from _act(at, work)
+            at.enter("acted")
+            value = yield Do("finish", lambda: work.finish(reports))
+            yield Put(f"{at.key}/chosen", value)
+            yield from _claim_agreed(at)
+        else:
+            report = yield from _act(at, work)
+            at.enter("acted")
+            yield Put(at.said("acted", at.rank), report)
+            yield from _await(at, at.outcome, "say that every rank has done its part")
+            value = (yield Get([f"{at.key}/chosen"]))[0]
+        at.enter("done")
+        return value
+    except RosterLost:
+        at.enter("failed")
+        raise
+    except HoldfastError as error:
+        met = error
+        better = yield Do("explain", lambda: work.explain(met))
+        abandoned = yield from _abandon(at, better)
+        if abandoned is None:  # all ranks had done their part
+            at.enter("done")
+            return (yield Get([f"{at.key}/chosen"]))[0]
+        raise abandoned from error.__cause__
+
+
 # -- the parts ------------------------------------------------------------------------------
 
 
@@ -183,14 +243,37 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     return assigned.get(at.rank)
 
 
-def _collect(at: Context, stage: str, mine: Message, ranks: Sequence[int]) -> Steps:
-    """Committer: everybody's message for a stage, or the error that names who is missing."""
+def _act(at: Context, work: TurnWork) -> Steps:
+    """Until this rank has done its part."""
+    watch = Watch(at)
+    at.on_wait([])  # what it does may wait for any of the others
+    while True:
+        report = yield Do("poll", work.poll)
+        if report is not None:
+            at.on_wait(None)
+            return report
+        yield from _raise_if_abandoned(at)
+        if not at.leads:
+            yield from watch.look([at.committer], "do its part")
+        elif at.deadline.passed():
+            raise DeadlineExceeded(f"{at.who} did not do its part in {at.timeout:g} s.", rank=at.rank)
+        yield Pause(at.outcome, watch.patience())
+
+
+def _collect(
+    at: Context, stage: str, mine: Message, ranks: Sequence[int], poll: Callable[[], Any] = lambda: None
+) -> Steps:
+    """Committer: everybody's message for a stage, or the error that names who is missing.
+
+    `poll` raises what this rank itself has met meanwhile.
+    """
     found = {at.rank: mine}
     missing = sorted(rank for rank in ranks if rank != at.rank)
     watch = Watch(at)
     while missing:
         at.on_wait(missing[:QUOTED])
         yield from _raise_if_abandoned(at)
+        yield Do("poll", poll)
         some = missing[:ASK]  # a bounded question, however large the world
         messages = yield Get([at.said(stage, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}

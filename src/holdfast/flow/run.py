@@ -27,7 +27,7 @@ LAST_CALL = 0.5
 
 TIDY = 30.0
 """Seconds after its success that a call waits for the removal of what is not needed any more."""
-SUCCESS = ("committed", "loaded", "chosen")
+SUCCESS = ("committed", "loaded", "chosen", "done")
 
 
 class Cancelled(HoldfastError):

@@ -23,7 +23,8 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
     if roster is not None:
         return roster
     if not no_dist and _torch_is_up():
-        from holdfast.roster.torch_store import TorchRoster, default_store
+        from holdfast.roster.torch_store import TorchRoster
+        from holdfast.torch_private import default_store
 
         store = default_store()
         known = _torch_rosters.get(id(store))

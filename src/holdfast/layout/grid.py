@@ -12,6 +12,9 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from holdfast.errors import BadInput
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
@@ -107,14 +110,17 @@ class Grid:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups that span `axes` (of one view), each with its ranks in order; Megatron's lists."""
+        return [tuple(row) for row in self.table(*axes).tolist()]
+
+    def table(self, *axes: str) -> npt.NDArray[np.int64]:
+        """`groups` as an array: a row each, shape (groups, ranks of a group)."""
         sizes, fast_to_slow = self._view(axes)
-        others = [name for name in fast_to_slow if name not in axes]
-        inside = [name for name in fast_to_slow if name in axes]
-        found = []
-        for outer in itertools.product(*(range(sizes[name]) for name in reversed(others))):
-            fixed = dict(zip(reversed(others), outer, strict=True))
-            found.append(self._members(fixed, inside, sizes))
-        return found
+        slow_to_fast = fast_to_slow[::-1]
+        ranks = np.arange(self.first_rank, self.first_rank + self.world, dtype=np.int64)
+        shaped = ranks.reshape([sizes[name] for name in slow_to_fast])
+        at = sorted(range(len(slow_to_fast)), key=lambda index: slow_to_fast[index] in axes)  # stable
+        size = math.prod(sizes[name] for name in axes)
+        return shaped.transpose(at).reshape(-1, size)
 
     def _members(self, fixed: dict[str, int], inside: list[str], sizes: dict[str, int]) -> tuple[int, ...]:
         every = itertools.product(*(range(sizes[name]) for name in reversed(inside)))

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from holdfast.errors import RankInfo, RosterLost
@@ -69,7 +69,7 @@ def describe(rank: int, message: Message | None, wall: float, note: str = "") ->
         int(message.get("pid", 0)),
         str(message.get("phase", "")),
         round(since, 2),
-        note,
+        "; ".join(part for part in (note, str(message.get("doing", ""))) if part),
     )
 
 
@@ -81,6 +81,8 @@ class Presence:
         self.operation, self.title = "", title
         self.phase, self.progress = "entered", 0
         self.waiting_for: list[int] | None = None
+        self.more: Callable[[], Message] = dict
+        """What else the message says: `doing`, as errors quote it, and values for programs."""
         self._roster, self._interval = roster, interval
         self._beats = 0
         self._stop = threading.Event()
@@ -108,6 +110,7 @@ class Presence:
             "progress": self.progress,
             "beat": self._beats,
             "wall": time.time(),
+            **self.more(),
         }
 
     def send(self) -> None:

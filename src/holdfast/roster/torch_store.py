@@ -3,8 +3,6 @@
 The store is the one that the default process group was started with, so there is nothing to
 set up; its keys get a prefix of ours. We use clients of our own (`clone`), because one client
 serialises its calls and a wait would hold the training's own use up.
-
-Torch's private names that Holdfast touches stand in this file only.
 """
 
 from __future__ import annotations
@@ -16,22 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.errors import BadInput, RosterLost
+from holdfast.errors import RosterLost
 from holdfast.options import read_environment
 from holdfast.roster.base import Message, decode, encode
-
-
-def default_store() -> Any:
-    """The default process group's store (private in torch up to 2.13, hence the guard)."""
-    from torch.distributed import distributed_c10d
-
-    getter = getattr(distributed_c10d, "_get_default_store", None)
-    if getter is None:
-        raise BadInput(
-            "This torch has no accessible default store.",
-            hint="Pass roster=TorchRoster(store, rank, world_size) with a store of your own.",
-        )
-    return getter()
+from holdfast.torch_private import default_store
 
 
 class TorchRoster:

@@ -1,0 +1,1 @@
+"""Process groups: opened early and together, warmed up under a deadline, closed in order, aborted after a failure."""

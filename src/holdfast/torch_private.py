@@ -1,0 +1,106 @@
+"""What Holdfast needs of torch.distributed that torch keeps to itself. These names stand in this file only, each with what is
+done where a version of torch has it no more: the library works without, and says less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import BadInput
+
+
+def default_store() -> Any:
+    """The default process group's store."""
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    if getter is None:
+        raise BadInput(
+            "This torch has no accessible default store.",
+            hint="Pass roster=TorchRoster(store, rank, world_size) with a store of your own.",
+        )
+    return getter()
+
+
+class Known(NamedTuple):
+    """A process group that this rank belongs to."""
+
+    group: Any
+    name: str
+    """torch's own: a count of groups, or a digest of their ranks (`use_local_synchronization`)."""
+    ranks: tuple[int, ...]
+    description: str
+
+
+def _world() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return getattr(distributed_c10d, "_world", None)
+
+
+def known_groups() -> list[Known]:
+    """All process groups of this process, in the order of their making, the default group first."""
+    world = _world()
+    if world is None or not dist.is_initialized():
+        return []
+    found = []
+    for group, name in dict(world.pg_names).items():
+        ranks = world.pg_group_ranks.get(group)
+        if ranks is not None:
+            described = str(getattr(group, "group_desc", "") or "")
+            in_order = tuple(sorted(ranks, key=ranks.__getitem__))
+            found.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
+    return found
+
+
+def groups_made() -> int | None:
+    """How many groups this process has named by counting: equal on all ranks, or the names of new groups differ."""
+    count = getattr(_world(), "group_count", None)
+    return None if count is None else int(count)
+
+
+def devices(group: Any) -> list[torch.device]:
+    """Of which devices a group takes tensors."""
+    kinds = getattr(group, "_device_types", None)
+    return [torch.device("cpu")] if kinds is None else [torch.device(kind) for kind in kinds]
+
+
+def _backends(group: Any) -> Iterator[Any]:
+    get = getattr(group, "_get_backend", None)
+    for device in devices(group):
+        with suppress(RuntimeError):  # a device that this build of torch does not have
+            if get is not None:
+                yield get(device)
+
+
+def timeout_of(group: Any) -> float | None:
+    """Seconds after which its collectives fail; None where that can't be known."""
+    for backend in _backends(group):
+        given = getattr(getattr(backend, "options", None), "_timeout", None)
+        if given is not None:
+            return float(given.total_seconds())
+    return None
+
+
+def is_open(group: Any) -> bool | None:
+    """Has it a communicator already? None where that can't be known."""
+    for backend in _backends(group):
+        if type(backend).__name__ == "ProcessGroupNCCL":
+            ask = getattr(backend, "_is_initialized", None)
+            return None if ask is None else bool(ask())
+    return None
+
+
+def is_eager() -> bool:
+    """Is the default group bound to a device, so that every new group splits its communicator?"""
+    return dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def abort(group: Any) -> None:
+    """End what a group is doing, here and now, without asking the others."""
+    with suppress(Exception):  # not every backend can
+        group.abort()
