@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from holdfast.flow.preemption import Preemption
     from holdfast.flow.retention import latest
     from holdfast.flow.save import SaveReport, save
+    from holdfast.groups.audit import audit
+    from holdfast.groups.open import open_groups
+    from holdfast.groups.session import session
+    from holdfast.groups.warm_up import warm_up
     from holdfast.layout.grid import Grid
     from holdfast.options import Options
 
@@ -43,9 +47,13 @@ _WHERE = {
     "SaveReport": "holdfast.flow.save",
     "Shard": "holdfast.adapters.tensors",
     "async_save": "holdfast.flow.async_save",
+    "audit": "holdfast.groups.audit",
     "latest": "holdfast.flow.retention",
     "load": "holdfast.flow.load",
+    "open_groups": "holdfast.groups.open",
     "save": "holdfast.flow.save",
+    "session": "holdfast.groups.session",
+    "warm_up": "holdfast.groups.warm_up",
 }
 _MODULES = ("errors", "events", "testing")
 
@@ -61,12 +69,16 @@ __all__ = [
     "SaveReport",
     "Shard",
     "async_save",
+    "audit",
     "errors",
     "events",
     "latest",
     "load",
+    "open_groups",
     "save",
+    "session",
     "testing",
+    "warm_up",
 ]
 
 

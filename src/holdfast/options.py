@@ -57,13 +57,33 @@ class Environment:
     world_size: int
     incarnation: str
     """Differs between restarts of one job: torchrun keeps its store, and so old messages, over them."""
+    local_rank: int
+    store: tuple[str, int] | None
+    """Host and port of the message store."""
+    launcher_has_store: bool
+    """Is it torchrun that opens it, and not rank 0?"""
 
 
 def read_environment() -> Environment:
-    """RANK, WORLD_SIZE and torchrun's restart count, or a world of one."""
+    """What torchrun says, or a world of one."""
     try:
         env = os.environ
         run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        return Environment(int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1")), run)
+        host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT") or "0")
+        return Environment(
+            int(env.get("RANK", "0")),
+            int(env.get("WORLD_SIZE", "1")),
+            run,
+            int(env.get("LOCAL_RANK", env.get("RANK", "0"))),
+            (host, port) if host and port else None,
+            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
     except ValueError as error:
-        raise BadInput(f"RANK and WORLD_SIZE in the environment must be whole numbers ({error}).") from None
+        raise BadInput(
+            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers ({error})."
+        ) from None
+
+
+def all_variables() -> dict[str, str]:
+    """The whole environment, for whoever looks for hazards in it."""
+    return dict(os.environ)

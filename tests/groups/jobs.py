@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
+import holdfast
+from holdfast import events
 from holdfast.errors import HoldfastError
+from holdfast.groups.device import Device
 from holdfast.groups.open import open_groups
 from holdfast.groups.warm_up import warm_up
 from holdfast.layout.grid import Grid
+from holdfast.torch_private import known_groups
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 
@@ -31,6 +37,55 @@ def open_and_use(rank: int, world: int, layout: dict[str, Any]) -> tuple[dict[st
         found[name] = [int(value) for value in told]
         assert tuple(found[name]) == groups.ranks(name)
     return found, first, second
+
+
+def open_and_close(rank: int, world: int, times: int) -> tuple[list[int], list[int], list[int]]:
+    """Groups known to torch, descriptors and threads, after each of some rounds of opening, warming up, using and closing."""
+    me = psutil.Process()
+    known, files, threads = [], [], []
+    for _ in range(times):
+        groups = open_groups(Grid(world, **LAYOUT), timeout=30)
+        warm_up(groups, timeout=30)
+        for name, group in groups.items():
+            told = torch.ones(1)
+            dist.all_reduce(told, group=group)
+            assert int(told) == groups.size(name)
+        groups.close(timeout=30)
+        assert groups.distinct() == [dist.group.WORLD]
+        del groups, group
+        known.append(len(known_groups()))
+        files.append(me.num_fds())
+        threads.append(me.num_threads())
+    return known, files, threads
+
+
+def closing_without(rank: int, world: int, victim: int) -> tuple[str, float]:
+    """One rank does not come to the closing."""
+    groups = open_groups(Grid(world, **LAYOUT), timeout=30)
+    begun = time.monotonic()
+    if rank == victim:
+        return "", 0.0
+    try:
+        groups.close(timeout=2)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "closed", 0.0
+
+
+def other_histories(rank: int, ours: bool) -> tuple[str, float]:
+    """Ranks 0 and 1 have made a group that ranks 2 and 3 have not; then ranks 1 and 2 want one."""
+    if rank < 2:
+        dist.new_group([0, 1], timeout=timedelta(seconds=20), use_local_synchronization=True)
+    begun = time.monotonic()
+    try:
+        if ours:
+            groups = open_groups(Grid(4, tp=4, etp=1, ep=2), names=["ep"], timeout=20)
+            dist.all_reduce(torch.ones(1), group=groups["ep"])
+        elif rank in (1, 2):
+            dist.new_group([1, 2], timeout=timedelta(seconds=3), use_local_synchronization=True)
+    except Exception as error:
+        return type(error).__name__, time.monotonic() - begun
+    return "met", time.monotonic() - begun
 
 
 def misbehave(number: int, what: str) -> None:
@@ -89,3 +144,124 @@ def another_layout(rank: int, world: int, victim: int, how: str) -> tuple[str, f
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "open", time.monotonic() - begun
+
+
+def end_with(mode: str, rank: int, checkpoints: Any) -> None:
+    """What happens at the end of a session's body."""
+    if mode == "busy" and rank == 0:
+        time.sleep(20)
+    if mode == "save":
+        checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
+    if mode == "save and raise":
+        checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
+        if rank == 2:
+            raise ValueError("the loss is not a number")
+    if (mode == "raise on 0" and rank == 0) or (mode == "raise on 2" and rank == 2) or mode == "raise on all":
+        raise ValueError(f"the loss of rank {rank} is not a number")
+    if mode == "raise while others compute" and rank == 2:
+        raise ValueError("the loss is not a number")
+    if mode == "kill" and rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "exit" and rank == 1:
+        raise SystemExit(3)
+    if mode == "hang" and rank == 3:
+        raise ValueError("the loss is not a number")
+    if mode == "raise while others compute":
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            torch.ones(8).sum()
+    if mode == "hang":
+        time.sleep(60)  # one call that Python can't be interrupted in
+    if mode in ("raise on 0", "raise on 2", "save and raise", "kill", "exit"):
+        dist.all_reduce(torch.ones(1))  # waits for the one that does not come
+
+
+def megatron_groups(rank: int, layout: dict[str, int]) -> tuple[int, int, list[tuple[int, ...]], list[str]]:
+    """Real initialize_model_parallel with the hook: groups that Megatron lists for this rank, those warmed up, and hazards."""
+    from megatron.core import parallel_state
+
+    import holdfast.adapters.megatron as hm
+
+    reports: list[Any] = []
+    stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)
+    hm.install(warm_up=True, timeout=60)
+    try:
+        parallel_state.initialize_model_parallel(**layout)
+    finally:
+        hm.uninstall()
+        stop()
+    listed = [group for group in parallel_state._global_process_group_list if group is not None]
+    shared = [group for group in listed if group.size() > 1]
+    names = {group.group_name for group in shared}
+    warmed = {event.fields["group"] for event in reports}
+    assert names <= warmed
+    assert warmed - names == {dist.group.WORLD.group_name}
+    return (
+        len(listed),
+        len(shared),
+        [event.fields["ranks"] for event in reports],
+        [found.kind for found in holdfast.audit()],
+    )
+
+
+def open_small(rank: int) -> None:
+    warm_up(open_groups(Grid(4, tp=2), timeout=20), timeout=20)
+
+
+def audit_with_history(rank: int) -> list[str]:
+    if rank == 2:
+        dist.new_group([0, 1])
+    return [hazard.kind for hazard in holdfast.audit(all_ranks=True, timeout=20)]
+
+
+def wrong_calls(rank: int) -> list[str]:
+    """What calls that can't be honoured raise."""
+    groups = open_groups(Grid(4, tp=2, cp=2), timeout=20)
+    assert groups.size("dp") == 1
+    assert groups.ranks("nothing") == ()
+    assert "dp" not in groups
+    said = []
+    for call in (
+        lambda: groups["dp"],
+        lambda: groups["nothing"],
+        lambda: open_groups(Grid(8, tp=2), timeout=20),
+        lambda: open_groups(Grid(4), names=["tensor"], timeout=20),
+        lambda: open_groups(Grid(4), timeout=0),
+        lambda: warm_up(groups, operations=["reduce"], timeout=20),
+        lambda: warm_up("some", timeout=20),
+        lambda: warm_up(groups, memory_budget=0, timeout=20),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except HoldfastError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def other_operations(rank: int) -> str:
+    groups = open_groups(Grid(4, tp=2), timeout=20)
+    try:
+        warm_up(groups, operations=["all_to_all"] if rank == 3 else ["all_reduce"], timeout=20)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "warm"
+
+
+def short_of_memory(rank: int, free: int, budget: int) -> str:
+    """Rank 2's GPU is said to have little memory; and every group to take 600 MiB."""
+    groups = open_groups(Grid(4, tp=2), timeout=20)
+    left = [free if rank == 2 else 64 << 30]
+    real = dist.all_reduce
+
+    def all_reduce(*args: Any, **named: Any) -> Any:
+        left[0] -= 600 << 20
+        return real(*args, **named)
+
+    dist.all_reduce = all_reduce
+    Device.free = lambda device: left[0]  # type: ignore[method-assign, assignment]
+    try:
+        warm_up(groups, memory_budget=budget, timeout=20)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "warm"

@@ -52,7 +52,7 @@ def test_a_rank_that_does_not_do_its_part_is_named_on_all_others(
     what: str, timeout: float, stall: float, within: float, world: ProcessWorld
 ) -> None:
     world.start(jobs.warm_with, 8, VICTIM, what, timeout, stall)
-    results = {result.rank: result for result in world.collect_some(timeout + 10)}
+    results = {result.rank: result for result in world.collect_some(within + 4)}
     world.signal(VICTIM, signal.SIGCONT)
     assert set(results) >= set(range(8)) - {VICTIM}
     for rank, result in results.items():
@@ -81,6 +81,34 @@ def test_a_rank_that_does_not_do_its_part_is_named_on_all_others(
         assert said == results[min(set(results) - {VICTIM})].get()[0]
 
 
+def test_twenty_rounds_leave_nothing_behind(world: ProcessWorld) -> None:
+    for known, files, threads in world.run(jobs.open_and_close, 8, 20, timeout=120):
+        assert set(known) == {1}  # the default group
+        assert max(files[2:]) - files[1] <= 2, files
+        assert max(threads[2:]) - threads[1] <= 2, threads
+
+
+def test_a_rank_that_does_not_come_to_the_closing_is_named(world: ProcessWorld) -> None:
+    for rank, (said, took) in enumerate(world.run(jobs.closing_without, 8, VICTIM, timeout=60)):
+        if rank != VICTIM:
+            assert said.startswith("DeadlineExceeded"), said
+            assert f"waited for rank {VICTIM} to enter" in said, said
+            assert took < 4.0
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_groups_of_ranks_with_other_histories(ours: bool) -> None:
+    """With use_local_synchronization torch names a group by how many this rank has: the two ranks never meet. Ours do."""
+    with ProcessWorld(4) as ranks:
+        found = ranks.run(jobs.other_histories, ours, timeout=60)
+    for rank, (said, took) in enumerate(found):
+        if ours or rank in (0, 3):
+            assert said == "met", said
+        else:
+            assert said == "DistStoreError", said
+            assert took >= 2.5
+
+
 def test_a_rank_that_is_late_is_waited_for(world: ProcessWorld) -> None:
     for said, took, _, _ in world.run(jobs.warm_with, 8, VICTIM, "comes late", 30.0, 60.0, timeout=60):
         assert said == "warm"
@@ -96,3 +124,52 @@ def test_ranks_with_other_ideas_of_the_layout_are_told_before_any_group_is_made(
         assert f"on rank {VICTIM}" in said
         assert ("'ep': 1" if how == "grid" else "groups made before: 1 on rank 0, 2 on rank 5") in said
         assert took < 3.0
+
+
+def test_calls_that_cannot_be_honoured() -> None:
+    with ProcessWorld(4) as ranks:
+        for said in ranks.run(jobs.wrong_calls, timeout=60):
+            expected = [
+                "is alone in its group 'dp', so no communicator was made",
+                "has no group 'nothing'",
+                "The grid has ranks to 7; the world has 4",
+                "There is no group 'tensor'",
+                "timeout must be a positive",
+                "operations=('reduce',) must be some of",
+                "groups='some': give 'all'",
+                "memory_budget must be bytes",
+            ]
+            for sentence, wanted in zip(said, expected, strict=True):
+                assert sentence.startswith("BadInput"), sentence
+                assert wanted in sentence
+
+
+def test_ranks_that_warm_up_otherwise_are_told() -> None:
+    with ProcessWorld(4) as ranks:
+        for said in ranks.run(jobs.other_operations, timeout=60):
+            assert said.startswith(
+                "BadInput: Rank 3 warms up with ['all_to_all'], rank 0 with ['all_reduce']"
+            ), said
+
+
+@pytest.mark.parametrize(
+    ("free", "budget", "expected"),
+    [
+        (
+            1 << 30,
+            2 << 30,
+            "Rank 2 has 1,024 MiB of GPU memory free, and 3 groups may take 2,048 MiB (memory_budget)",
+        ),
+        (
+            64 << 30,
+            1 << 30,
+            "2 groups took 1,200 MiB of GPU memory, more than memory_budget (1,024 MiB); the last was group holdfast:",
+        ),
+        (64 << 30, 8 << 30, "warm"),
+    ],
+)
+def test_a_memory_budget_is_kept(free: int, budget: int, expected: str) -> None:
+    """What a GPU says of its memory is told to the code here; the rest is as it is."""
+    with ProcessWorld(4) as ranks:
+        for said in ranks.run(jobs.short_of_memory, free, budget, timeout=60):
+            assert expected in said, said

@@ -23,6 +23,7 @@ COMMANDS = {
     "export": "Make a checkpoint that torch DCP and megatron-core load of a Holdfast one.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
+    "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
 """Name and one line; the module in this package has the name, and its `command` the one line."""
 

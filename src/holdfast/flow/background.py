@@ -271,6 +271,17 @@ def background(slot: int = 0) -> Background:
         return known
 
 
+def wait_for_saves(timeout: float) -> list[Pending]:
+    """Wait for what is under way in this process; returns those that are not done by then."""
+    ends = time.monotonic() + timeout
+    known = [found._pending for found in list(_slots.values()) if found._pid == os.getpid()]
+    under_way = [pending for pending in known if pending is not None]
+    for pending in under_way:
+        with suppress(Exception):  # whoever holds it is told
+            pending.upload_completion.result(max(0.0, ends - time.monotonic()))
+    return [pending for pending in under_way if not pending.done()]
+
+
 def lane(slot: int = 0) -> str:
     """The lane of the roster on which saves of a slot meet those of other ranks."""
     return f"async-{slot}"

@@ -57,8 +57,11 @@ class Turn:
 
     def run(self) -> Message:
         """Raises the error that all ranks raise."""
-        result: Message = self.operation.run(lambda: turn_steps(self.operation.at, self))
-        return result
+        try:
+            result: Message = self.operation.run(lambda: turn_steps(self.operation.at, self))
+            return result
+        finally:
+            self.operation.presence.more = dict  # no circle: groups go when their last user does
 
     # -- what those who extend it say -----------------------------------------------------------
 

@@ -17,8 +17,11 @@ from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError
 from holdfast.flow.turn import Turn
 from holdfast.flow.world import find_roster
+from holdfast.groups.close import Closing
 from holdfast.groups.device import Device
+from holdfast.groups.doctor import serve
 from holdfast.groups.plan import WORLD, Planned, members, plan_groups, shown
+from holdfast.groups.state import facts
 from holdfast.layout.grid import Grid
 from holdfast.roster.base import Message, Roster
 from holdfast.torch_private import abort, groups_made
@@ -32,8 +35,10 @@ class Groups(Mapping[str, Any]):
     tells them.
     """
 
-    def __init__(self, grid: Grid, rank: int, members: dict[str, tuple[int, ...]], known: dict[str, Any]):
-        self.grid, self.rank = grid, rank
+    def __init__(
+        self, grid: Grid, roster: Roster, members: dict[str, tuple[int, ...]], known: dict[str, Any]
+    ) -> None:
+        self.grid, self.rank, self._roster = grid, roster.rank, roster
         self._members, self._known = members, known
 
     def __getitem__(self, name: str) -> Any:
@@ -45,6 +50,13 @@ class Groups(Mapping[str, Any]):
             f"Rank {self.rank} is alone in its group {name!r}, so no communicator was made.",
             hint=f"Leave the collective out where groups.size({name!r}) is 1.",
         )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The group, or `default` where this rank has none of that name."""
+        return self._known.get(name, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._known)
@@ -59,6 +71,21 @@ class Groups(Mapping[str, Any]):
     def size(self, name: str) -> int:
         """How many ranks this rank's group of a name has."""
         return len(self.ranks(name))
+
+    def close(self, timeout: float = 60.0, stall_timeout: float = 60.0) -> None:
+        """Destroy the groups, the last made first, once all ranks are here; the default group stays.
+
+        Raises the same error on all ranks if one does not come by `timeout`; then each has aborted its groups.
+        """
+        made = [group for group in self.distinct() if group is not dist.group.WORLD]
+        try:
+            Closing(made, self._roster, timeout, stall_timeout).run()
+        except HoldfastError:
+            for group in reversed(made):
+                abort(group)
+            raise
+        finally:
+            self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
     def distinct(self) -> list[Any]:
         """The groups themselves, in the order of their making; names whose ranks are the same share one."""
@@ -176,6 +203,7 @@ def open_groups(
         raise BadInput(
             f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has {dist.get_world_size()}."
         )
+    serve(facts)
     plan = plan_groups(grid, names)
     opening = _Opening(grid, plan, backend, find_roster(roster, False), timeout, stall_timeout)
     try:
@@ -186,4 +214,4 @@ def open_groups(
                 abort(group)
         raise
     known = {name: group for names, group in opening.made.items() for name in names}
-    return Groups(grid, dist.get_rank(), members(grid, dist.get_rank()), known)
+    return Groups(grid, opening.roster, members(grid, dist.get_rank()), known)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -26,15 +25,15 @@ from holdfast.flow.turn import Turn
 from holdfast.flow.world import find_roster
 from holdfast.format.digest import digest, hex_digest
 from holdfast.groups.device import Device, MiB
+from holdfast.groups.doctor import serve
 from holdfast.groups.open import Groups
 from holdfast.groups.plan import from_runs, rounds, runs, shown
+from holdfast.groups.state import facts, warm
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import describe
 from holdfast.torch_private import Known, is_open, known_groups
 
 OPERATIONS = ("all_reduce", "all_to_all", "pairs")
-_warm: WeakSet[Any] = WeakSet()
-"""Groups that have been warmed up by this process."""
 
 
 class WarmedGroup(msgspec.Struct, frozen=True):
@@ -156,7 +155,7 @@ class _WarmUp(Turn):
 
     def _warm_one(self, known: Known, number: int) -> WarmedGroup:
         before, begun = self._device.free(), time.perf_counter()
-        was_warm = bool(is_open(known.group)) or known.group in _warm
+        was_warm = bool(is_open(known.group)) or known.group in warm
         try:
             for device in usable_devices(known.group):
                 for operation in self._operations:
@@ -172,7 +171,7 @@ class _WarmUp(Turn):
             ) from error
         after = self._device.free()
         taken = 0 if before is None or after is None else max(before - after, 0)
-        _warm.add(known.group)
+        warm.add(known.group)
         found = WarmedGroup(
             known.name, known.description, known.ranks, number, time.perf_counter() - begun, taken, was_warm
         )
@@ -375,6 +374,7 @@ def warm_up(
         raise BadInput(
             "warm_up needs torch.distributed: call init_process_group first, or use holdfast.session."
         )
+    serve(facts)
     known = [group for group in known_groups() if len(group.ranks) > 1]
     if isinstance(groups, str):
         if groups != "all":

@@ -15,7 +15,11 @@ from holdfast.adapters.megatron import checkpointing, mcore, metadata, optimizer
 from holdfast.adapters.megatron.guard import find
 from holdfast.adapters.megatron.guard import guard as guard_function
 from holdfast.format.torch_dist import HOLDFAST_CONFIG
+from holdfast.groups.session import Session
+from holdfast.groups.warm_up import warm_up as warm_up_groups
 
+_sessions: list[Session] = []
+"""The one of this process, if it has one."""
 _replaced: list[tuple[Any, str, Any]] = []
 _INHERITED = object()
 """In place of what a class has from another."""
@@ -35,6 +39,9 @@ def install(
     stall_timeout: float = 120.0,
     participants: Any = None,
     guard: Sequence[str] = (),
+    warm_up: bool = False,
+    session: bool = False,
+    memory_budget: int | None = None,
 ) -> None:
     """Replace megatron-core's save and load, and its optimizer's state dict, by Holdfast's. Idempotent.
 
@@ -42,6 +49,9 @@ def install(
     guard: dotted names of functions, a framework's own save and load, in which barriers and object collectives
         wait over the roster with these deadlines (`guarded`). Only functions that are looked up by that name
         when they are called can be replaced.
+    warm_up: `parallel_state.initialize_model_parallel` issues the first collective of every group that there is, at its end, with these
+        deadlines and `memory_budget` bytes of GPU memory (`holdfast.warm_up`).
+    session: from there to the end of the process ranks watch each other, and groups are closed in order (`holdfast.session`).
     """
     places = {place: find(place) for place in guard}  # a name that is none changes nothing
     uninstall()
@@ -74,6 +84,12 @@ def install(
         "sharded_state_dict",
         _describe(mcore.DistributedOptimizer.sharded_state_dict),
     )
+    if warm_up or session:
+        name = "initialize_model_parallel"
+        made = _opened(
+            getattr(mcore.parallel_state, name), warm_up, session, timeout, stall_timeout, memory_budget
+        )
+        _replace(mcore.parallel_state, name, made)
     calls = mcore.AsyncCallsQueue
     _replace(calls, "schedule_async_request", queue.schedule(calls.schedule_async_request))
     _replace(calls, "maybe_finalize_async_calls", queue.finalize(calls.maybe_finalize_async_calls))
@@ -98,6 +114,34 @@ def _replace(target: Any, name: str, new: Any) -> None:
     if hasattr(target, name):
         _replaced.append((target, name, vars(target).get(name, _INHERITED)))
         setattr(target, name, new)
+
+
+def _opened(
+    original: Callable[..., None],
+    warm: bool,
+    watched: bool,
+    timeout: float,
+    stall_timeout: float,
+    memory_budget: int | None,
+) -> Callable[..., None]:
+    """`initialize_model_parallel`, and after it all groups are warm."""
+
+    @wraps(original)
+    def initialize_model_parallel(*args: Any, **named: Any) -> None:
+        original(*args, **named)
+        if watched and not _sessions:
+            made = Session(
+                timeout=timeout,
+                stall_timeout=stall_timeout,
+                warm=warm,
+                memory_budget=memory_budget,
+                owns_world=True,
+            )
+            _sessions.append(made.until_exit())
+        elif warm:
+            warm_up_groups(timeout=timeout, stall_timeout=stall_timeout, memory_budget=memory_budget)
+
+    return initialize_model_parallel
 
 
 def _with(call: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:

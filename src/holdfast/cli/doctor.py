@@ -1,0 +1,59 @@
+"""`holdfast doctor`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast.cli import output
+from holdfast.groups.doctor import ask, variables_of
+from holdfast.groups.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast.options import all_variables
+
+
+@click.command("doctor")
+@click.option("--pid", type=int, help="A process of a running job on this host.")
+@output.as_json
+@click.pass_context
+def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
+    """List what in a process's groups and environment is known to end in a hang.
+
+    Without --pid only this shell's environment is looked at. Groups are shown of a process that uses holdfast.session,
+    open_groups or warm_up. Exit code 1 if there is a hazard.
+    """
+    facts: ProcessFacts | None = ask(pid) if pid is not None else None
+    if facts is not None:
+        found = hazards(facts)
+    else:
+        variables = all_variables() if pid is None else variables_of(pid)
+        found = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
+    if as_json:
+        output.print_json({"pid": pid, "process": facts, "hazards": found})
+    else:
+        if facts is not None:
+            here = "not initialised" if facts.rank is None else f"rank {facts.rank} of {facts.world_size}"
+            output.say(
+                f"process {facts.pid}: {here}, torch {facts.torch}, {output.count(len(facts.groups), 'group')}"
+            )
+            output.print_table(
+                ("group", "ranks", "backend", "timeout", "communicator"),
+                [
+                    (
+                        group.description or group.name,
+                        output.listed(group.ranks),
+                        group.backend,
+                        "" if group.timeout is None else f"{group.timeout:g} s",
+                        {None: "warmed up" if group.is_warm else "", True: "open", False: "none yet"}[
+                            group.is_open
+                        ],
+                    )
+                    for group in facts.groups
+                ],
+            )
+        elif pid is not None:
+            output.say(f"process {pid} does not tell of its groups; its environment:")
+        for hazard in found:
+            output.say(f"{hazard.kind}: {hazard.what} {hazard.remedy}")
+        if not found:
+            output.say("no hazards found")
+    if found:
+        ctx.exit(1)

@@ -1,0 +1,88 @@
+"""A live process tells what it knows of its groups, to whoever asks on its host: `holdfast doctor --pid`.
+
+It listens on a Unix socket in the abstract namespace, named by its pid: no file is left behind, and only processes of the same user, or
+root, get an answer. No torch is needed to ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.errors import BadInput
+from holdfast.groups.hazards import ProcessFacts
+
+log = logging.getLogger("holdfast")
+_serving: set[int] = set()
+_lock = threading.Lock()
+
+
+def _address(pid: int) -> str:
+    return f"\0holdfast-doctor-{pid}"
+
+
+def serve(facts: Callable[[], ProcessFacts]) -> None:
+    """Answer from now on, on a thread of its own. Does nothing the second time, or where there are no such sockets."""
+    with _lock:
+        if os.getpid() in _serving:
+            return
+        _serving.add(os.getpid())
+    with suppress(OSError, AttributeError):
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(_address(os.getpid()))
+        sock.listen(4)
+        threading.Thread(target=_answer, args=(sock, facts), name="holdfast-doctor", daemon=True).start()
+
+
+def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
+    while True:
+        connection, _ = sock.accept()
+        try:
+            with connection:
+                connection.settimeout(5.0)
+                sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+                _, uid, _ = struct.unpack("3i", sent)
+                if uid in (0, os.getuid()):
+                    connection.sendall(msgspec.json.encode(facts()))
+        except (
+            Exception
+        ) as error:  # a broken connection, or groups that change meanwhile: the next one may go well
+            log.warning("An answer to `holdfast doctor` failed: %s: %s", type(error).__name__, error)
+
+
+def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
+    """What a process says of itself; None if it does not listen."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(timeout)
+        try:
+            sock.connect(_address(pid))
+            parts = []
+            while part := sock.recv(1 << 16):
+                parts.append(part)
+        except ConnectionRefusedError:
+            return None
+        except OSError as error:
+            raise BadInput(f"Process {pid} does not answer within {timeout:g} s: {error}.") from None
+    if not parts:
+        raise BadInput(
+            f"Process {pid} gave no answer: it belongs to another user (ask as that user, or as root), or its log says why."
+        )
+    return msgspec.json.decode(b"".join(parts), type=ProcessFacts)
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError as error:
+        raise BadInput(f"The environment of process {pid} can't be read: {error.strerror}.") from None
+    found = (entry.decode(errors="replace").partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in found}

@@ -1,0 +1,104 @@
+"""Hazards: of facts, of a live process from outside, and of ranks that are compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from holdfast.cli import cli
+from holdfast.errors import BadInput
+from holdfast.groups.doctor import ask, variables_of
+from holdfast.groups.hazards import GroupFacts, ProcessFacts, hazards, of_variables
+from holdfast.testing.processes import ProcessWorld
+from tests.groups import jobs
+
+
+def group(name: str, ranks: tuple[int, ...], **other: Any) -> GroupFacts:
+    found = {
+        "description": name.upper(),
+        "backend": "cuda:nccl",
+        "timeout": 600.0,
+        "is_open": True,
+        "is_warm": True,
+    }
+    return GroupFacts(name, ranks=ranks, **{**found, **other})
+
+
+def kinds(*groups: GroupFacts, is_eager: bool = False, variables: dict[str, str] | None = None) -> list[str]:
+    facts = ProcessFacts(1, 0, 8, "2.13", is_eager, (group("0", tuple(range(8))), *groups), variables or {})
+    return [hazard.kind for hazard in hazards(facts)]
+
+
+def test_each_hazard_is_found_and_a_sound_process_has_none() -> None:
+    assert kinds(group("1", (0, 1)), group("2", (0, 2))) == []
+    assert kinds(group("1", (0, 1), is_open=False, is_warm=False)) == ["never warmed up"]
+    assert kinds(group("1", (0, 1), is_open=None, is_warm=False, backend="cpu:gloo")) == []
+    assert kinds(group("1", (0,))) == ["groups of one"]
+    assert kinds(group("1", (0, 1), timeout=1800.0)) == ["no timeout given"]
+    assert kinds(group("1", (0, 1), timeout=20.0)) == []
+    assert kinds(group("a" * 40, (0, 1))) == ["named by history"]
+    assert kinds(group("a" * 40, (0, 1)), is_eager=True) == ["eager and local"]
+    assert kinds(group("1", (0, 1), description="TP"), group("2", (0, 1), description="TP")) == ["leaked"]
+    assert kinds(group("1", (0, 1), description="TP"), group("2", (0, 1), description="EP")) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("TORCH_FR_BUFFER_SIZE", "0", "no flight recorder"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "0", "no flight recorder"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "errors ignored"),
+        ("TORCH_NCCL_ENABLE_MONITORING", "false", "no monitor"),
+        ("TORCH_NCCL_DUMP_ON_TIMEOUT", "0", "no dump"),
+        ("NCCL_DEBUG", "trace", "slow log"),
+    ],
+)
+def test_switches_that_hide_a_hang(name: str, value: str, kind: str) -> None:
+    found = of_variables({name: value})
+    assert [hazard.kind for hazard in found] == [kind]
+    assert name in found[0].what
+    assert of_variables({name: "2000" if "BUFFER" in name else "3"}) == []
+
+
+def test_ranks_that_made_different_numbers_of_groups_are_told_apart() -> None:
+    with ProcessWorld(4) as world:
+        for found in world.run(jobs.audit_with_history, timeout=60):
+            assert found == ["unequal numbers of groups"]
+
+
+def test_a_live_process_answers_from_outside() -> None:
+    with ProcessWorld(4) as world:
+        world.run(jobs.open_small, timeout=60)
+        pid = world.pid(1)
+        facts = ask(pid)
+        assert facts is not None
+        assert (facts.pid, facts.rank, facts.world_size) == (pid, 1, 4)
+        assert all(g.is_warm for g in facts.groups)
+        assert {g.ranks for g in facts.groups} == {(0, 1, 2, 3), (0, 1), (1, 3)}
+        assert facts.variables["GLOO_SOCKET_IFNAME"] == "lo"
+        done = CliRunner().invoke(cli, ["doctor", "--pid", str(pid)])
+        assert done.exit_code == 0, done.output
+        assert "rank 1 of 4" in done.output
+        assert "holdfast:tp" in done.output
+        assert "no hazards found" in done.output
+        said = json.loads(CliRunner().invoke(cli, ["doctor", "--pid", str(pid), "--json"]).output)
+        assert len(said["process"]["groups"]) == 3
+
+
+def test_a_process_that_does_not_tell_shows_its_environment() -> None:
+    env = {**os.environ, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE) as process:
+        assert ask(process.pid) is None
+        done = CliRunner().invoke(cli, ["doctor", "--pid", str(process.pid)])
+        assert done.exit_code == 1
+        assert "errors ignored: TORCH_NCCL_ASYNC_ERROR_HANDLING is 0" in done.output
+        process.kill()
+    with pytest.raises(BadInput, match="can't be read"):
+        variables_of(process.pid)
+    assert CliRunner().invoke(cli, ["doctor", "--pid", str(process.pid)]).exit_code == 2

@@ -1,0 +1,148 @@
+"""How processes end: exit codes, how long it takes, and what is on the terminal, last of all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import holdfast
+
+ROOT = Path(__file__).parents[2]
+WORLD = 4
+
+
+class Ended(NamedTuple):
+    codes: list[int]
+    seconds: float
+    """From the start of the first process to the end of the last."""
+    order: list[int]
+    """Ranks in the order in which they ended."""
+    said: str
+    """By all of them, as on one terminal."""
+
+
+def launch(mode: str, folder: Path, limit: float = 60.0, absent: int = -1) -> Ended:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(WORLD),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    begun = time.monotonic()
+    with open(folder / "terminal", "w+b") as terminal:
+        ranks = {
+            rank: subprocess.Popen(
+                [sys.executable, "-m", "tests.groups.exits", mode, str(folder / "run")],
+                env={**env, "RANK": str(rank)},
+                cwd=ROOT,
+                stdout=terminal,
+                stderr=terminal,
+            )
+            for rank in range(WORLD)
+            if rank != absent
+        }
+        order: list[int] = []
+        while len(order) < len(ranks) and time.monotonic() < begun + limit:
+            order += [
+                rank for rank, process in ranks.items() if rank not in order and process.poll() is not None
+            ]
+            time.sleep(0.01)
+        stuck = [rank for rank in ranks if rank not in order]
+        for process in ranks.values():
+            process.kill()
+            process.wait()
+        terminal.seek(0)
+        said = terminal.read().decode()
+    assert not stuck, f"ranks {stuck} are still there after {limit} s\n{said}"
+    return Ended([process.returncode for process in ranks.values()], time.monotonic() - begun, order, said)
+
+
+def test_a_normal_end(tmp_path: Path) -> None:
+    ended = launch("normal", tmp_path)
+    assert ended.codes == [0] * WORLD, ended.said
+    assert ended.said.count("is through") == WORLD
+    assert "Error" not in ended.said
+    assert "Warning" not in ended.said
+
+
+def test_a_rank_that_is_busy_at_the_end_is_waited_for_however_quiet(tmp_path: Path) -> None:
+    ended = launch("busy", tmp_path)  # 20 s, and others give up who is silent for 5
+    assert ended.codes == [0] * WORLD, ended.said
+
+
+def test_a_save_that_is_pending_at_the_end_is_committed(tmp_path: Path) -> None:
+    ended = launch("save", tmp_path)
+    assert ended.codes == [0] * WORLD, ended.said
+    assert holdfast.Checkpoints(tmp_path / "run").latest() == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "said"),
+    [
+        ("raise on 0", 0, "ValueError: the loss of rank 0 is not a number"),
+        ("raise on 2", 2, "ValueError: the loss of rank 2 is not a number"),
+        ("raise while others compute", 2, "ValueError: the loss is not a number"),
+        ("save and raise", 2, "ValueError: the loss is not a number"),
+    ],
+)
+def test_the_first_error_is_the_last_on_the_terminal(
+    mode: str, first: int, said: str, tmp_path: Path
+) -> None:
+    ended = launch(mode, tmp_path)
+    assert ended.codes[first] == 1, ended.said
+    # One that waits in a collective for another that waits likewise is not freed by any error: it is ended.
+    assert set(ended.codes) <= ({1} if mode == "raise while others compute" else {1, 86}), ended.said
+    assert ended.said.rstrip().endswith(said), ended.said
+    assert ended.said.count("Traceback") == 1, ended.said
+    for rank in set(range(WORLD)) - {first}:
+        assert f"rank {rank} ends: The session ended because rank {first} " in ended.said, ended.said
+
+
+def test_an_error_on_all_ranks(tmp_path: Path) -> None:
+    ended = launch("raise on all", tmp_path)
+    assert ended.codes == [1] * WORLD, ended.said
+    last = ended.said.rstrip().splitlines()[-1]
+    assert "ValueError: the loss of rank " in last, ended.said
+    first = last.split(" of rank ")[1].split()[0]
+    assert f"because rank {first} " in ended.said
+    for rank in range(WORLD):
+        assert ended.said.count(f"ValueError: the loss of rank {rank} is not a number\n") == 1, ended.said
+
+
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    ended = launch("kill", tmp_path)
+    assert ended.codes == [1, 1, -9, 1], ended.said
+    assert ended.said.count("its process has ended") == WORLD - 1, ended.said
+    assert "Traceback" not in ended.said
+
+
+def test_sys_exit_on_one_rank_keeps_its_code(tmp_path: Path) -> None:
+    ended = launch("exit", tmp_path)
+    assert ended.codes[1] == 3, ended.said
+    # One that waits in a collective for another that waits likewise is not freed by any error: it is ended.
+    assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
+    assert ended.order[0] == 1
+    assert "raised SystemExit: 3" in ended.said
+
+
+def test_ranks_that_are_stuck_in_a_call_exit_with_a_code_of_their_own(tmp_path: Path) -> None:
+    ended = launch("hang", tmp_path, limit=45)
+    assert ended.codes == [86, 86, 86, 1], ended.said
+
+
+def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
+    ended = launch("normal", tmp_path, absent=3, limit=80)
+    assert ended.codes == [1] * 3, ended.said
+    assert "rank 3, which has not been heard of" in ended.said
