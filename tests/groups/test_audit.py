@@ -85,7 +85,7 @@ def test_a_live_process_answers_from_outside() -> None:
         done = CliRunner().invoke(cli, ["doctor", "--pid", str(pid)])
         assert done.exit_code == 0, done.output
         assert "rank 1 of 4" in done.output
-        assert "holdfast:tp" in done.output
+        assert "+tp+" in done.output
         assert "no hazards found" in done.output
         said = json.loads(CliRunner().invoke(cli, ["doctor", "--pid", str(pid), "--json"]).output)
         assert len(said["process"]["groups"]) == 3

@@ -28,7 +28,7 @@ class Ended(NamedTuple):
     """By all of them, as on one terminal."""
 
 
-def launch(mode: str, folder: Path, limit: float = 60.0, absent: int = -1) -> Ended:
+def launch(mode: str, folder: Path, how: str = "block", limit: float = 60.0, absent: int = -1) -> Ended:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -44,7 +44,7 @@ def launch(mode: str, folder: Path, limit: float = 60.0, absent: int = -1) -> En
     with open(folder / "terminal", "w+b") as terminal:
         ranks = {
             rank: subprocess.Popen(
-                [sys.executable, "-m", "tests.groups.exits", mode, str(folder / "run")],
+                [sys.executable, "-m", "tests.groups.exits", mode, str(folder / "run"), how],
                 env={**env, "RANK": str(rank)},
                 cwd=ROOT,
                 stdout=terminal,
@@ -146,3 +146,21 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     ended = launch("normal", tmp_path, absent=3, limit=80)
     assert ended.codes == [1] * 3, ended.said
     assert "rank 3, which has not been heard of" in ended.said
+
+
+@pytest.mark.parametrize("how", ["to the end", "destroys"])
+def test_a_session_without_a_block_closes_at_the_end_of_the_process(how: str, tmp_path: Path) -> None:
+    ended = launch("save", tmp_path, how)
+    assert ended.codes == [0] * WORLD, ended.said
+    assert ended.said.count("is through") == WORLD
+    assert "Warning" not in ended.said
+    assert "Error" not in ended.said
+    assert holdfast.Checkpoints(tmp_path / "run").latest() == 1
+
+
+def test_an_error_that_nobody_catches_ends_a_session_without_a_block(tmp_path: Path) -> None:
+    ended = launch("raise on 2", tmp_path, "to the end")
+    assert ended.codes[2] == 1, ended.said
+    assert set(ended.codes) <= {1, 86}, ended.said
+    assert ended.said.rstrip().endswith("ValueError: the loss of rank 2 is not a number"), ended.said
+    assert ended.said.count("Traceback") == 1, ended.said

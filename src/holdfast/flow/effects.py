@@ -148,6 +148,10 @@ class TurnWork(Protocol):
 
     def begin(self, answer: Message) -> None: ...
 
+    def wait(self, seconds: float) -> None:
+        """Until this rank has acted, at most so long."""
+        ...
+
     def poll(self) -> Message | None:
         """This rank's report once it has acted; raises what it met."""
         ...

@@ -45,6 +45,8 @@ from holdfast.flow.effects import (
 from holdfast.flow.patience import ASK, QUOTED, Watch
 from holdfast.roster.base import Message
 
+UNDISTURBED = 0.25
+"""Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by then."""
 _STAGES = {
     "claims": "enter the save",
     "told": "list its replicated tensors",
@@ -170,6 +172,7 @@ def turn_steps(at: Context, work: TurnWork) -> Steps:
             answer = yield from _await(at, f"{at.key}/answer/{at.rank}", "answer")
         at.enter("acting")
         yield Do("begin", lambda: work.begin(answer))
+        yield Do("rest", lambda: work.wait(min(UNDISTURBED, at.deadline.left())))
         if at.leads:
             reports = yield from _collect(at, "acted", {}, at.participants, work.poll)
             reports[at.rank] = yield from _act(at, work)
@@ -257,7 +260,8 @@ def _act(at: Context, work: TurnWork) -> Steps:
             yield from watch.look([at.committer], "do its part")
         elif at.deadline.passed():
             raise DeadlineExceeded(f"{at.who} did not do its part in {at.timeout:g} s.", rank=at.rank)
-        yield Pause(at.outcome, watch.patience())
+        pause = watch.patience()
+        yield Do("rest", lambda: work.wait(pause))  # noqa: B023
 
 
 def _collect(

@@ -53,6 +53,7 @@ class Turn:
         self.roster = roster
         self._doing = ""
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()
         self._ended: list[tuple[Message | None, Exception | None]] = []
 
     def run(self) -> Message:
@@ -98,6 +99,7 @@ class Turn:
                 self._ended.append((self.act(answer), None))
             except Exception as error:
                 self._ended.append((None, error))
+            self._over.set()
 
         self._thread = threading.Thread(target=work, name="holdfast-groups", daemon=True)
         self._thread.start()
@@ -108,6 +110,9 @@ class Turn:
         with suppress(Exception):  # what explains an error must not replace it
             return self.better(error) or error
         return error
+
+    def wait(self, seconds: float) -> None:
+        self._over.wait(seconds)
 
     def poll(self) -> Message | None:
         if not self._ended:
