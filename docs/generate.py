@@ -1,4 +1,4 @@
-"""Rewrites the blocks of docs/protocol.md that are made from the code's tables: python docs/generate.py
+"""Rewrites what is made from the code: the blocks of docs/protocol.md, and docs/rounds.svg: python docs/generate.py
 
 A block stands between `<!-- generated: name -->` and `<!-- end -->`. tests/docs/test_protocol.py fails
 when the page is not what this script would write.
@@ -9,9 +9,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.flow.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
+from holdfast.flow.phases import (
+    CHOICE_TRANSITIONS,
+    LOAD_TRANSITIONS,
+    TRANSITIONS,
+    TURN_TRANSITIONS,
+    Table,
+)
+from holdfast.groups.plan import plan_groups, rounds
+from holdfast.layout.grid import Grid
 
 PAGE = Path(__file__).with_name("protocol.md")
+PICTURE = PAGE.with_name("rounds.svg")
 
 
 def words(text: str) -> str:
@@ -30,7 +39,47 @@ def diagram(table: Table) -> str:
     return "\n".join([*lines, "```"])
 
 
-BLOCKS = {"save": TRANSITIONS, "load": LOAD_TRANSITIONS, "choice": CHOICE_TRANSITIONS}
+def picture() -> str:
+    """The rounds in which the groups of sixteen ranks are warmed up, as SVG: a row a round, a column a rank."""
+    cell, left, top, world = 34, 190, 34, 16
+    plan = plan_groups(Grid(world, tp=2, pp=2, ep=2))
+    numbers = iter(rounds([row for kind in plan for row in kind.table]))
+    drawn, height = [], 0
+    for rank in range(world):
+        x = left + rank * cell + cell / 2
+        drawn.append(f'<text x="{x}" y="{top - 10}" text-anchor="middle" class="dim">{rank}</text>')
+    for kind in plan:
+        for index, row in enumerate(kind.table.tolist()):
+            y = top + next(numbers) * cell
+            height = max(height, y + cell)
+            hue = index * 360 // max(len(kind.table), 1)
+            for rank in row:
+                x = left + rank * cell
+                drawn.append(
+                    f'<rect x="{x + 2}" y="{y + 2}" width="{cell - 4}" height="{cell - 4}" rx="5" fill="hsl({hue} 55% 62%)"/>'
+                )
+        drawn.append(
+            f'<text x="{left - 12}" y="{y + cell / 2 + 5}" text-anchor="end">{", ".join(kind.names)}</text>'
+        )
+    width = left + world * cell + 8
+    style = "text{font:13px system-ui,sans-serif;fill:#444}.dim{fill:#888}@media(prefers-color-scheme:dark){text{fill:#ccc}}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 8}" role="img">',
+            "<title>Rounds of the groups of sixteen ranks with TP 2, PP 2, EP 2</title>",
+            f"<style>{style}</style>",
+            *drawn,
+            "</svg>\n",
+        ]
+    )
+
+
+BLOCKS = {
+    "save": TRANSITIONS,
+    "load": LOAD_TRANSITIONS,
+    "choice": CHOICE_TRANSITIONS,
+    "turn": TURN_TRANSITIONS,
+}
 
 
 def rewritten(page: str) -> str:
@@ -48,6 +97,7 @@ def rewritten(page: str) -> str:
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(rewritten(page), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -197,7 +197,7 @@ def test_the_environment_is_read_as_torchrun_writes_it(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     assert read_environment().incarnation != first.incarnation
     monkeypatch.setenv("RANK", "three")
-    with pytest.raises(BadInput, match=r"RANK and WORLD_SIZE .* whole numbers"):
+    with pytest.raises(BadInput, match=r"RANK, WORLD_SIZE, .* whole numbers"):
         read_environment()
 
 

@@ -48,6 +48,7 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("diff", checkpoint, kept, "--values"),
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
+        ("doctor",),
     ]
     assert {call[0] for call in calls} == set(COMMANDS) - {
         "import",

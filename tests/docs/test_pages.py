@@ -82,7 +82,9 @@ def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
     assert torch.equal(blank["w"], state["w"])
 
 
-@pytest.mark.parametrize("name", ["save", "load", "Checkpoints", "Options"])
+@pytest.mark.parametrize(
+    "name", ["save", "load", "Checkpoints", "Options", "session", "open_groups", "warm_up", "audit"]
+)
 def test_tables_of_arguments(name: str) -> None:
     rows = table(text("docs/api.md"), name)
     parameters = inspect.signature(getattr(holdfast, name)).parameters.values()

@@ -28,6 +28,7 @@ def generator() -> Any:
 def test_generated_blocks_are_up_to_date() -> None:
     page = text("docs/protocol.md")
     assert generator().rewritten(page) == page, "run: python docs/generate.py"
+    assert generator().picture() == text("docs/rounds.svg"), "run: python docs/generate.py"
     for phase, ways in TRANSITIONS.items():
         for other in ways:
             assert f"    {phase} --> {other}: " in page

@@ -20,7 +20,8 @@ from holdfast.errors import BadInput
 from holdfast.groups.hazards import ProcessFacts
 
 log = logging.getLogger("holdfast")
-_serving: set[int] = set()
+_serving: dict[int, socket.socket] = {}
+"""Where a process listens, by pid: a fork has none."""
 _lock = threading.Lock()
 
 
@@ -33,17 +34,30 @@ def serve(facts: Callable[[], ProcessFacts]) -> None:
     with _lock:
         if os.getpid() in _serving:
             return
-        _serving.add(os.getpid())
-    with suppress(OSError, AttributeError):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(_address(os.getpid()))
-        sock.listen(4)
-        threading.Thread(target=_answer, args=(sock, facts), name="holdfast-doctor", daemon=True).start()
+        with suppress(OSError, AttributeError):
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.bind(_address(os.getpid()))
+            sock.listen(4)
+            _serving[os.getpid()] = sock
+            threading.Thread(target=_answer, args=(sock, facts), name="holdfast-doctor", daemon=True).start()
+
+
+def stop() -> None:
+    """Answer no more."""
+    with _lock:
+        sock = _serving.pop(os.getpid(), None)
+    if sock is not None:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        sock.close()
 
 
 def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
     while True:
-        connection, _ = sock.accept()
+        try:
+            connection, _ = sock.accept()
+        except OSError:
+            return  # stopped
         try:
             with connection:
                 connection.settimeout(5.0)

@@ -19,7 +19,7 @@ from holdfast.flow.turn import Turn
 from holdfast.flow.world import find_roster
 from holdfast.groups.close import Closing
 from holdfast.groups.device import Device
-from holdfast.groups.doctor import serve
+from holdfast.groups.doctor import serve, stop
 from holdfast.groups.plan import WORLD, Planned, members, plan_groups, shown
 from holdfast.groups.state import facts
 from holdfast.layout.grid import Grid
@@ -85,6 +85,7 @@ class Groups(Mapping[str, Any]):
                 abort(group)
             raise
         finally:
+            stop()
             self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
     def distinct(self) -> list[Any]:

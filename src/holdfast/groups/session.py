@@ -30,6 +30,7 @@ from holdfast.flow.background import wait_for_saves
 from holdfast.flow.checkpoints import Checkpoints
 from holdfast.flow.world import find_roster
 from holdfast.groups.close import Closing, abort_all
+from holdfast.groups.doctor import stop
 from holdfast.groups.monitor import Monitor
 from holdfast.groups.open import Groups, open_groups
 from holdfast.groups.start import start_world
@@ -195,6 +196,7 @@ class Session:
     def _leave_in_order(self) -> None:
         """The lowest rank goes last, as it mostly hosts the message store; nobody asks the store for anything after this."""
         self._monitor.stop()
+        stop()
         with suppress(RosterLost):
             self._monitor.say("left")
             if not self._roster.rank:
