@@ -55,7 +55,7 @@ _WHERE = {
     "session": "holdfast.groups.session",
     "warm_up": "holdfast.groups.warm_up",
 }
-_MODULES = ("errors", "events", "testing")
+_MODULES = ("dcp", "errors", "events", "testing")
 
 __all__ = [
     "Checkpoints",
@@ -70,6 +70,7 @@ __all__ = [
     "Shard",
     "async_save",
     "audit",
+    "dcp",
     "errors",
     "events",
     "latest",

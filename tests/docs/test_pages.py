@@ -43,7 +43,7 @@ def test_the_readmes_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert len([line for line in example[1].split("\n") if line]) <= 10
     run("README.md", [example])
     space = run("README.md", [switch])
-    assert (space["dcp"].save, space["dcp"].load) == (holdfast.save, holdfast.load)
+    assert (space["dcp"].save, space["dcp"].load) == (holdfast.dcp.save, holdfast.dcp.load)
 
 
 def readme_on_a_rank(rank: int, folder: str) -> str:
@@ -66,20 +66,39 @@ def test_the_code_of_the_reference_runs() -> None:
 
 @pytest.mark.usefixtures("elsewhere")
 def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
-    import torch.distributed.checkpoint as dcp
+    import torch.distributed.checkpoint as theirs
 
-    for name in ("save", "load"):
-        theirs = inspect.signature(getattr(dcp, name)).parameters
-        ours = inspect.signature(getattr(holdfast, name)).parameters
-        same = {"checkpoint_id", "process_group", "no_dist"}
-        assert same <= set(theirs) & set(ours)
-        for argument in same:
-            assert theirs[argument].default == ours[argument].default
-    state = {"w": torch.arange(3.0)}
-    holdfast.save(state, checkpoint_id="there", no_dist=True)
-    blank = {"w": torch.zeros(3)}
-    holdfast.load(blank, checkpoint_id="there", no_dist=True, process_group=None)
+    for name in ("save", "load", "async_save"):
+        wanted = inspect.signature(getattr(theirs, name)).parameters
+        ours = inspect.signature(getattr(holdfast.dcp, name)).parameters
+        assert list(ours)[: len(wanted)] == list(wanted)
+        for argument, parameter in wanted.items():
+            assert ours[argument].kind == parameter.kind
+            if argument != "async_checkpointer_type":  # ours is of one type
+                assert ours[argument].default == parameter.default
+    state = {"w": torch.arange(3.0), "step": 3}
+    for call in ("save", "async_save"):
+        done = getattr(holdfast.dcp, call)(state, checkpoint_id="there", no_dist=True, use_collectives=False)
+        if call == "async_save":
+            heard: list[Any] = []
+            done.add_done_callback(heard.append)
+            assert done.result(30).bytes_written > 0
+            assert done.exception() is None
+            assert heard == [done.upload_completion]
+        blank = {"w": torch.zeros(3), "step": 0}
+        holdfast.dcp.load(blank, checkpoint_id="there", no_dist=True, process_group=None)
+        assert torch.equal(blank["w"], state["w"])
+        assert blank["step"] == 3
+    theirs.save({"w": state["w"]}, checkpoint_id="theirs", no_dist=True)
+    blank["w"].zero_()
+    holdfast.dcp.load({"w": blank["w"]}, checkpoint_id="theirs", no_dist=True)
     assert torch.equal(blank["w"], state["w"])
+    with pytest.raises(
+        errors.BadInput, match=r"no storage_writer= \(FileSystemWriter\).*Leave .* give checkpoint_id='a'"
+    ):
+        holdfast.dcp.save(state, storage_writer=theirs.FileSystemWriter("a"))
+    with pytest.raises(errors.BadInput, match=r"load takes no planner= \(DefaultLoadPlanner\)"):
+        holdfast.dcp.load(state, checkpoint_id="there", planner=theirs.DefaultLoadPlanner())
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,24 @@ class Pending:
         self.noticed = True
         return self._wait(self.upload_completion, timeout, "committed")
 
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """`committed`, by the name that a future has."""
+        return self.committed(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits as `committed` does; the error, or None if it is committed."""
+        try:
+            self.committed(timeout)
+        except HoldfastError as error:
+            if not self.done():
+                raise
+            return error
+        return None
+
+    def add_done_callback(self, callback: Callable[[concurrent.futures.Future[SaveReport]], object]) -> None:
+        """Call `callback` with `upload_completion` once it has ended; at once if it has."""
+        self.upload_completion.add_done_callback(callback)
+
     def cancel(self) -> bool:
         """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed` tells."""
         if self.done():
