@@ -33,7 +33,8 @@ class DeviceCopies:
         if not self._training:
             yield
             return
-        _pin(arena)
+        with torch.cuda.device(self._training[0].device):  # a thread's own begins as another
+            _pin(arena)
         sides = []
         with ExitStack() as stack:
             for training in self._training:

@@ -170,11 +170,11 @@ class Steps:
         self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
         if self._asynchronous:
             slot = self._begun % self._in_flight  # that of the oldest, which has ended
+            self._begun += 1  # also if it fails here: ranks meet on the same lane the next time
             beside = self._roster().lane(lane(slot))
             pending = async_save_into(
                 self._folder(step), lambda: make(beside), step, self._budget, self._retries, slot
             )
-            self._begun += 1
             self._pending.append(pending)
             return pending
         return finished(make(self._roster()).run(), step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 import threading
 import traceback
@@ -15,6 +17,20 @@ from holdfast.flow.phases import TURN_TRANSITIONS
 from holdfast.flow.protocol import turn_steps
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import at_key
+
+_started: list[threading.Thread] = []
+"""Threads of turns; those that are over are dropped."""
+
+
+def _end_with_stuck_threads() -> None:
+    """A thread that is in a collective when the interpreter ends has torch abort the process: end it before, with a plain code."""
+    if any(thread.is_alive() for thread in _started):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_end_with_stuck_threads)
 
 
 class Turn:
@@ -62,6 +78,7 @@ class Turn:
             result: Message = self.operation.run(lambda: turn_steps(self.operation.at, self))
             return result
         finally:
+            _started[:] = [thread for thread in _started if thread.is_alive()]
             self.operation.presence.more = dict  # no circle: groups go when their last user does
 
     # -- what those who extend it say -----------------------------------------------------------
@@ -103,6 +120,7 @@ class Turn:
 
         self._thread = threading.Thread(target=work, name="holdfast-groups", daemon=True)
         self._thread.start()
+        _started.append(self._thread)
 
     def explain(self, error: HoldfastError) -> HoldfastError:
         if error.rank not in (None, self.roster.rank) and not error.missing:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 MiB = 1 << 20
 
 
 class Device:
-    """The current one of the thread that makes this; other threads begin with another."""
+    """The current one of the thread that makes this; other threads begin with another.
 
-    def __init__(self) -> None:
-        self._index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    uses_gpu: None: if the default group communicates from one. A process that does not must not touch it: that would take memory.
+    """
+
+    def __init__(self, uses_gpu: bool | None = None) -> None:
+        if uses_gpu is None:
+            uses_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
+        self._index = torch.cuda.current_device() if uses_gpu else None
 
     def use(self) -> None:
         """Have it be the current one of this thread, too."""

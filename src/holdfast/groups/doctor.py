@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -20,13 +21,16 @@ from holdfast.errors import BadInput
 from holdfast.groups.hazards import ProcessFacts
 
 log = logging.getLogger("holdfast")
+LARGEST = 64 << 20
+"""Bytes that an answer may have."""
 _serving: dict[int, socket.socket] = {}
 """Where a process listens, by pid: a fork has none."""
 _lock = threading.Lock()
 
 
 def _address(pid: int) -> str:
-    return f"\0holdfast-doctor-{pid}"
+    """A pid means something in its namespace only, and containers may share names of sockets."""
+    return f"\0holdfast-doctor-{os.readlink('/proc/self/ns/pid')}-{pid}"
 
 
 def serve(facts: Callable[[], ProcessFacts]) -> None:
@@ -56,8 +60,12 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
     while True:
         try:
             connection, _ = sock.accept()
-        except OSError:
-            return  # stopped
+        except OSError as error:
+            if _serving.get(os.getpid()) is not sock:
+                return  # stopped
+            log.warning("`holdfast doctor` can't be answered for a moment: %s", error)
+            time.sleep(1.0)
+            continue
         try:
             with connection:
                 connection.settimeout(5.0)
@@ -72,23 +80,42 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
 
 
 def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
-    """What a process says of itself; None if it does not listen."""
+    """What a process says of itself; None if it does not listen. What another process says in its name is refused."""
+    ends = time.monotonic() + timeout
+    said = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.settimeout(timeout)
         try:
+            sock.settimeout(timeout)
             sock.connect(_address(pid))
-            parts = []
-            while part := sock.recv(1 << 16):
-                parts.append(part)
-        except ConnectionRefusedError:
+            sent = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            while len(said) <= LARGEST and time.monotonic() < ends:
+                sock.settimeout(max(0.01, ends - time.monotonic()))
+                part = sock.recv(1 << 16)
+                if not part:
+                    break
+                said += part
+            else:
+                raise BadInput(
+                    f"Process {pid} gave no whole answer within {timeout:g} s and {LARGEST >> 20} MiB."
+                )
+        except (ConnectionRefusedError, FileNotFoundError):
             return None
         except OSError as error:
             raise BadInput(f"Process {pid} does not answer within {timeout:g} s: {error}.") from None
-    if not parts:
+    if struct.unpack("3i", sent)[0] != pid:
+        raise BadInput(
+            f"Another process (pid {struct.unpack('3i', sent)[0]}) listens in the name of process {pid}."
+        )
+    if not said:
         raise BadInput(
             f"Process {pid} gave no answer: it belongs to another user (ask as that user, or as root), or its log says why."
         )
-    return msgspec.json.decode(b"".join(parts), type=ProcessFacts)
+    try:
+        return msgspec.json.decode(said, type=ProcessFacts)
+    except msgspec.MsgspecError as error:
+        raise BadInput(
+            f"The answer of process {pid} is not that of this version of Holdfast ({error})."
+        ) from None
 
 
 def variables_of(pid: int) -> dict[str, str]:

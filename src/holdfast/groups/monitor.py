@@ -1,27 +1,34 @@
-"""A session's watch: this rank is here, is another gone? It runs beside training and issues no collective.
+"""A session's watch: this rank is here, are its neighbours? It runs beside training and issues no collective.
 
-Each rank beats on a lane of the roster. The lowest rank looks at all others, in turns, and they look at it. Who sees that a rank
-has died or fallen silent, and who raises, puts that under one key; the first is everyone's.
+Each rank beats on a lane of the roster, and looks at the rank before and the rank after it: every rank is watched by two, however many
+there are. Who sees that one has died or fallen silent, and who raises, puts that under one key; the first is everyone's.
+
+The message store may stop answering, and a call of its client never returns then. So nothing here is called on the caller's thread
+but through `within`, and a thread that asks nobody notices when the one that asks is stuck.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Any
 
 from holdfast.deadline import REAL_CLOCK, StallTimer
-from holdfast.errors import HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.flow.operation import within
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import Presence, at_key, describe
 
 AT_ONCE = 256
-"""Ranks that the lowest looks at in one turn."""
+"""Ranks that are asked for in one question."""
+PATIENCE = 5.0
+"""Seconds that the message store is given for one answer, when a rank is about to end."""
 
 
 class Monitor:
-    """`on_failure` is called once, on this thread, with the error that ends the session on all ranks."""
+    """`on_failure` is called once, on a thread of its own, with the error that ends the session on all ranks."""
 
     def __init__(
         self,
@@ -36,21 +43,23 @@ class Monitor:
         self.presence.operation, self.presence.phase = key, "in its body"
         self.presence.more = lambda: {"resident": True}
         self._stall, self._on_failure = stall_timeout, on_failure
-        self._interval = min(0.5, stall_timeout / 4)
-        self._others = [rank for rank in range(roster.world_size) if rank != roster.rank]
-        if roster.rank:
-            self._others = [0]
+        # A store answers some ten thousand questions a second, so large worlds ask less often.
+        self._interval = min(max(0.5, roster.world_size / 2000), stall_timeout / 4)
+        rank, world = roster.rank, roster.world_size
+        self._neighbours = sorted({(rank + 1) % world, (rank - 1) % world} - {rank})
         self._timers: dict[int, StallTimer] = {}
-        self._turn = 0
+        self._seen: dict[int, Message] = {}
+        self._lost = False
+        """Does the message store answer no more?"""
         self._beats = threading.Event()
         self._beats.set()
         self._stop = threading.Event()
+        self._turned = time.monotonic()
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, name="holdfast-session", daemon=True)
 
     def start(self) -> None:
-        self.presence.send()
-        self._thread.start()
+        for work, name in ((self._run, "holdfast-session"), (self._guard, "holdfast-session-guard")):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_over(self) -> None:
         """An operation of the session tells from now on where this rank is."""
@@ -59,97 +68,134 @@ class Monitor:
     def stop(self) -> None:
         """No more beats. Whoever waits for this rank from now on waits for what it says."""
         self._stop.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=1.0)
+
+    # -- on any thread, in bounded time ---------------------------------------------------------
 
     def fail(self, error: HoldfastError) -> bool:
         """Have this error end the session on all ranks; False if another was first, which is `failure` then."""
+        mine = {**error.to_message(), "claim": f"{self.roster.rank}-{secrets.token_hex(4)}"}
+        standing = self._ask(lambda: self.roster.claim(f"{self.key}/failed", mine), mine)
         with self._lock:
             if self.failure is not None:
                 return False
-            try:
-                standing = self.roster.claim(f"{self.key}/failed", error.to_message())
-            except RosterLost as lost:
-                standing = error.to_message() if error.rank == self.roster.rank else lost.to_message()
             self.failure = from_message(standing)
-            return standing == error.to_message()
+        return bool(standing["claim"] == mine["claim"])
 
     def look(self) -> None:
-        """See whether somebody has failed, now."""
-        try:
-            told = self.roster.get([f"{self.key}/failed"])[0]
-            if told is not None:
-                with self._lock:
-                    self.failure = self.failure or from_message(told)
-                return
-            self._look_at_others()
-        except RosterLost as error:
-            with self._lock:
-                self.failure = self.failure or error
+        """See whether somebody has failed, or a neighbour is gone, now."""
+        self._ask(self._look, None)
 
     def say(self, what: str) -> None:
         """Leave word of this rank for the others: `heard` of a failure, `left`."""
-        self.roster.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()})
+        self._ask(lambda: self.roster.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()}), None)
 
-    def wait_for(self, what: str, ranks: list[int], seconds: float) -> bool:
-        """Until these ranks have said it, or are gone; False if the time is over before."""
-        ends = time.monotonic() + seconds
+    def wait_for(self, what: str, ranks: list[int], ends: float) -> None:
+        """Until these ranks have said it, or are gone, or the (monotonic) time has come."""
         waiting = list(ranks)
-        while waiting:
+        while waiting and not self._lost and time.monotonic() < ends:
             some = waiting[:AT_ONCE]
-            said = self.roster.get([f"{self.key}/{what}/{rank}" for rank in some])
-            here = self.roster.get([at_key(rank) for rank in some])
-            done = {
-                rank
-                for rank, word, message in zip(some, said, here, strict=True)
-                if word is not None
-                or (message is not None and self.presence.identity.alive(message) is False)
-            }
+            done = self._ask(lambda: self._have_said(what, some), set())  # noqa: B023
             waiting = [rank for rank in waiting if rank not in done]
             if not done:
-                if time.monotonic() >= ends:
-                    return False
-                time.sleep(0.02)
-        return True
+                time.sleep(0.05)
 
     def known(self, rank: int) -> Message | None:
         """What a rank has last said of itself."""
-        with suppress(RosterLost):
-            return self.roster.get([at_key(rank)])[0]
-        return None
+        found: Message | None = self._ask(lambda: self.roster.get([at_key(rank)])[0], self._seen.get(rank))
+        return found
+
+    def is_alive(self, message: Message) -> bool:
+        """Is the process behind a message seen to be alive from here?"""
+        return self.presence.identity.alive(message) is True
+
+    def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
+        """An answer of the message store, if there is one in time; it is not asked again after it gave none."""
+        if self._lost:
+            return otherwise
+        found: list[Any] = []
+        try:
+            within(min(PATIENCE, self._stall), "the message store", lambda: found.append(question()))
+        except (RosterLost, DeadlineExceeded):
+            self._lost = True
+            return otherwise
+        return found[0]
+
+    # -- on the threads -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval):
-            with suppress(RosterLost):  # `look` meets the same
+        try:
+            while not self._stop.wait(self._interval):
                 if self._beats.is_set():
                     self.presence.send()
-            self.look()
-            if self.failure is not None and not self._stop.is_set():
+                self._look()
+                self._turned = time.monotonic()
+                if self.failure is not None:
+                    return
+        except RosterLost as error:
+            if not self._stop.is_set():
+                self._without_store(str(error.message))
+
+    def _guard(self) -> None:
+        """Tells of the failure; asks nobody, so that nothing can hold it up."""
+        while not self._stop.wait(0.1):
+            if self.failure is None and time.monotonic() > self._turned + self._stall + self._interval:
+                self._without_store(f"The message store has not answered for {self._stall:g} s.")
+            if self.failure is not None:
                 self._on_failure(self.failure)
                 return
 
-    def _look_at_others(self) -> None:
-        self._turn = self._turn % max(len(self._others), 1)
-        some = self._others[self._turn : self._turn + AT_ONCE]
-        self._turn += AT_ONCE
-        messages = self.roster.get([at_key(rank) for rank in some])
-        left = self.roster.get([f"{self.key}/left/{rank}" for rank in some])
+    def _without_store(self, what: str) -> None:
+        self._lost = True
+        host = self._seen.get(0)
+        where = "rank 0 mostly hosts it"
+        if self.roster.rank and host is not None:
+            alive = self.presence.identity.alive(host)
+            state = {True: "is there", False: "has ended", None: "can't be seen from here"}[alive]
+            where += f" (host {host.get('host')}, pid {host.get('pid')}), whose process {state}"
+        error = RosterLost(f"The session ended because ranks can't reach each other: {what} {where}.")
+        with self._lock:
+            self.failure = self.failure or error
+
+    def _have_said(self, what: str, ranks: list[int]) -> set[int]:
+        said = self.roster.get([f"{self.key}/{what}/{rank}" for rank in ranks])
+        silent = [rank for rank, word in zip(ranks, said, strict=True) if word is None]
+        here = self.roster.get([at_key(rank) for rank in silent])
+        gone = {
+            rank
+            for rank, message in zip(silent, here, strict=True)
+            if message is not None and self.presence.identity.alive(message) is False
+        }
+        return (set(ranks) - set(silent)) | gone
+
+    def _look(self) -> None:
+        asked = [*self._neighbours, *([0] if 0 not in self._neighbours and not self._seen.get(0) else [])]
+        told, *messages = self.roster.get([f"{self.key}/failed", *(at_key(rank) for rank in asked)])
+        self._seen.update({rank: m for rank, m in zip(asked, messages, strict=True) if m is not None})
+        if told is not None:
+            with self._lock:
+                self.failure = self.failure or from_message(told)
+            return
         lost: list[tuple[int, Message, str]] = []
-        for rank, message, gone in zip(some, messages, left, strict=True):
-            if message is None or gone is not None:
-                continue
+        for rank in self._neighbours:
+            message = self._seen.get(rank)
+            if message is None:
+                continue  # all have been here when the session began, so there will be one
             timer = self._timers.setdefault(rank, StallTimer(self._stall, REAL_CLOCK))
             timer.see((message.get("operation"), message.get("phase"), message.get("beat")))
-            if self.presence.identity.alive(message) is False:
-                lost.append((rank, message, "its process has ended"))
-            elif timer.stalled():
-                lost.append((rank, message, f"silent for {timer.quiet_for():.0f} s"))
+            ended = self.presence.identity.alive(message) is False
+            if not ended and not timer.stalled():
+                continue
+            if self.roster.get([f"{self.key}/left/{rank}"])[0] is None:
+                why = "its process has ended" if ended else f"silent for {timer.quiet_for():.0f} s"
+                lost.append((rank, message, why))
         if lost:
             infos = tuple(describe(rank, message, time.time(), why) for rank, message, why in lost)
             error = RankFailed(
-                f"The session ended because of {'; '.join(map(str, infos[:8]))}.",
+                f"The session ended because of {'; '.join(map(str, infos))}.",
                 rank=infos[0].rank,
                 missing=infos,
                 hint="Look at that rank's log.",
             )
-            self.fail(error)
+            standing = self.roster.claim(f"{self.key}/failed", {**error.to_message(), "claim": ""})
+            with self._lock:
+                self.failure = self.failure or from_message(standing)
