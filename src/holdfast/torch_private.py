@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ class Known(NamedTuple):
     description: str
 
 
+_aborted: WeakSet[Any] = WeakSet()
+"""Torch still lists them; nobody can use them."""
+
+
 def _world() -> Any:
     from torch.distributed import distributed_c10d
 
@@ -50,7 +55,7 @@ def known_groups() -> list[Known]:
     found = []
     for group, name in dict(world.pg_names).items():
         ranks = world.pg_group_ranks.get(group)
-        if ranks is not None:
+        if ranks is not None and group not in _aborted:
             described = str(getattr(group, "group_desc", "") or "")
             in_order = tuple(sorted(ranks, key=ranks.__getitem__))
             found.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
@@ -102,5 +107,6 @@ def is_eager() -> bool:
 
 def abort(group: Any) -> None:
     """End what a group is doing, here and now, without asking the others."""
+    _aborted.add(group)
     with suppress(Exception):  # not every backend can
         group.abort()

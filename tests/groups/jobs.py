@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -163,7 +164,7 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
     if mode == "kill" and rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if mode == "exit" and rank == 1:
-        raise SystemExit(3)
+        sys.exit(3)
     if mode == "hang" and rank == 3:
         raise ValueError("the loss is not a number")
     if mode == "raise while others compute":
@@ -230,6 +231,8 @@ def wrong_calls(rank: int) -> list[str]:
         lambda: warm_up(groups, operations=["reduce"], timeout=20),
         lambda: warm_up("some", timeout=20),
         lambda: warm_up(groups, memory_budget=0, timeout=20),
+        lambda: warm_up(["tp"], timeout=20),
+        lambda: warm_up(groups["tp"], timeout=20),
     ):
         try:
             call()
@@ -265,3 +268,58 @@ def short_of_memory(rank: int, free: int, budget: int) -> str:
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"
+
+
+def listed_on_some(rank: int) -> str:
+    groups = open_groups(Grid(4, tp=2), timeout=20)
+    try:
+        warm_up([groups["dp"]] if rank == 3 else groups, timeout=20)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "warm"
+
+
+def a_grid_that_does_not_fit(rank: int) -> tuple[str, float]:
+    begun = time.monotonic()
+    try:
+        open_groups(Grid(8 if rank == 2 else 4, tp=2), timeout=20)
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "open", 0.0
+
+
+def stopped_store_host(rank: int) -> str:
+    """A session whose store, on rank 0, stops answering."""
+    try:
+        with holdfast.session(timeout=20, stall_timeout=2, grace=3, warm=False):
+            if rank == 0:
+                time.sleep(1.5)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(30) if rank == 0 else [time.sleep(0.05) for _ in range(600)]
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "through"
+
+
+def two_sessions(rank: int) -> tuple[list[str], list[int]]:
+    """One that fails, on all ranks, and one after it; a rank dies in the second."""
+    said = []
+    for number in range(3):
+        try:
+            with holdfast.session(timeout=20, stall_timeout=3, grace=3) as s:
+                dist.all_reduce(torch.ones(1))
+                if number == 0 and rank == 1:
+                    raise ValueError("the loss is not a number")
+                if number == 0:
+                    [time.sleep(0.05) for _ in range(200)]
+                if number == 2 and rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == 2:
+                    [time.sleep(0.05) for _ in range(200)]
+            said.append("through")
+        except ValueError as error:
+            said.append(str(error))
+        except HoldfastError as error:
+            said.append(f"{type(error).__name__} {error.rank}")
+    assert s.failure is not None
+    return said, [info.rank for info in s.failure.missing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import pytest
 
 import holdfast
+from holdfast.testing.processes import ProcessWorld
+from tests.groups import jobs
 
 ROOT = Path(__file__).parents[2]
 WORLD = 4
@@ -148,6 +151,35 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
     assert "rank 3, which has not been heard of" in ended.said
 
 
+def test_a_store_that_stops_answering_holds_nobody() -> None:
+    with ProcessWorld(3, store_host="rank 0") as world:
+        world.start(jobs.stopped_store_host)
+        results = {result.rank: result for result in world.collect_some(20)}
+        world.signal(0, signal.SIGCONT)
+        assert set(results) == {1, 2}
+        for result in results.values():
+            said = result.get()
+            assert said.startswith("RosterLost"), said
+            assert "has not answered for 2 s" in said, said
+            assert f"pid {world.pid(0)}" in said, said
+            assert result.seconds < 10.0
+
+
+def test_sessions_one_after_another_are_strangers() -> None:
+    with ProcessWorld(3) as world:
+        world.start(jobs.two_sessions)
+        results = {result.rank: result for result in world.collect(60)}
+    assert results[2].died == -9
+    for rank in (0, 1):
+        said, missing = results[rank].get()
+        assert said == [
+            "the loss is not a number" if rank == 1 else "RankFailed 1",
+            "through",
+            "RankFailed 2",
+        ]
+        assert missing == [2]
+
+
 @pytest.mark.parametrize("how", ["to the end", "destroys"])
 def test_a_session_without_a_block_closes_at_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     ended = launch("save", tmp_path, how)
@@ -164,3 +196,11 @@ def test_an_error_that_nobody_catches_ends_a_session_without_a_block(tmp_path: P
     assert set(ended.codes) <= {1, 86}, ended.said
     assert ended.said.rstrip().endswith("ValueError: the loss of rank 2 is not a number"), ended.said
     assert ended.said.count("Traceback") == 1, ended.said
+
+
+def test_sys_exit_without_a_block_is_no_good_end(tmp_path: Path) -> None:
+    ended = launch("exit", tmp_path, "to the end")
+    assert ended.codes[1] == 3, ended.said
+    assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
+    assert "because rank 1 " in ended.said
+    assert ended.seconds < 30

@@ -138,6 +138,8 @@ def test_calls_that_cannot_be_honoured() -> None:
                 "operations=('reduce',) must be some of",
                 "groups='some': give 'all'",
                 "memory_budget must be bytes",
+                "groups= has 'tp', which is no process group of this rank",
+                "give 'all', what open_groups returned, or a list of groups",
             ]
             for sentence, wanted in zip(said, expected, strict=True):
                 assert sentence.startswith("BadInput"), sentence
@@ -173,3 +175,22 @@ def test_a_memory_budget_is_kept(free: int, budget: int, expected: str) -> None:
     with ProcessWorld(4) as ranks:
         for said in ranks.run(jobs.short_of_memory, free, budget, timeout=60):
             assert expected in said, said
+
+
+def test_groups_that_are_listed_on_some_ranks_only() -> None:
+    with ProcessWorld(4) as ranks:
+        for said in ranks.run(jobs.listed_on_some, timeout=60):
+            assert said.startswith("BadInput"), said
+            assert (
+                "is to be warmed up on rank 0 and not on rank 3" in said
+                or "on rank 2 and not on rank 3" in said
+            ), said
+
+
+def test_a_grid_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
+    with ProcessWorld(4) as ranks:
+        for said, took in ranks.run(jobs.a_grid_that_does_not_fit, timeout=60):
+            assert said.startswith("BadInput"), said
+            assert "failed on rank 2" in said, said
+            assert "The grid has ranks to 7; the world has 4." in said, said
+            assert took < 2.0

@@ -70,9 +70,10 @@ class Background:
             )
         with self._lock:
             self._wait_for_the_last()
-            self._writer.start()
             pending = Pending(path, step)
             save = make()
+            # A process that can't be started is told to the others, too: else they would be one call ahead from then on.
+            save.work.trouble = save.work.trouble or read_state(self._writer.start, save.work.held.rank)
             into = DeviceCopies(save.work.held).into
             staged = self._stage(save, budget, into)
             pending.attempt(save)

@@ -104,6 +104,7 @@ class _Opening(Turn):
         roster: Roster,
         timeout: float,
         stall: float,
+        trouble: BadInput | None,
     ) -> None:
         super().__init__(
             f"opening of the groups of {grid.world} ranks",
@@ -113,10 +114,13 @@ class _Opening(Turn):
             stall_timeout=stall,
         )
         self._grid, self._plan, self._backend, self._timeout = grid, plan, backend, timeout
+        self._trouble = trouble
         self._device = Device()
         self.made: dict[tuple[str, ...], Any] = {}
 
     def mine(self) -> Message:
+        if self._trouble is not None:
+            raise self._trouble
         return {
             "layout": self._grid.describe(),
             "kinds": [list(planned.names) for planned in self._plan],
@@ -200,13 +204,18 @@ def open_groups(
         raise BadInput(
             "open_groups needs torch.distributed: call init_process_group first, or use holdfast.session."
         )
-    if grid.first_rank + grid.world > dist.get_world_size():
-        raise BadInput(
-            f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has {dist.get_world_size()}."
-        )
     serve(facts)
-    plan = plan_groups(grid, names)
-    opening = _Opening(grid, plan, backend, find_roster(roster, False), timeout, stall_timeout)
+    plan: list[Planned] = []
+    trouble: BadInput | None = None
+    try:
+        plan = plan_groups(grid, names)
+        if grid.first_rank + grid.world > dist.get_world_size():
+            raise BadInput(
+                f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has {dist.get_world_size()}."
+            )
+    except BadInput as error:  # the others are to hear of it
+        trouble = error
+    opening = _Opening(grid, plan, backend, find_roster(roster, False), timeout, stall_timeout, trouble)
     try:
         opening.run()
     except HoldfastError:

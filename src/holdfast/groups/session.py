@@ -239,7 +239,12 @@ class Session:
         stop()
         self._watch.say("left")
         if not self._roster.rank:
-            self._watch.wait_for("left", list(range(1, self._roster.world_size)), ends)
+            self._watch.wait_for("left", self._others(), ends)
+
+    def _others(self) -> list[int]:
+        """Ranks that may still say something."""
+        missing = {info.rank for info in self.failure.missing} if self.failure is not None else set()
+        return [rank for rank in range(self._roster.world_size) if rank not in {self._roster.rank, *missing}]
 
     def _end(self, error: BaseException | None) -> None:
         """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
@@ -276,8 +281,7 @@ class Session:
         if self.failure is None and watch.fail(self._in_words(error)):
             abort_all()
             self._let_go_of_saves(ends)
-            others = [rank for rank in range(self._roster.world_size) if rank != self._roster.rank]
-            watch.wait_for("heard", others, ends)
+            watch.wait_for("heard", self._others(), ends)
             self._leave_in_order(ends)
             return
         failure = self.failure
@@ -307,7 +311,7 @@ class Session:
             setattr(own, _ALREADY, True)
         self._hear(failure)
         self._let_go_of_saves(ends)
-        first = failure.rank
+        first = None if failure.missing else failure.rank  # those that are missing say nothing more
         known = self._watch.known(first) if first is not None and first != self._roster.rank else None
         if first:  # the lowest rank itself waits for all others to be gone
             self._watch.wait_for("left", [first], ends)

@@ -101,6 +101,7 @@ class _WarmUp(Turn):
             "operations": list(self._operations),
             "budget": self._budget,
             "free": self._device.free(),
+            "has": [known.name for known in known_groups()],
             "groups": [
                 [
                     known.name,
@@ -156,8 +157,15 @@ class _WarmUp(Turn):
     def _warm_one(self, known: Known, number: int) -> WarmedGroup:
         before, begun = self._device.free(), time.perf_counter()
         was_warm = bool(is_open(known.group)) or known.group in warm
+        places = usable_devices(known.group)
+        if not places:
+            raise GroupsFailed(
+                f"{label(known.name, known.description, known.ranks)} has the backend {dist.get_backend_config(known.group)}, "
+                "for which no tensor can be made here; it was not warmed up.",
+                hint="Give groups= without it.",
+            )
         try:
-            for device in usable_devices(known.group):
+            for device in places:
                 for operation in self._operations:
                     _one(operation, known, device)
             self._device.settle()
@@ -280,10 +288,17 @@ def usable_devices(group: Any) -> list[torch.device]:
     """Of which devices tensors can be given to a group, here and now."""
     config = dist.get_backend_config(group)
     pairs = [part.partition(":") for part in config.split(",")]
-    found = [torch.device(kind) for kind, _, backend in pairs if kind == "cpu" and backend in ("gloo", "mpi")]
-    if torch.cuda.is_available():
-        found += [torch.device("cuda") for kind, _, backend in pairs if kind == "cuda" and backend == "nccl"]
-    return found
+    return [
+        torch.device(kind)
+        for kind, _, backend in pairs
+        if (kind == "cpu" or backend != "gloo") and (kind == "cpu" or _is_there(kind))
+    ]
+
+
+def _is_there(kind: str) -> bool:
+    """Has this machine such a device?"""
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())
 
 
 def label(name: str, description: str, ranks: Sequence[int]) -> str:
@@ -317,6 +332,14 @@ def _agree_on_groups(said: dict[int, Message]) -> dict[str, tuple[str, list[int]
             raise _lacking(name, min(here), "its lowest rank", said)
         _, ranks = everyone[name]
         absent = [rank for rank in ranks if rank not in here]
+        unlisted = [rank for rank in absent if name in said[rank]["has"]]
+        if unlisted:
+            raise BadInput(
+                f"The group {everyone[name][0] or name} ({shown(ranks)}) is to be warmed up on rank {min(here)} and not on "
+                f"{_listed(unlisted)}; nothing was warmed up.",
+                rank=unlisted[0],
+                hint="Give the same groups on all ranks that are in them.",
+            )
         if absent:
             raise _lacking(name, min(here), _listed(absent), said)
     return everyone
@@ -368,6 +391,8 @@ def warm_up(
     wrong = [operation for operation in operations if operation not in OPERATIONS]
     if wrong or not operations:
         raise BadInput(f"operations={tuple(operations)!r} must be some of {OPERATIONS}.")
+    if not isinstance(groups, str | Groups) and not isinstance(groups, Iterable):
+        raise BadInput(f"groups={groups!r}: give 'all', what open_groups returned, or a list of groups.")
     if memory_budget is not None and memory_budget < 1:
         raise BadInput(f"memory_budget must be bytes from 1 on, or None, not {memory_budget!r}.")
     if not dist.is_initialized():
@@ -375,13 +400,20 @@ def warm_up(
             "warm_up needs torch.distributed: call init_process_group first, or use holdfast.session."
         )
     serve(facts)
-    known = [group for group in known_groups() if len(group.ranks) > 1]
+    there = known_groups()
+    known = [group for group in there if len(group.ranks) > 1]
     if isinstance(groups, str):
         if groups != "all":
             raise BadInput(f"groups={groups!r}: give 'all', what open_groups returned, or a list of groups.")
     else:
-        asked = set(map(id, groups.distinct() if isinstance(groups, Groups) else groups))
-        known = [group for group in known if id(group.group) in asked]
+        asked = groups.distinct() if isinstance(groups, Groups) else list(groups)
+        strange = [value for value in asked if not any(value is group.group for group in there)]
+        if strange:
+            raise BadInput(
+                f"groups= has {strange[0]!r}, which is no process group of this rank.",
+                hint="Give 'all', what open_groups returned, or a list of process groups.",
+            )
+        known = [group for group in known if any(value is group.group for value in asked)]
     turn = _WarmUp(
         known, tuple(operations), memory_budget, find_roster(roster, False), timeout, stall_timeout
     )
