@@ -389,9 +389,10 @@ def session(
 
     grid: the layout, whose groups are `s.groups`; None: no groups are made. Initialises torch.distributed (torchrun's environment) if
         that was not done, naming the ranks that do not come, and destroys it at the end if it did.
-    timeout: seconds for opening and warm-up, for collectives of the groups, and for the end, a rank that is busy alone before it
-        included. stall_timeout: seconds that a rank's process may be silent, at any time.
-    grace: seconds that processes have to end after a failure; one that is stuck in a call exits with code 86 then.
+    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a rank that is busy alone
+        before it included. stall_timeout: seconds that a rank's process may be silent, at any time.
+    grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a call exits with code 86
+        then. What else holds one up is ended by force after twice that and five seconds.
     warm, operations, memory_budget: see `warm_up`; all groups that torch knows are warmed up.
 
     If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it, on all others, also those
