@@ -18,6 +18,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.groups.device import Device
 from holdfast.groups.open import open_groups
+from holdfast.groups.session import _open as open_sessions
 from holdfast.groups.warm_up import warm_up
 from holdfast.layout.grid import Grid
 from holdfast.torch_private import known_groups
@@ -177,7 +178,9 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
         dist.all_reduce(torch.ones(1))  # waits for the one that does not come
 
 
-def megatron_groups(rank: int, layout: dict[str, int]) -> tuple[int, int, list[tuple[int, ...]], list[str]]:
+def megatron_groups(
+    rank: int, layout: dict[str, int], session: bool
+) -> tuple[int, int, list[tuple[int, ...]], list[str]]:
     """Real initialize_model_parallel with the hook: groups that Megatron lists for this rank, those warmed up, and hazards."""
     from megatron.core import parallel_state
 
@@ -185,12 +188,13 @@ def megatron_groups(rank: int, layout: dict[str, int]) -> tuple[int, int, list[t
 
     reports: list[Any] = []
     stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)
-    hm.install(warm_up=True, timeout=60)
+    hm.install(warm_up=True, session=session, timeout=60)
     try:
         parallel_state.initialize_model_parallel(**layout)
     finally:
         hm.uninstall()
         stop()
+    assert [found.failure for found in open_sessions] == ([None] if session else [])
     listed = [group for group in parallel_state._global_process_group_list if group is not None]
     shared = [group for group in listed if group.size() > 1]
     names = {group.group_name for group in shared}
@@ -234,6 +238,7 @@ def wrong_calls(rank: int) -> list[str]:
         lambda: warm_up(["tp"], timeout=20),
         lambda: warm_up(groups["tp"], timeout=20),
     ):
+        dist.barrier()  # a rank that is late for a call must not come to the next one
         try:
             call()
             said.append("nothing")

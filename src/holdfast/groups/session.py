@@ -8,31 +8,24 @@ the others, each lets go of its groups, and every process ends within `grace`, w
 from __future__ import annotations
 
 import atexit
-import ctypes
-import faulthandler
 import os
 import secrets
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn, Self
 
-import torch
 import torch.distributed as dist
 
 from holdfast.deadline import check_seconds
-from holdfast.errors import HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.errors import HoldfastError
 from holdfast.flow.background import wait_for_saves
 from holdfast.flow.checkpoints import Checkpoints
 from holdfast.flow.turn import Turn
 from holdfast.flow.world import find_roster
-from holdfast.groups.close import Closing, abort_all
-from holdfast.groups.doctor import stop
-from holdfast.groups.monitor import PATIENCE, Monitor
+from holdfast.groups.close import Closing
+from holdfast.groups.leaving import TOLD, Leaving
 from holdfast.groups.open import Groups, open_groups
 from holdfast.groups.start import start_world
 from holdfast.groups.warm_up import WarmUpReport, warm_up
@@ -40,19 +33,8 @@ from holdfast.layout.grid import Grid
 from holdfast.roster.base import Message
 from holdfast.torch_private import known_groups
 
-EXIT_STUCK = 86
-"""Exit code of a process that was ended because a call of it, a collective mostly, did not return after another rank had failed."""
 _open: list[Session] = []
 """Sessions that have begun, and not come to their end."""
-_ALREADY = "_holdfast_told"
-"""An attribute of exceptions whose story is on the terminal already."""
-
-
-class _Interrupted(RankFailed):
-    """Raised in a body that goes on while the session has ended; the session replaces it by the error itself."""
-
-    def __init__(self) -> None:
-        super().__init__("The session has ended: another rank failed.")
 
 
 class _Beginning(Turn):
@@ -91,12 +73,8 @@ class Session:
         self._backend, self._timeout, self._stall, self._grace = backend, timeout, stall_timeout, grace
         self._warm, self._operations, self._budget = warm, tuple(operations), memory_budget
         self._owns_world = owns_world
-        self._left, self._over = threading.Event(), threading.Event()
-        self._gate, self._said = threading.Lock(), False
-        self._ends: float | None = None
         self._exit_code: object = None
-        self._monitor: Monitor | None = None
-        self._closing: Closing | None = None
+        self._leaving: Leaving | None = None
         self._checkpoints: list[Checkpoints] = []
 
     # -- in the body ----------------------------------------------------------------------------
@@ -110,10 +88,9 @@ class Session:
     @property
     def failure(self) -> HoldfastError | None:
         """Why the session is over on all ranks, if it is."""
-        return None if self._monitor is None else self._monitor.failure
+        return None if self._leaving is None else self._leaving.watch.failure
 
     def __enter__(self) -> Self:
-        self._thread = threading.get_ident()
         started = not dist.is_initialized()
         if started:
             start_world(self._backend, self._timeout, self._stall)
@@ -125,8 +102,8 @@ class Session:
             "beginning of a session", "groups://session", lane, timeout=timeout, stall_timeout=stall
         )
         beginning.run()
-        self._monitor = Monitor(lane, f"session/{beginning.token}", self._stall, self._on_failure)
-        self._monitor.start()
+        self._leaving = Leaving(lane, f"session/{beginning.token}", self._stall, self._grace)
+        self._leaving.watch.start()
         _open.append(self)
         _install_hook()
         try:
@@ -142,7 +119,6 @@ class Session:
                     memory_budget=self._budget,
                 )
         except BaseException as error:
-            self._come_back()
             self._end(error)
             raise
         return self
@@ -163,7 +139,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._come_back()
+        self._way.come_back()
         clean = error is None or (isinstance(error, SystemExit) and not error.code)
         if clean and self.failure is None:
             try:
@@ -177,37 +153,24 @@ class Session:
     # -- the end --------------------------------------------------------------------------------
 
     def _at_exit(self) -> None:
-        if self._left.is_set():
+        if self._way.left.is_set():
             return
         code = self._exit_code
         try:
             self.__exit__(None, SystemExit(code) if code else None, None)
         except BaseException as error:
-            if not hasattr(error, _ALREADY):
+            if not hasattr(error, TOLD):
                 print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)
             sys.stdout.flush()
             os._exit(1)  # the interpreter would say that all is well
 
     def _raised(self, error: BaseException) -> BaseException:
         """Nobody has caught this; returns what is to be printed at the end."""
-        self._come_back()
         try:
             self._end(error)
         except BaseException as instead:
             return instead
         return error
-
-    def _come_back(self) -> None:
-        """The body is over: from here on nothing is raised into this thread."""
-        while not self._left.is_set():
-            with suppress(_Interrupted), self._gate:  # one that was on its way may arrive here
-                self._left.set()
-                _raise_in(self._thread, None)
-
-    @property
-    def _watch(self) -> Monitor:
-        assert self._monitor is not None
-        return self._monitor
 
     def _close(self) -> None:
         """Together with the others."""
@@ -216,7 +179,7 @@ class Session:
         def left() -> float:
             return max(0.1, ends - time.monotonic())
 
-        self._watch.presence.phase = "waiting for its saves"
+        self._way.watch.presence.phase = "waiting for its saves"
         for checkpoints in self._checkpoints:
             checkpoints.close(left())  # raises on all ranks
         wait_for_saves(left())
@@ -224,150 +187,28 @@ class Session:
         mine = [group for group in made if group is not dist.group.WORLD]
         if self._owns_world:
             mine = [found.group for found in known_groups()]
-        self._watch.hand_over()
-        self._closing = Closing(mine, self._watch.roster, left(), self._stall)
+        self._way.watch.hand_over()
+        closing = self._way.closing = Closing(mine, self._way.watch.roster, left(), self._stall)
         if self.failure is not None:
             raise self.failure
-        self._closing.run()
-        self._leave_in_order(time.monotonic() + self._grace)
-        self._over.set()
+        closing.run()
+        self._way.leave_in_order(time.monotonic() + self._grace)
+        self._way.over.set()
         _open.remove(self)
-
-    def _leave_in_order(self, ends: float) -> None:
-        """The lowest rank goes last, as it mostly hosts the message store; nobody asks the store for anything after this."""
-        self._watch.stop()
-        stop()
-        self._watch.say("left")
-        if not self._roster.rank:
-            self._watch.wait_for("left", self._others(), ends)
-
-    def _others(self) -> list[int]:
-        """Ranks that may still say something."""
-        missing = {info.rank for info in self.failure.missing} if self.failure is not None else set()
-        return [rank for rank in range(self._roster.world_size) if rank not in {self._roster.rank, *missing}]
 
     def _end(self, error: BaseException | None) -> None:
         """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
-        atexit.register(faulthandler.dump_traceback_later, self._grace + 30.0, exit=True)
-        self._set_end()
-        threading.Thread(target=self._end_by_force, name="holdfast-session-end", daemon=True).start()
+        self._way.come_back()
         try:
-            self._after(error)
+            self._way.end(error)
         finally:
-            self._over.set()
             if self in _open:
                 _open.remove(self)
 
-    def _set_end(self) -> float:
-        """From the first that is known of a failure all waits share one deadline."""
-        if self._ends is None:
-            self._ends = time.monotonic() + self._grace
-        return self._ends
-
-    def _end_by_force(self) -> None:
-        """Whatever holds this process up on its way out."""
-        if not self._over.wait(2 * self._grace + PATIENCE):
-            self._say_stuck("it could not be left in order")
-            os._exit(EXIT_STUCK)
-
-    def _after(self, error: BaseException | None) -> None:
-        watch, ends = self._watch, self._set_end()
-        if self.failure is None and _may_be_echo(error):
-            look = min(time.monotonic() + 2.0, ends)  # who failed first is about to be told
-            while self.failure is None and time.monotonic() < look:
-                watch.look()
-                time.sleep(0.05)
-        watch.stop()
-        if self.failure is None and watch.fail(self._in_words(error)):
-            abort_all()
-            self._let_go_of_saves(ends)
-            watch.wait_for("heard", self._others(), ends)
-            self._leave_in_order(ends)
-            return
-        failure = self.failure
-        assert failure is not None
-        own = error is not None and not isinstance(error, HoldfastError) and not _is_echo(error)
-        self._follow(failure, error if own else None, ends)
-        if not own:
-            told = from_message(failure.to_message())
-            setattr(told, _ALREADY, True)
-            raise told from None
-
-    def _in_words(self, error: BaseException | None) -> HoldfastError:
-        if isinstance(error, HoldfastError) and error.missing:
-            return error
-        me = self._watch.presence.identity
-        said = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
-        return RankFailed(
-            f"The session ended because rank {me.rank} (host {me.host}, pid {me.pid}) raised {said[:500]}.",
-            rank=me.rank,
-            hint="Its traceback is in that rank's output.",
-        )
-
-    def _follow(self, failure: HoldfastError, own: BaseException | None, ends: float) -> None:
-        """Another rank failed first: say so, let go, and leave after it."""
-        if own is not None and not hasattr(own, _ALREADY):
-            traceback.print_exception(own)
-            setattr(own, _ALREADY, True)
-        self._hear(failure)
-        self._let_go_of_saves(ends)
-        first = None if failure.missing else failure.rank  # those that are missing say nothing more
-        known = self._watch.known(first) if first is not None and first != self._roster.rank else None
-        if first:  # the lowest rank itself waits for all others to be gone
-            self._watch.wait_for("left", [first], ends)
-            self._see_off(known, time.monotonic() + 0.5)
-        self._leave_in_order(ends)
-        if first == 0:
-            self._see_off(known, ends)
-
-    def _see_off(self, known: Message | None, ends: float) -> None:
-        """The rank that failed prints its traceback; what this one says comes before."""
-        while known is not None and time.monotonic() < ends and self._watch.is_alive(known):
-            time.sleep(0.02)
-
-    def _let_go_of_saves(self, ends: float) -> None:
-        """What is under way may still become a checkpoint; what does not is given up, on all ranks."""
-        for pending in wait_for_saves(max(0.0, ends - time.monotonic()) / 2):
-            pending.cancel()
-        wait_for_saves(min(1.0, max(0.0, ends - time.monotonic())))
-
-    def _hear(self, failure: HoldfastError) -> None:
-        with self._gate:
-            said, self._said = self._said, True
-        if not said:
-            print(f"rank {self._roster.rank} ends: {failure.message}", file=sys.stderr, flush=True)
-            self._watch.say("heard")
-            abort_all()
-
-    def _on_failure(self, failure: HoldfastError) -> None:
-        """On the monitor's thread: the body may be in a call that never returns."""
-        ends = self._set_end()
-        self._hear(failure)
-        if not self._left.wait(0.5):  # groups that are aborted, and peers that are gone, free most calls
-            with self._gate:
-                if not self._left.is_set():
-                    _raise_in(self._thread, _Interrupted)
-            # A part of the grace is left to the rank that failed first, which goes after this one.
-            if not self._left.wait(max(0.1, ends - time.monotonic() - 0.3 * self._grace)):
-                self._let_go_of_saves(time.monotonic() + 1.0)
-                self._say_stuck("it did not come back to the session's end")
-                self._leave_in_order(time.monotonic() + self._grace)
-                os._exit(EXIT_STUCK)
-        if self._closing is not None:
-            self._closing.operation.cancel.set(failure)
-        for pending in wait_for_saves(0.0):
-            pending.cancel()
-
-    def _say_stuck(self, why: str) -> None:
-        frame = sys._current_frames().get(self._thread)
-        calls = traceback.extract_stack(frame)[-4:]
-        at = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
-        print(
-            f"rank {self._roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {at}.",
-            file=sys.stderr,
-            flush=True,
-        )
-        sys.stdout.flush()
+    @property
+    def _way(self) -> Leaving:
+        assert self._leaving is not None, "the session has not begun"
+        return self._leaving
 
 
 def session(
@@ -410,51 +251,21 @@ def session(
     )
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    """Have a thread raise, once it is back in Python; None: take that back."""
-    what = None if kind is None else ctypes.py_object(kind)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
-
-
-_BROKEN = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "timed out waiting",
-    "gloo",
-    "nccl",
-)
-
-
-def _may_be_echo(error: BaseException | None) -> bool:
-    """May it be what this rank notices of another one's failure? Then it looks around before it says that it was the first."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return False
-    return error is None or isinstance(error, RankFailed | RosterLost | RuntimeError)
-
-
-def _is_echo(error: BaseException | None) -> bool:
-    """Is it what a collective or the store says when another rank is gone?"""
-    if error is None or isinstance(error, RankFailed | RosterLost | dist.DistError):
-        return True
-    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
-        return False
-    return any(word in str(error).lower() for word in _BROKEN)
-
-
 def _install_hook() -> None:
     """An exception that nobody caught ends sessions without a block first; what is on the terminal already is not printed again."""
-    if hasattr(sys.excepthook, _ALREADY):
+    if hasattr(sys.excepthook, TOLD):
         return
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown = error
         for session in _open:
-            if not session._left.is_set():  # also one whose block was left by an interruption of its very end
+            if (
+                not session._way.left.is_set()
+            ):  # also one whose block was left by an interruption of its very end
                 shown = session._raised(shown)
-        if not hasattr(shown, _ALREADY):
+        if not hasattr(shown, TOLD):
             before(type(shown), shown, shown.__traceback__)
 
-    setattr(hook, _ALREADY, True)
+    setattr(hook, TOLD, True)
     sys.excepthook = hook

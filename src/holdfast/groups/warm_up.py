@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from holdfast import events
@@ -23,17 +21,16 @@ from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed
 from holdfast.flow.turn import Turn
 from holdfast.flow.world import find_roster
-from holdfast.format.digest import digest, hex_digest
+from holdfast.groups.claims import agreed, claim, label, listed
+from holdfast.groups.collectives import OPERATIONS, issue, usable_devices
 from holdfast.groups.device import Device, MiB
 from holdfast.groups.doctor import serve
 from holdfast.groups.open import Groups
-from holdfast.groups.plan import from_runs, rounds, runs, shown
+from holdfast.groups.plan import rounds
 from holdfast.groups.state import facts, warm
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import describe
 from holdfast.torch_private import Known, is_open, known_groups
-
-OPERATIONS = ("all_reduce", "all_to_all", "pairs")
 
 
 class WarmedGroup(msgspec.Struct, frozen=True):
@@ -103,19 +100,12 @@ class _WarmUp(Turn):
             "free": self._device.free(),
             "has": [known.name for known in known_groups()],
             "groups": [
-                [
-                    known.name,
-                    _digest(known.ranks),
-                    known.description,
-                    runs(known.ranks) if rank == min(known.ranks) else None,
-                    len(known.ranks),
-                ]
-                for known in self._groups.values()
+                claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
             ],
         }
 
     def choose(self, said: dict[int, Message]) -> dict[int, Message]:
-        self._everyone = _agree_on_groups(said)
+        self._everyone = agreed(said)
         for rank, message in sorted(said.items()):
             if message["operations"] != list(self._operations):
                 raise BadInput(
@@ -167,7 +157,7 @@ class _WarmUp(Turn):
         try:
             for device in places:
                 for operation in self._operations:
-                    _one(operation, known, device)
+                    issue(operation, known, device)
             self._device.settle()
         except Exception as error:
             free = self._device.free()
@@ -240,7 +230,7 @@ class _WarmUp(Turn):
             free = said.get(culprits[0], {}).get("free") if culprits else None
             memory = "" if free is None else f", with {free / MiB:,.0f} MiB of GPU memory free"
             where = (
-                f"{_listed(arrived)} arrived, {_listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
+                f"{listed(arrived)} arrived, {listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
                 if absent
                 else f"all its ranks arrived, and its collective did not end{memory}: {'; '.join(map(str, infos))}"
             )
@@ -252,117 +242,6 @@ class _WarmUp(Turn):
                 hint="A stack of that rank (py-spy dump --pid) shows more.",
             )
         return None
-
-
-def _one(operation: str, known: Known, device: torch.device) -> None:
-    """The smallest collective of a kind."""
-    group, size = known.group, len(known.ranks)
-    if operation == "all_reduce":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    elif operation == "all_to_all":
-        given = torch.zeros(size, device=device)
-        dist.all_to_all_single(torch.empty_like(given), given, group=group)
-    else:
-        _pairs(known, device)
-
-
-def _pairs(known: Known, device: torch.device) -> None:
-    """Send and receive between neighbours, also from the last to the first: pipelines do, on communicators of two ranks.
-
-    Pairs in a fixed order; in each the lower rank sends first. Every rank meets its pairs in that order, so none waits in a circle.
-    """
-    group, ranks, me = known.group, known.ranks, dist.get_rank()
-    pairs = list(pairwise(ranks)) + ([(ranks[0], ranks[-1])] if len(ranks) > 2 else [])
-    for one, other in pairs:
-        if me not in (one, other):
-            continue
-        tensor, peer = torch.zeros(1, device=device), other if me == one else one
-        for sends in ((me == one), (me != one)):
-            if sends:
-                dist.send(tensor, peer, group=group)
-            else:
-                dist.recv(tensor, peer, group=group)
-
-
-def usable_devices(group: Any) -> list[torch.device]:
-    """Of which devices tensors can be given to a group, here and now."""
-    config = dist.get_backend_config(group)
-    pairs = [part.partition(":") for part in config.split(",")]
-    return [
-        torch.device(kind)
-        for kind, _, backend in pairs
-        if (kind == "cpu" or backend != "gloo") and (kind == "cpu" or _is_there(kind))
-    ]
-
-
-def _is_there(kind: str) -> bool:
-    """Has this machine such a device?"""
-    module = getattr(torch, kind, None)
-    return module is not None and bool(module.is_available())
-
-
-def label(name: str, description: str, ranks: Sequence[int]) -> str:
-    """A group as messages name it."""
-    return f"group {description or name} ({shown(ranks)}; torch's name {name})"
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return shown(ranks) if len(ranks) != 1 else f"rank {ranks[0]}"
-
-
-def _digest(ranks: Sequence[int]) -> str:
-    return hex_digest(digest(np.array(ranks, np.int64).tobytes()))
-
-
-def _agree_on_groups(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
-    """Every group with its ranks, if all of these have it, and take it for the same."""
-    everyone: dict[str, tuple[str, list[int]]] = {}
-    digests: dict[str, tuple[int, str]] = {}
-    holders: dict[str, set[int]] = {}
-    for rank, message in sorted(said.items()):
-        for name, known, description, found, _ in message["groups"]:
-            first, other = digests.setdefault(name, (rank, known))
-            holders.setdefault(name, set()).add(rank)
-            if other != known:
-                raise _unequal(said, name, first, rank)
-            if found is not None:
-                everyone[name] = (description, from_runs(found))
-    for name, here in holders.items():
-        if name not in everyone:
-            raise _lacking(name, min(here), "its lowest rank", said)
-        _, ranks = everyone[name]
-        absent = [rank for rank in ranks if rank not in here]
-        unlisted = [rank for rank in absent if name in said[rank]["has"]]
-        if unlisted:
-            raise BadInput(
-                f"The group {everyone[name][0] or name} ({shown(ranks)}) is to be warmed up on rank {min(here)} and not on "
-                f"{_listed(unlisted)}; nothing was warmed up.",
-                rank=unlisted[0],
-                hint="Give the same groups on all ranks that are in them.",
-            )
-        if absent:
-            raise _lacking(name, min(here), _listed(absent), said)
-    return everyone
-
-
-def _unequal(said: dict[int, Message], name: str, first: int, rank: int) -> BadInput:
-    sizes = {at: next(entry[4] for entry in said[at]["groups"] if entry[0] == name) for at in (first, rank)}
-    return BadInput(
-        f"The process group that torch names {name!r} has other ranks on rank {first} ({sizes[first]} of them) than on rank "
-        f"{rank} ({sizes[rank]}); nothing was warmed up.",
-        rank=rank,
-        hint="Ranks must make the same groups in the same order, also those that they are not in; `holdfast.audit()` lists them.",
-    )
-
-
-def _lacking(name: str, holder: int, absent: str, said: dict[int, Message]) -> BadInput:
-    return BadInput(
-        f"Rank {holder} has a process group that torch names {name!r}, and {absent} of it has none of that name; nothing was "
-        "warmed up. Its first collective would wait for ever.",
-        rank=holder,
-        hint="Ranks made different numbers of groups before this one: names are counts, and with use_local_synchronization "
-        "they depend on what each rank made. `holdfast.audit()` lists them.",
-    )
 
 
 def warm_up(
