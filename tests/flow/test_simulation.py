@@ -16,13 +16,13 @@ from holdfast.testing.simulate import World, check, simulate
 SCHEDULES = 10_000
 
 
-def explore(first: int, count: int) -> tuple[list[str], Counter[str]]:
+def explore(first: int, count: int, turn: bool = False) -> tuple[list[str], Counter[str]]:
     """What the schedules broke (at most a few), and how their ranks ended."""
     wrong: list[str] = []
     ends: Counter[str] = Counter()
     for seed in range(first, first + count):
         try:
-            world = simulate(seed)
+            world = simulate(seed, turn=turn)
         except AssertionError as error:  # a step that the table does not have
             return [f"seed {seed}: {error}"], ends
         ends.update({outcome.state for outcome in world.outcomes.values()})
@@ -50,6 +50,14 @@ def test_invariants_hold(part: int) -> None:
     assert ends["unconfirmed"] > count // 50
 
 
+def test_invariants_of_a_turn_hold() -> None:
+    wrong, ends = explore(0, 2500, turn=True)
+    assert not wrong, "\n\n".join(wrong)
+    assert ends["committed"] > 250
+    assert ends["failed"] > 250
+    assert not ends["unconfirmed"]
+
+
 @pytest.mark.soak
 def test_invariants_hold_for_long() -> None:
     wrong, _ = explore(1_000_000, 300_000)
@@ -70,7 +78,7 @@ def no_claim(at: Context) -> Steps:
     yield
 
 
-def no_collect(at: Context, stage: str, mine: Any, ranks: Any) -> Steps:
+def no_collect(at: Context, stage: str, mine: Any, ranks: Any, poll: Any = None) -> Steps:
     """Does not wait for the others to have written."""
     return dict.fromkeys(at.participants, mine)
     yield
@@ -109,6 +117,12 @@ def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
     yield
 
 
+def no_act(at: Context, work: Any) -> Steps:
+    """Says that it has done its part before it has."""
+    return {}
+    yield
+
+
 MUTATIONS: list[tuple[Any, str, Any]] = [
     (protocol, "_claim_agreed", no_claim),
     (protocol, "_collect", no_collect),
@@ -126,3 +140,12 @@ def test_a_broken_protocol_is_caught(
     monkeypatch.setattr(where, name, mutant)
     wrong, _ = explore(0, 3_000)
     assert wrong, f"3,000 schedules did not notice that {name} was replaced"
+
+
+@pytest.mark.parametrize(
+    ("name", "mutant"), [("_act", no_act), ("_collect", no_collect), ("_abandon", silent_abandon)]
+)
+def test_a_broken_turn_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, mutant: Any) -> None:
+    monkeypatch.setattr(protocol, name, mutant)
+    wrong, _ = explore(0, 2_000, turn=True)
+    assert wrong, f"2,000 schedules did not notice that {name} was replaced"

@@ -1,4 +1,4 @@
-"""The save protocol under simulated faults: thousands of seeded schedules in seconds.
+"""The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
 
 `simulate(seed)` runs the very generator that real saves run (`flow.protocol.save_steps`) on up to
 sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
@@ -33,7 +33,8 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.flow.effects import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps
-from holdfast.flow.protocol import save_steps
+from holdfast.flow.phases import TRANSITIONS, TURN_TRANSITIONS
+from holdfast.flow.protocol import save_steps, turn_steps
 from holdfast.flow.run import GRACE, SUCCESS
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
@@ -135,9 +136,12 @@ class World:
     same_host: bool
     faults: Faults
     rng: random.Random
+    turn: bool = False
+    """Is it a turn (`turn_steps`), and no save?"""
     clock: SimulatedClock = field(default_factory=SimulatedClock)
     board: dict[str, Message] = field(default_factory=dict)
     durable: set[int] = field(default_factory=set)
+    """Ranks that have written, or, in a turn, acted."""
     index: set[int] | None = None
     """The ranks whose files the index names, once there is an index."""
     index_since: float = 0.0
@@ -213,6 +217,43 @@ class _Work:
         return world.index is not None and world.clock.time >= world.index_since + world.faults.lag
 
 
+class _Turn:
+    """What one simulated rank does in a turn: it goes on beside the protocol, and may fail or never end."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.ends = float("inf")
+
+    def mine(self) -> Message:
+        return {}
+
+    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+        if self.world.faults.bad_coverage:
+            raise CoverageError("Ranks don't fit together.")
+        return {rank: {} for rank in said}
+
+    def begin(self, answer: Message) -> None:
+        if self.world.faults.stuck.get(self.rank) is None:
+            self.ends = self.world.clock.time + self.world.rng.choice([0.0, 0.1, 3.0])
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def poll(self) -> Message | None:
+        if self.world.clock.time < self.ends:
+            return None
+        if self.rank in self.world.faults.write_fails:
+            raise StorageError(f"Acting failed on rank {self.rank}.")
+        self.world.durable.add(self.rank)
+        return {}
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        return {"reports": len(reports)}
+
+    def explain(self, error: HoldfastError) -> HoldfastError:
+        return error
+
+
 class _Rank:
     """Drives one generator; its process can die, stop, or be stuck."""
 
@@ -236,10 +277,15 @@ class _Rank:
             world.clock,
             world.timeout,
             world.stall_timeout,
+            table=TURN_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
         )
-        self.steps: Steps = save_steps(self.context, _Work(world, self.rank))
+        self.steps: Steps = (
+            turn_steps(self.context, _Turn(world, self.rank))
+            if world.turn
+            else save_steps(self.context, _Work(world, self.rank))
+        )
         self.beat()
         world.after(world.timeout + GRACE, self.give_up)
         self.resume(lambda: self.steps.send(None))
@@ -380,8 +426,8 @@ class _Rank:
                 self.answer(seconds, act)
 
 
-def simulate(seed: int, max_ranks: int = 16) -> World:
-    """One schedule, run to its end."""
+def simulate(seed: int, max_ranks: int = 16, turn: bool = False) -> World:
+    """One schedule, run to its end: of a save, or of a turn."""
     rng = random.Random(seed)
     ranks = rng.choice([2, 2, 3, 3, 4, 5, 8, max_ranks])
     world = World(
@@ -392,6 +438,7 @@ def simulate(seed: int, max_ranks: int = 16) -> World:
         same_host=rng.random() < 0.5,
         faults=draw_faults(rng, ranks),
         rng=rng,
+        turn=turn,
     )
     for number in range(ranks):
         rank = _Rank(world, number)
@@ -411,6 +458,10 @@ def check(world: World) -> list[str]:
     if world.index is not None and (world.index != everyone or not everyone <= world.durable):
         wrong.append("1: the index exists, but not every byte that it should name is durable")
     for rank, outcome in world.outcomes.items():
+        if world.turn:
+            if outcome.state == "committed" and not everyone <= world.durable:
+                wrong.append(f"2: rank {rank} reports success, but not all ranks have acted")
+            continue
         if outcome.state == "committed" and (world.index is None or outcome.at < world.index_since):
             wrong.append(f"2: rank {rank} reports success, but there is no index")
         if outcome.state == "failed" and world.index is not None:
@@ -424,7 +475,8 @@ def check(world: World) -> list[str]:
         limit = max(live[rank].entered + world.timeout, start + length if length else 0.0) + SLACK
         if live[rank].at > limit:
             wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late")
-    states = {outcome.state for outcome in world.outcomes.values()}
+    # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss only.
+    states = {outcome.state for outcome in world.outcomes.values() if not (world.turn and outcome.own)}
     if {"committed", "failed"} <= states:
         wrong.append("4: some ranks report success, others failure")
     told = {
