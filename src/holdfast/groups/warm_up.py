@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from holdfast import events
@@ -31,6 +32,9 @@ from holdfast.groups.state import facts, warm
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import describe
 from holdfast.torch_private import Known, is_open, known_groups
+
+DYING = 1.0
+"""Seconds that a process takes to end, at most, after its connections have broken."""
 
 
 class WarmedGroup(msgspec.Struct, frozen=True):
@@ -199,13 +203,20 @@ class _WarmUp(Turn):
         """A collective that breaks because another rank has died is not this rank's failure."""
         known = self._groups[error.details["group"]]
         said = self.presences(rank for rank in known.ranks[:1024] if rank != self.roster.rank)
-        gone = [
-            describe(rank, message, time.time(), "its process has ended")
-            for rank, message in said.items()
-            if self.is_gone(message)
-        ]
-        if not gone:
-            return None
+        # A process that dies closes its connections first, and is seen to be gone a moment later.
+        patience = 0.0 if isinstance(error.__cause__, torch.OutOfMemoryError) else DYING
+        ends = time.monotonic() + patience
+        while True:
+            gone = [
+                describe(rank, message, time.time(), "its process has ended")
+                for rank, message in said.items()
+                if self.is_gone(message)
+            ]
+            if gone:
+                break
+            if time.monotonic() >= ends:
+                return None
+            time.sleep(0.02)
         return RankFailed(
             f"The warm-up of process groups failed in {label(known.name, known.description, known.ranks)}: {gone[0]}.",
             rank=gone[0].rank,
