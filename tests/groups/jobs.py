@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import sys
@@ -18,10 +20,11 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.groups.device import Device
 from holdfast.groups.open import open_groups
+from holdfast.groups.session import Session
 from holdfast.groups.session import _open as open_sessions
 from holdfast.groups.warm_up import warm_up
 from holdfast.layout.grid import Grid
-from holdfast.torch_private import known_groups
+from holdfast.torch_private import default_store, known_groups
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 
@@ -298,8 +301,9 @@ def stopped_store_host(rank: int) -> str:
     try:
         with holdfast.session(timeout=20, stall_timeout=2, grace=3, warm=False):
             if rank == 0:
-                time.sleep(1.5)
+                default_store().wait(["in the body of 1", "in the body of 2"], timedelta(seconds=20))
                 os.kill(os.getpid(), signal.SIGSTOP)
+            default_store().set(f"in the body of {rank}", "")
             time.sleep(30) if rank == 0 else [time.sleep(0.05) for _ in range(600)]
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
@@ -328,3 +332,13 @@ def two_sessions(rank: int) -> tuple[list[str], list[int]]:
             said.append(f"{type(error).__name__} {error.rank}")
     assert s.failure is not None
     return said, [info.rank for info in s.failure.missing]
+
+
+def two_to_the_end(rank: int) -> tuple[int, int, str]:
+    """An exception that nobody catches, while two sessions without a block are open: how many are left, ended, and what is printed."""
+    made = [Session(timeout=20, stall_timeout=3, grace=3, warm=False).until_exit() for _ in range(2)]
+    printed = io.StringIO()
+    error = ValueError("the loss is not a number")
+    with contextlib.redirect_stderr(printed):
+        sys.excepthook(ValueError, error, None)
+    return len(open_sessions), sum(found.failure is not None for found in made), printed.getvalue()

@@ -204,3 +204,10 @@ def test_sys_exit_without_a_block_is_no_good_end(tmp_path: Path) -> None:
     assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
     assert "because rank 1 " in ended.said
     assert ended.seconds < 30
+
+
+def test_an_error_that_nobody_catches_ends_all_open_sessions() -> None:
+    with ProcessWorld(1) as world:
+        ((left, ended, printed),) = world.run(jobs.two_to_the_end)
+    assert (left, ended) == (0, 2)
+    assert printed.count("ValueError: the loss is not a number") == 1

@@ -149,8 +149,8 @@ class Steps:
             try:
                 pending.committed(timeout)
             except BaseException:
-                if not pending.done():
-                    raise  # it goes on
+                if not pending.done() or pending.upload_completion.exception() is None:
+                    raise  # it goes on, or this is another's: Ctrl-C
                 self._pending.popleft()
                 self._failed(pending)
             else:

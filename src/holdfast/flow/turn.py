@@ -30,9 +30,6 @@ def _end_with_stuck_threads() -> None:
         os._exit(1)
 
 
-atexit.register(_end_with_stuck_threads)
-
-
 class Turn:
     """One of these a call; what it does is for those who extend it.
 
@@ -90,7 +87,8 @@ class Turn:
         return {rank: {} for rank in said}
 
     def act(self, answer: Message) -> Message:
-        raise NotImplementedError
+        """This rank's part, on a thread of its own; by default there is none, and ranks only meet."""
+        return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:
         return {}
@@ -120,6 +118,9 @@ class Turn:
 
         self._thread = threading.Thread(target=work, name="holdfast-groups", daemon=True)
         self._thread.start()
+        if not _started:
+            atexit.unregister(_end_with_stuck_threads)
+            atexit.register(_end_with_stuck_threads)
         _started.append(self._thread)
 
     def explain(self, error: HoldfastError) -> HoldfastError:

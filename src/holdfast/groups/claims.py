@@ -42,7 +42,7 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
                 everyone[name] = (description, from_runs(found))
     for name, here in holders.items():
         if name not in everyone:
-            raise _lacking(name, min(here), "its lowest rank", said)
+            raise _lacking(name, min(here), "its lowest rank")
         _, ranks = everyone[name]
         absent = [rank for rank in ranks if rank not in here]
         unlisted = [rank for rank in absent if name in said[rank]["has"]]
@@ -54,7 +54,7 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
                 hint="Give the same groups on all ranks that are in them.",
             )
         if absent:
-            raise _lacking(name, min(here), listed(absent), said)
+            raise _lacking(name, min(here), listed(absent))
     return everyone
 
 
@@ -68,7 +68,7 @@ def _unequal(said: dict[int, Message], name: str, first: int, rank: int) -> BadI
     )
 
 
-def _lacking(name: str, holder: int, absent: str, said: dict[int, Message]) -> BadInput:
+def _lacking(name: str, holder: int, absent: str) -> BadInput:
     return BadInput(
         f"Rank {holder} has a process group that torch names {name!r}, and {absent} of it has none of that name; nothing was "
         "warmed up. Its first collective would wait for ever.",

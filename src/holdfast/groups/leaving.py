@@ -42,8 +42,8 @@ class _Interrupted(RankFailed):
 class Leaving:
     """One of these a session."""
 
-    def __init__(self, lane: Roster, key: str, stall_timeout: float, grace: float) -> None:
-        self.watch = Monitor(lane, key, stall_timeout, self.on_failure)
+    def __init__(self, lane: Roster, key: str, host: Message, stall_timeout: float, grace: float) -> None:
+        self.watch = Monitor(lane, key, host, stall_timeout, self.on_failure)
         self.left, self.over = threading.Event(), threading.Event()
         """Is the body over, and the session?"""
         self.closing: Closing | None = None

@@ -34,6 +34,7 @@ class Monitor:
         self,
         roster: Roster,
         key: str,
+        host: Message,
         stall_timeout: float,
         on_failure: Callable[[HoldfastError], None],
     ) -> None:
@@ -48,7 +49,7 @@ class Monitor:
         rank, world = roster.rank, roster.world_size
         self._neighbours = sorted({(rank + 1) % world, (rank - 1) % world} - {rank})
         self._timers: dict[int, StallTimer] = {}
-        self._seen: dict[int, Message] = {}
+        self._seen = {0: host}  # which can't be asked for once the message store is gone
         self._lost = False
         """Does the message store answer no more?"""
         self._beats = threading.Event()
@@ -146,9 +147,9 @@ class Monitor:
 
     def _without_store(self, what: str) -> None:
         self._lost = True
-        host = self._seen.get(0)
         where = "rank 0 mostly hosts it"
-        if self.roster.rank and host is not None:
+        if self.roster.rank:
+            host = self._seen[0]
             alive = self.presence.identity.alive(host)
             state = {True: "is there", False: "has ended", None: "can't be seen from here"}[alive]
             where += f" (host {host.get('host')}, pid {host.get('pid')}), whose process {state}"
@@ -168,9 +169,9 @@ class Monitor:
         return (set(ranks) - set(silent)) | gone
 
     def _look(self) -> None:
-        asked = [*self._neighbours, *([0] if 0 not in self._neighbours and not self._seen.get(0) else [])]
-        told, *messages = self.roster.get([f"{self.key}/failed", *(at_key(rank) for rank in asked)])
-        self._seen.update({rank: m for rank, m in zip(asked, messages, strict=True) if m is not None})
+        told, *messages = self.roster.get([f"{self.key}/failed", *map(at_key, self._neighbours)])
+        found = zip(self._neighbours, messages, strict=True)
+        self._seen.update({rank: message for rank, message in found if message is not None})
         if told is not None:
             with self._lock:
                 self.failure = self.failure or from_message(told)

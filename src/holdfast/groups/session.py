@@ -2,7 +2,8 @@
 
 Normal end: saves that are under way are waited for, all ranks say that they are here, groups are destroyed in reverse order under
 a deadline, and the rank that hosts the message store goes last. After an exception there is no collective: the rank that raised tells
-the others, each lets go of its groups, and every process ends within `grace`, with the first error last on the terminal.
+the others, each lets go of its groups, and every process ends in bounded time (`grace`), with the first error last on the
+terminal.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ _open: list[Session] = []
 
 
 class _Beginning(Turn):
-    """All ranks are here, and hear a name of this session that no other has."""
+    """All ranks are here, and hear a name of this session that no other has, and who hosts the message store."""
 
     def choose(self, said: dict[int, Message]) -> dict[int, Message]:
         token = secrets.token_hex(6)
-        return {rank: {"token": token} for rank in said}
+        host = self.operation.presence.message()  # said by the lowest rank
+        return {rank: {"token": token, "host": host} for rank in said}
 
     def act(self, answer: Message) -> Message:
-        self.token = str(answer["token"])
+        self.token, self.host = str(answer["token"]), dict(answer["host"])
         return {}
 
 
@@ -102,7 +104,9 @@ class Session:
             "beginning of a session", "groups://session", lane, timeout=timeout, stall_timeout=stall
         )
         beginning.run()
-        self._leaving = Leaving(lane, f"session/{beginning.token}", self._stall, self._grace)
+        self._leaving = Leaving(
+            lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace
+        )
         self._leaving.watch.start()
         _open.append(self)
         _install_hook()
@@ -259,7 +263,7 @@ def _install_hook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown = error
-        for session in _open:
+        for session in tuple(reversed(_open)):  # ending one takes it off the list
             if (
                 not session._way.left.is_set()
             ):  # also one whose block was left by an interruption of its very end

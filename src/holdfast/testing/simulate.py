@@ -25,12 +25,9 @@ from typing import Any
 
 from holdfast.errors import (
     CommitUnconfirmed,
-    Conflict,
-    CoverageError,
     DeadlineExceeded,
     HoldfastError,
     RosterLost,
-    StorageError,
 )
 from holdfast.flow.effects import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps
 from holdfast.flow.phases import TRANSITIONS, TURN_TRANSITIONS
@@ -38,6 +35,8 @@ from holdfast.flow.protocol import save_steps, turn_steps
 from holdfast.flow.run import GRACE, SUCCESS
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
+from holdfast.testing.faults import Faults, draw_faults
+from holdfast.testing.simulated_work import SimulatedSave, SimulatedTurn
 
 SLACK = 2.0
 """Seconds past its deadline by which a live rank must have returned."""
@@ -57,59 +56,6 @@ class SimulatedClock:
 
     def sleep(self, seconds: float) -> None:
         """Nothing: the effect that sleeps has a duration of its own."""
-
-
-@dataclass
-class Faults:
-    """What goes wrong in one schedule; drawn from its seed."""
-
-    absent: set[int] = field(default_factory=set)
-    late: dict[int, float] = field(default_factory=dict)
-    killed: dict[int, float] = field(default_factory=dict)
-    stopped: dict[int, tuple[float, float]] = field(default_factory=dict)
-    stuck: dict[int, str] = field(default_factory=dict)
-    """A rank whose action of that name never comes back."""
-    write_fails: set[int] = field(default_factory=set)
-    bad_coverage: bool = False
-    publish: str = "ok"
-    """`ok`, `refused`, `conflict`, or `unsynced`: visible, but storage could not confirm it."""
-    store_lost: float | None = None
-    client_lost: dict[int, float] = field(default_factory=dict)
-    """A rank whose own connection to the message store breaks."""
-    lag: float = 0.0
-    """Seconds until a rank that looks sees an index that another made."""
-
-
-def draw_faults(rng: random.Random, ranks: int) -> Faults:
-    """Mostly one or two faults, sometimes none, sometimes many."""
-    faults = Faults()
-    for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 5])):
-        rank = rng.choice([0, rng.randrange(ranks)])
-        kind = rng.randrange(12)
-        when = rng.uniform(0.0, 8.0)
-        if kind == 0:
-            faults.absent.add(rank)
-        elif kind == 1:
-            faults.late[rank] = rng.choice([0.5, 3.0, 12.0])
-        elif kind in (2, 3):
-            faults.killed[rank] = when
-        elif kind == 4:
-            faults.stopped[rank] = (when, rng.choice([1.0, 4.0, 30.0]))
-        elif kind == 5:
-            faults.stuck[rank] = rng.choice(["write", "prepare", "publish", "claims"])
-        elif kind == 6:
-            faults.write_fails.add(rank)
-        elif kind == 7:
-            faults.bad_coverage = True
-        elif kind == 8:
-            faults.publish = rng.choice(["refused", "conflict", "unsynced"])
-        elif kind == 9:
-            faults.store_lost = when
-        elif kind == 10:
-            faults.client_lost[rank] = when
-        else:
-            faults.lag = rng.choice([0.05, 1.0, 10.0])
-    return faults
 
 
 @dataclass
@@ -171,89 +117,6 @@ class World:
         self.trace.append(f"{self.clock.time:8.3f} rank {rank}: {text}")
 
 
-class _Work:
-    """The save of one simulated rank."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.plain = world.rng.choice([None, "same", "same", f"own {rank}"])
-
-    def claims(self) -> str | None:
-        return self.plain
-
-    def tell(self) -> Message:
-        return {"keys": [self.plain]}
-
-    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
-        return {rank: {"replicas": []} for rank in told}
-
-    def write(self, assigned: Message | None) -> Message:
-        if self.rank in self.world.faults.write_fails:
-            raise StorageError(f"Writing failed on rank {self.rank}: No space left on device.")
-        self.world.durable.add(self.rank)
-        return {"files": [self.rank]}
-
-    def prepare(self, written: dict[int, Message]) -> None:
-        self.named = set(written)
-        if self.world.faults.bad_coverage:
-            raise CoverageError("Tensor 'w' is not covered.")
-
-    def publish(self) -> Message:
-        kind = self.world.faults.publish
-        if kind == "refused":
-            raise StorageError("Publishing failed: Input/output error.")
-        if kind == "conflict":
-            raise Conflict("Another save was there first.")
-        self.world.index, self.world.index_since = set(self.named), self.world.clock.time
-        if kind == "unsynced":
-            raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
-        return {"state": "committed"}
-
-    def tidy(self) -> None:
-        pass
-
-    def is_committed(self) -> bool:
-        world = self.world
-        return world.index is not None and world.clock.time >= world.index_since + world.faults.lag
-
-
-class _Turn:
-    """What one simulated rank does in a turn: it goes on beside the protocol, and may fail or never end."""
-
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
-        self.ends = float("inf")
-
-    def mine(self) -> Message:
-        return {}
-
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
-        if self.world.faults.bad_coverage:
-            raise CoverageError("Ranks don't fit together.")
-        return {rank: {} for rank in said}
-
-    def begin(self, answer: Message) -> None:
-        if self.world.faults.stuck.get(self.rank) is None:
-            self.ends = self.world.clock.time + self.world.rng.choice([0.0, 0.1, 3.0])
-
-    def wait(self, seconds: float) -> None:
-        pass
-
-    def poll(self) -> Message | None:
-        if self.world.clock.time < self.ends:
-            return None
-        if self.rank in self.world.faults.write_fails:
-            raise StorageError(f"Acting failed on rank {self.rank}.")
-        self.world.durable.add(self.rank)
-        return {}
-
-    def finish(self, reports: dict[int, Message]) -> Message:
-        return {"reports": len(reports)}
-
-    def explain(self, error: HoldfastError) -> HoldfastError:
-        return error
-
-
 class _Rank:
     """Drives one generator; its process can die, stop, or be stuck."""
 
@@ -282,9 +145,9 @@ class _Rank:
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
         )
         self.steps: Steps = (
-            turn_steps(self.context, _Turn(world, self.rank))
+            turn_steps(self.context, SimulatedTurn(world, self.rank))
             if world.turn
-            else save_steps(self.context, _Work(world, self.rank))
+            else save_steps(self.context, SimulatedSave(world, self.rank))
         )
         self.beat()
         world.after(world.timeout + GRACE, self.give_up)

@@ -1,0 +1,59 @@
+"""What goes wrong in a simulated schedule."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Faults:
+    """What goes wrong in one schedule; drawn from its seed."""
+
+    absent: set[int] = field(default_factory=set)
+    late: dict[int, float] = field(default_factory=dict)
+    killed: dict[int, float] = field(default_factory=dict)
+    stopped: dict[int, tuple[float, float]] = field(default_factory=dict)
+    stuck: dict[int, str] = field(default_factory=dict)
+    """A rank whose action of that name never comes back."""
+    write_fails: set[int] = field(default_factory=set)
+    bad_coverage: bool = False
+    publish: str = "ok"
+    """`ok`, `refused`, `conflict`, or `unsynced`: visible, but storage could not confirm it."""
+    store_lost: float | None = None
+    client_lost: dict[int, float] = field(default_factory=dict)
+    """A rank whose own connection to the message store breaks."""
+    lag: float = 0.0
+    """Seconds until a rank that looks sees an index that another made."""
+
+
+def draw_faults(rng: random.Random, ranks: int) -> Faults:
+    """Mostly one or two faults, sometimes none, sometimes many."""
+    faults = Faults()
+    for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 5])):
+        rank = rng.choice([0, rng.randrange(ranks)])
+        kind = rng.randrange(12)
+        when = rng.uniform(0.0, 8.0)
+        if kind == 0:
+            faults.absent.add(rank)
+        elif kind == 1:
+            faults.late[rank] = rng.choice([0.5, 3.0, 12.0])
+        elif kind in (2, 3):
+            faults.killed[rank] = when
+        elif kind == 4:
+            faults.stopped[rank] = (when, rng.choice([1.0, 4.0, 30.0]))
+        elif kind == 5:
+            faults.stuck[rank] = rng.choice(["write", "prepare", "publish", "claims"])
+        elif kind == 6:
+            faults.write_fails.add(rank)
+        elif kind == 7:
+            faults.bad_coverage = True
+        elif kind == 8:
+            faults.publish = rng.choice(["refused", "conflict", "unsynced"])
+        elif kind == 9:
+            faults.store_lost = when
+        elif kind == 10:
+            faults.client_lost[rank] = when
+        else:
+            faults.lag = rng.choice([0.05, 1.0, 10.0])
+    return faults
