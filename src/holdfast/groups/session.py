@@ -104,9 +104,7 @@ class Session:
             "beginning of a session", "groups://session", lane, timeout=timeout, stall_timeout=stall
         )
         beginning.run()
-        self._leaving = Leaving(
-            lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace
-        )
+        self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
         self._leaving.watch.start()
         _open.append(self)
         _install_hook()
