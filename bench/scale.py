@@ -103,7 +103,7 @@ def merge_ranks(files: list[tuple[int, bytes]]) -> tuple[bytes, Columns]:
         index = Index(
             lambda start, length, data=data: data[start : start + length], len(data), f"rank {rank}"
         )  # type: ignore[misc]
-        merger.add(rank, index.witnesses(index.select()))
+        merger.add(rank, index.embedded())
     columns = merger.finish()
     return encode(columns, {"step": 1}), columns
 
@@ -131,7 +131,7 @@ def simulate_large(world: int, stages: int, out: Path) -> dict[str, float]:
         index = Index(
             lambda start, length, data=data: data[start : start + length], len(data), f"rank {rank}"
         )  # type: ignore[misc]
-        merger.add(rank, index.witnesses(index.select()))
+        merger.add(rank, index.embedded())
         seconds += time.process_time() - begun
     begun = time.process_time()
     columns = merger.finish()

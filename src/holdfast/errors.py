@@ -137,6 +137,10 @@ class Replaced(LoadFailed):
     """The checkpoint was replaced or removed while it was being loaded."""
 
 
+class Unplaced(LoadFailed):
+    """A rank has a shard without an offset. All ranks hear it, tell their lengths, and load again: no caller sees this."""
+
+
 class MissingTensors(LoadFailed):
     """The state asks for names that the checkpoint does not hold."""
 

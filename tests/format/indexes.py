@@ -52,6 +52,8 @@ def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0,
     counts = block_counts(nbytes, blocks)
     file = np.sort(random.integers(0, files, len(tensor)))
     position = np.cumsum(nbytes) - nbytes + 64
+    late = [at for at, row in enumerate(rows) if row[3] and row[2] != OBJECT][::2]
+    number = {row: at for at, row in enumerate(late)}
     return Columns(
         names=[row[0] for row in rows],
         dtype=dtype,
@@ -74,6 +76,14 @@ def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0,
         witness_size=np.ones((1 if rows else 0, dims), "<i8"),
         witness_block=np.full(1 if rows else 0, -1, "<i8"),
         witness_digest=np.full(1 if rows else 0, 7, "<u8"),
+        late_tensor=np.asarray(late, "<i8"),
+        late_axis=np.asarray([len(rows[at][3]) - 1 for at in late], "<i8"),
+        late_lane=np.asarray([at % 3 for at in late], "<i8"),
+        late_position=np.asarray([at % 5 for at in late], "<i8"),
+        late_length=np.asarray([at % 7 for at in late], "<i8"),
+        late_start=np.asarray([at % 2 - 1 for at in late], "<i8"),
+        chunk_late=np.asarray([number.get(at, -1) for at in tensor] if late else [], "<i8"),
+        witness_late=np.full(1 if late else 0, -1, "<i8"),
     )
 
 
@@ -100,6 +110,8 @@ def content(columns: Columns) -> list[Any]:
         "dtype", "kind", "ndim", "shape", "chunk_end", "offset", "size", "file", "position", "block",
         "digest_end", "digests", "file_size", "file_rank",
         "witness_tensor", "witness_offset", "witness_size", "witness_block", "witness_digest",
+        "late_tensor", "late_axis", "late_lane", "late_position", "late_length", "late_start",
+        "chunk_late", "witness_late",
     )  # fmt: skip
     return found + [getattr(columns, name).tolist() for name in numbers]
 
@@ -107,4 +119,4 @@ def content(columns: Columns) -> list[Any]:
 def everything(data: bytes) -> list[Any]:
     """Open bytes and read all of them."""
     index = open_bytes(data)
-    return [index.about, *content(index.witnesses(index.select())), index.find(index.names()).tolist()]
+    return [index.about, *content(index.embedded()), index.find(index.names()).tolist()]

@@ -29,11 +29,11 @@ def test_what_goes_in_comes_out(rows: list[Row], seed: int) -> None:
     data = encode(columns, about)
     index = open_bytes(data)
     assert index.about == about
-    assert content(index.witnesses(index.select())) == content(columns)
+    assert content(index.embedded()) == content(columns)
     assert index.names() == sorted(row[0] for row in rows)
     for at, name in enumerate(columns.names):
         assert columns.shape_of(at) == next(row[3] for row in rows if row[0] == name)
-    assert encode(index.witnesses(index.select()), about) == data
+    assert encode(index.embedded(), about) == data
     assert index.identity == open_bytes(data).identity
 
 

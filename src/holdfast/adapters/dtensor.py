@@ -1,10 +1,15 @@
 """DTensors as boxes, by arithmetic alone: no gather, no communication.
 
-Placements are applied to a tensor dimension from the first mesh dimension to the last. `Shard`
+Theory. Placements are applied to a tensor dimension from the first mesh dimension to the last. `Shard`
 takes this rank's torch.chunk of what is left; `_StridedShard(dim, split_factor)` cuts what is
 left into `split_factor` pieces and takes this rank's chunk of each, so the rank's rows may be
 several runs. Each run is a box of its own (DCP writes the first offset only, which is wrong
 unless the runs happen to touch).
+
+Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those of a tensor may be
+uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that is taken. Else the offset stays open along
+the axis whose length is another, and whoever has everybody's rows adds the lengths up (`layout/late.py`). The order of a mesh's
+dimensions along an axis is the placements', strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ from holdfast.adapters.memory import TensorMemory
 from holdfast.adapters.tensors import spec_of
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
+from holdfast.layout.late import Late
+from holdfast.layout.tensor import TensorSpec
 from holdfast.plan.holding import Holding
 
 Run = tuple[int, int]
@@ -101,14 +108,18 @@ class Place(NamedTuple):
 
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...] | None
+    order: tuple[int, ...] | None
+    """Mesh dimensions in the order in which they cut, if it is not the placements' own."""
 
 
 def place_in(mesh: Any) -> Place:
     known: Place | None = getattr(mesh, "_holdfast_place", None)
-    if known is None:
+    order = getattr(mesh, "_shard_order", None)  # set anew for every parameter, by Megatron-FSDP
+    if known is None or known.order != (order and tuple(order)):
         coordinate = mesh.get_coordinate()
         here = None if coordinate is None else tuple(map(int, coordinate))
-        known = mesh._holdfast_place = Place(tuple(map(int, mesh.mesh.shape)), here)
+        known = Place(tuple(map(int, mesh.mesh.shape)), here, order and tuple(map(int, order)))
+        mesh._holdfast_place = known
     return known
 
 
@@ -120,23 +131,60 @@ def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
     return known[1]
 
 
-def _cuts(value: Any, name: str, place: Place) -> tuple[tuple[Cuts, ...], tuple[int, int]]:
-    """For each tensor dimension its cuts, and (index, count) over the replicated mesh dimensions."""
+class _Layout(NamedTuple):
+    """How a mesh cuts tensors of some number of dimensions, as this rank sees it."""
+
+    cuts: tuple[Cuts, ...]
+    """Of each tensor dimension."""
+    replica: tuple[int, int]
+    """(index, count) over the replicated mesh dimensions."""
+    stand: tuple[tuple[int, int], ...]
+    """(lane, position) along each tensor dimension that is cut; others have (0, -1)."""
+    even: bool
+    """Do placements say where a shard begins? A mesh that has an order of its own is not cut evenly."""
+
+
+@lru_cache(maxsize=1024)
+def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | int:
+    """The layout, or the mesh dimension that has a pending reduction."""
     assert place.coordinate is not None
-    cuts: list[Cuts] = [()] * len(value.shape)
+    cuts: list[Cuts] = [()] * ndim
+    inner: list[list[int]] = [[] for _ in range(ndim)]
     index, count = 0, 1
-    for axis, placement in enumerate(value.placements):
+    for axis, placement in enumerate(placements):
         parts, here = place.sizes[axis], place.coordinate[axis]
         if placement.is_partial():
-            raise BadInput(
-                f"{name!r} is a DTensor with a pending reduction ({placement}) over mesh dimension {axis}; "
-                "its value is not known on any rank: redistribute it to Shard or Replicate before saving."
-            )
+            return axis
         if placement.is_replicate():
             index, count = index * parts + here, count * parts
-        else:
-            cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
-    return tuple(cuts), (index, count)
+            continue
+        cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
+        inner[placement.dim].append(axis)
+    own = place.order or ()
+
+    def rank_of(axis: int) -> tuple[int, int]:
+        """What cuts first comes first; what is strided, after those that cut more coarsely."""
+        return (
+            (own.index(axis), 0)
+            if axis in own
+            else (len(own) + hasattr(placements[axis], "split_factor"), axis)
+        )
+
+    def number(axes: Sequence[int]) -> int:
+        at = 0
+        for axis in axes:
+            at = at * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
+        return at
+
+    ordered = [sorted(axes, key=rank_of) for axes in inner]
+    stand = tuple(
+        (number([a for other in ordered if other is not axes for a in other]), number(axes))
+        if axes
+        else (0, -1)
+        for axes in ordered
+    )
+    even = place.order is None or all(len(axes) < 2 for axes in ordered)
+    return _Layout(tuple(cuts), (index, count), stand, even)
 
 
 def add_dtensor(
@@ -154,19 +202,77 @@ def add_dtensor(
     if place.coordinate is None:
         return
     spec = spec_of(name, local, value.shape)
-    cuts, replica = _cuts(value, name, place)
-    expected, parts = pieces(spec.shape, cuts)
-    if tuple(local.shape) != expected and (local.numel() or all(expected)):
+    layout = _layout(len(spec.shape), value.placements, place)
+    if isinstance(layout, int):
         raise BadInput(
-            f"{name!r}: the local tensor has shape {tuple(local.shape)}, but its placements {value.placements} "
-            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
+            f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh dimension {layout}; "
+            "its value is not known on any rank: redistribute it to Shard or Replicate before saving."
         )
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
-        declared = replica
-    for slices, box in parts:
-        part = local.detach() if len(parts) == 1 else local[slices].detach()
-        held.add(spec, box, declared, False, TensorMemory(part))
-    if not parts:  # a trailing empty shard: the name is known here all the same
-        empty = tuple(0 for _ in spec.shape)
-        held.add(spec, Box(empty, empty), (0, 1), False, TensorMemory(local.detach()))
+        declared = layout.replica
+    told = getattr(local, "__create_chunk_list__", None)
+    shape = tuple(local.shape)
+    expected, parts = pieces(spec.shape, layout.cuts)
+    if told is not None:
+        _add_told(held, spec, local, told(), layout, declared)
+    elif shape == expected and layout.even and len(parts) > 1:
+        for slices, box in parts:
+            held.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
+    else:
+        begin = parts[0][1].offset if parts and layout.even else (0,) * len(shape)
+        axis, begins = _open_axis(name, value, shape, expected, layout), begin
+        late = None
+        if axis is not None and layout.stand[axis][1] >= 0:
+            known = shape == expected and layout.even
+            begins = begin if known else (*begin[:axis], 0, *begin[axis + 1 :])
+            late = Late(axis, *layout.stand[axis], shape[axis], begin[axis] if known else -1)
+        _add(held, spec, Box(begins, shape), declared, local, late)
+
+
+def _open_axis(name: str, value: Any, shape: Dims, expected: Dims, layout: _Layout) -> int | None:
+    """The axis along which lengths may be uneven: the one that is another than expected, else the first that is cut."""
+    cut = [axis for axis, (_, position) in enumerate(layout.stand) if position >= 0]
+    other = [axis for axis in range(len(shape)) if shape[axis] != expected[axis]]
+    if 0 in shape:
+        other = [axis for axis in other if shape[axis] == 0] or other
+    if not layout.even:  # only the axis that several mesh dimensions cut has no offset
+        twice = [axis for axis in cut if len(layout.cuts[axis]) > 1]
+        other = twice if set(other) <= set(twice) else twice + other
+    if len(shape) != len(expected) or len(other) > 1 or (other and other[0] not in cut):
+        raise BadInput(
+            f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} "
+            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
+        )
+    return other[0] if other else cut[0] if cut else None
+
+
+def _add_told(
+    held: Holding,
+    spec: TensorSpec,
+    local: torch.Tensor,
+    chunks: Sequence[Any],
+    layout: _Layout,
+    declared: Any,
+) -> None:
+    """A local tensor that says itself where it lies, as torch DCP asks it."""
+    shape = tuple(local.shape)
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != shape:
+        raise BadInput(
+            f"{spec.name!r}: the local tensor has shape {shape}, but its chunk metadata says "
+            f"{[tuple(chunk.sizes) for chunk in chunks]}; declare it with holdfast.Shard."
+        )
+    begin = tuple(map(int, chunks[0].offsets))
+    cut = [axis for axis, (_, position) in enumerate(layout.stand) if position >= 0]
+    late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], begin[cut[0]]) if cut else None
+    _add(held, spec, Box(begin, shape), declared, local, late)
+
+
+def _add(
+    held: Holding, spec: TensorSpec, box: Box, declared: Any, local: torch.Tensor, late: Late | None
+) -> None:
+    if 0 in box.shape:  # nothing is here, but the name is known, and the length counts
+        empty = (0,) * len(spec.shape)
+        box, declared = Box(empty, empty), (0, 1)
+        late = late._replace(length=0) if late is not None else None
+    held.add(spec, box, declared, False, TensorMemory(local.detach()), late)

@@ -10,6 +10,7 @@ import torch
 from holdfast.adapters.memory import TensorMemory
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, whole
+from holdfast.layout.late import Late
 from holdfast.layout.tensor import TensorSpec, dtype_code
 from holdfast.plan.holding import Holding
 
@@ -21,20 +22,25 @@ class Shard:
     shape `global_shape`. `replica=(index, count)` says that `count` ranks hold this very box and
     this is the index-th of them; they share the writing. The default (0, 1) says that only this
     rank holds it. Several Shards of one global tensor go into a list under one name.
+
+    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end,
+    whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets along
+    the other axes. Replicas share a position.
     """
 
-    __slots__ = ("global_shape", "offset", "replica", "tensor")
+    __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
 
     def __init__(
         self,
         tensor: torch.Tensor,
         global_shape: Sequence[int],
-        offset: Sequence[int],
+        offset: Sequence[int | None],
         replica: tuple[int, int] = (0, 1),
+        position: int | None = None,
     ) -> None:
         self.tensor = tensor
         self.global_shape = tuple(int(s) for s in global_shape)
-        self.offset = tuple(int(o) for o in offset)
+        self.offset = tuple(int(o or 0) for o in offset)
         self.replica = (int(replica[0]), int(replica[1]))
         if not isinstance(tensor, torch.Tensor):
             raise BadInput(f"Shard takes a tensor, not {type(tensor).__name__}.")
@@ -45,9 +51,32 @@ class Shard:
             )
         if not 0 <= self.replica[0] < self.replica[1]:
             raise BadInput(f"Shard: replica={self.replica} must be (index, count) with 0 <= index < count.")
+        self.late = self._late(offset, position)
+
+    def _late(self, offset: Sequence[int | None], position: int | None) -> Late | None:
+        unknown = [axis for axis, begin in enumerate(offset) if begin is None]
+        if not unknown and position is None:
+            return None
+        if len(unknown) != 1 or position is None or position < 0:
+            raise BadInput(
+                f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and position says which of the "
+                "ranks along it this is, from 0 on."
+            )
+        lane = 0
+        for axis, begin in enumerate(self.offset):
+            if axis != unknown[0]:
+                lane = lane * max(self.global_shape[axis], 1) + begin
+        return Late(
+            unknown[0], lane, int(position), self.tensor.shape[unknown[0]] if self.tensor.numel() else 0, -1
+        )
 
     def __repr__(self) -> str:
-        return f"Shard({tuple(self.tensor.shape)} at {self.offset} of {self.global_shape}, replica={self.replica})"
+        at = (
+            f"{self.offset}"
+            if self.late is None
+            else f"position {self.late.position} of axis {self.late.axis}"
+        )
+        return f"Shard({tuple(self.tensor.shape)} at {at} of {self.global_shape}, replica={self.replica})"
 
 
 class PerRank:
@@ -86,6 +115,5 @@ def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[in
 
 def add_shard(held: Holding, name: str, shard: Shard) -> None:
     spec = spec_of(name, shard.tensor, shard.global_shape)
-    held.add(
-        spec, Box(shard.offset, tuple(shard.tensor.shape)), shard.replica, False, TensorMemory(shard.tensor)
-    )
+    box = Box(shard.offset, tuple(shard.tensor.shape))
+    held.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)

@@ -206,6 +206,7 @@ class Background:
             boxes=held.boxes,
             replicas=replicas,
             plain=held.plain,
+            lates=held.lates,
             base=staged.base,
             witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
             about=about,

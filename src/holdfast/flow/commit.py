@@ -55,7 +55,7 @@ def embedded_index(store: Store, file: WrittenFile) -> Columns:
         if reader.size != file.size:
             raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
         index = Index(_part(reader, file.index_start), file.index_size, f"the embedded index of {where}")
-        return index.witnesses(index.select())
+        return index.embedded()
     finally:
         reader.close()
 

@@ -23,14 +23,16 @@ from holdfast.errors import (
     NotCommitted,
     Replaced,
     ShapeMismatch,
+    Unplaced,
 )
 from holdfast.flow.commit import VISIBLE_WITHIN
+from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
 from holdfast.flow.protocol import load_steps
 from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.sources import Source, open_source
-from holdfast.flow.world import find_roster, the_place
+from holdfast.flow.world import find_participants, find_roster, the_place
 from holdfast.format import objects
 from holdfast.format.columns import Columns
 from holdfast.layout.box import Box, Dims, whole
@@ -343,30 +345,54 @@ def load_from(
 
     signature: what else tells this call from others on the same folder, the same on all ranks.
     """
-    operation = Operation(
-        "load",
-        f"load of {store.url}",
-        store.url,
-        None,
-        (include, exclude, strict, signature),
-        roster,
-        participants,
-        process_group,
-        timeout,
-        stall_timeout,
-        LOAD_TRANSITIONS,
-    )
-    flat = Flat()
-    work = _Work(store, Holding(roster.rank), strict, options or Options(), operation)
+    everyone = find_participants(roster, participants, process_group)
+    flat, ends = Flat(), time.monotonic() + timeout
+    shifts: list[int] | None = None
+
+    def begin() -> _Work:
+        operation = Operation(
+            "load",
+            f"load of {store.url}",
+            store.url,
+            None,
+            (include, exclude, strict, signature, shifts is None),
+            roster,
+            everyone,
+            None,
+            max(0.1, ends - time.monotonic()),
+            stall_timeout,
+            LOAD_TRANSITIONS,
+        )
+        return _Work(store, Holding(roster.rank), strict, options or Options(), operation)
 
     def read() -> None:
         taken = take(roster.rank)
         flat.after = taken.after
         work.leaves = select(taken.leaves, include, exclude)
-        work.held, work.owner = hold(work.leaves, roster.rank, operation.at.participants, for_load=True)
+        work.held, work.owner = hold(work.leaves, roster.rank, work.operation.at.participants, for_load=True)
+        if shifts is not None:
+            put_in_place(work.held, shifts)
 
-    work.trouble = read_state(read, roster.rank)
-    operation.run(lambda: load_steps(operation.at, work), work.trouble)
+    while True:
+        work = begin()
+        operation = work.operation
+        work.trouble = read_state(read, roster.rank)
+        if shifts is None and work.trouble is None:
+            work.trouble = unplaced(work.held, operation.at.title)
+        try:
+            operation.run(lambda: load_steps(operation.at, work), work.trouble)  # noqa: B023
+            break
+        except Unplaced:  # the same on every rank
+            lengths = Lengths(
+                f"lengths for the {operation.at.title}",
+                f"{store.url}|lengths",
+                roster,
+                participants=everyone,
+                timeout=max(0.1, ends - time.monotonic()),
+                stall_timeout=stall_timeout,
+            ).of(work.held)
+            lengths.run()
+            shifts = lengths.shifts
     work.give_back()
     for finish in flat.after:
         try:

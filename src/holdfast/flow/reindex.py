@@ -145,7 +145,7 @@ def _look(store: Store, name: str) -> _Whole | _Broken:
             stop - start,
             f"the embedded index of {store.url}/{name}",
         )
-        columns = index.witnesses(index.select())
+        columns = index.embedded()
         if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
             return _Broken(name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied")
         if header.metadata.get("rank") != str(int(columns.file_rank[0])):

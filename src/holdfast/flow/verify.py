@@ -188,6 +188,8 @@ class _Check:
 
     def __init__(self, store: Store, columns: Columns, step: int | None, found: list[Damage]) -> None:
         self.store, self.columns, self.step, self.found = store, columns, step, found
+        self.moved: set[int] = set()
+        """Chunks whose offset the commit found."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
         self.counts = np.diff(columns.digest_end, prepend=0)
@@ -214,8 +216,8 @@ class _Check:
                 self.found.append(Damage(name, text, None, low, high))
                 self._beyond(file, reader.size)
             header = read_header(reader.read, max(reader.size, size), name)
-            self._header(file, header)
             self._embedded(file, reader, header)
+            self._header(file, header)
         except HoldfastError as error:
             self.found.append(Damage(name, error.message))
         finally:
@@ -271,6 +273,8 @@ class _Check:
         shape, expected = unpad(columns.size[chunk], ndim), columns.names[row]
         if shape != columns.shape_of(row):
             expected += "@" + ",".join(map(str, unpad(columns.offset[chunk], ndim)))
+        if chunk in self.moved:  # its rank named it by the offset that it knew
+            name, expected = name.partition("@")[0], columns.names[row].partition("@")[0]
         stored = shape if dtype.extra == 1 else (*shape, dtype.extra)
         same_name = name.startswith(expected) and not name[len(expected) :].strip("'")
         return same_name and (entry.dtype, entry.shape) == (dtype.tag, stored)
@@ -293,7 +297,7 @@ class _Check:
                 size - start,
                 f"the embedded index of {name}",
             )
-            said = index.witnesses(index.select())
+            said = index.embedded()
         except CorruptCheckpoint as error:
             self.found.append(Damage(name, error.message, None, start, size))
             return
@@ -311,6 +315,14 @@ class _Check:
             text = f"the embedded index lists {len(theirs)} chunks, the main index {len(ours)} of this file"
             self.found.append(Damage(name, text, None, start, stop))
             return
+        late = said.chunk_late[theirs] if len(said.chunk_late) else np.full(len(theirs), -1)
+        bound = np.flatnonzero(late >= 0)  # the commit has given these their offset along one axis
+        axis = said.late_axis[late[bound]] - said.ndim[said.late_tensor[late[bound]]].astype(np.int64)
+        placed = self.columns.offset[ours[bound], axis]
+        moved = (said.late_start[late[bound]] < 0) | (said.offset[theirs[bound], axis] != placed)
+        self.moved |= set(ours[bound[moved]].tolist())
+        said.offset = said.offset.copy()
+        said.offset[theirs[bound], axis] = placed
         same = _chunk_rows(self.columns, ours) == _chunk_rows(said, theirs)
         counts = self.counts[ours]
         if (counts == np.diff(said.digest_end, prepend=0)[theirs]).all():

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.flow.write import WrittenFile
 from holdfast.layout.box import Box
+from holdfast.layout.late import Late
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
 
@@ -35,6 +36,7 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     boxes: list[Box]
     replicas: list[tuple[int, int]]
     plain: list[bool]
+    lates: list[Late | None]
     base: list[int]
     """Where in the arena each row begins."""
     witnessed: list[tuple[int, bytes, int, int]]

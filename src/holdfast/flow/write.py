@@ -163,6 +163,7 @@ def embedded_columns(
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
+    late_of_row, late = _late(held, np.flatnonzero(tensor_of_row >= 0))
     columns = Columns(
         names=sorted_names,
         dtype=np.asarray([held.specs[row].dtype for row in rows], "u1"),
@@ -185,8 +186,25 @@ def embedded_columns(
         witness_size=witnesses.size.astype("<i8"),
         witness_block=np.zeros(len(witnesses.row), "<i8"),
         witness_digest=np.zeros(len(witnesses.row), "<u8"),
+        late_tensor=tensor_of_row[late[:, 0]],
+        late_axis=late[:, 1],
+        late_lane=late[:, 2],
+        late_position=late[:, 3],
+        late_length=late[:, 4],
+        late_start=late[:, 5],
+        chunk_late=late_of_row[chunks.row][order],
+        witness_late=late_of_row[witnesses.row],
     )
     return columns, order
+
+
+def _late(held: Holding, rows: Array) -> tuple[Array, Array]:
+    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in `Late`."""
+    late = [(row, *found) for row in rows.tolist() if (found := held.lates[row]) is not None]
+    table = np.asarray(late, "<i8").reshape(-1, 6)
+    number = np.full(len(held), -1, "<i8")
+    number[table[:, 0]] = np.arange(len(table))
+    return number, table
 
 
 def _silent(held: Holding, plan: SavePlan) -> Array:
@@ -209,7 +227,11 @@ def _entries(
         shape = tuple(sizes[at][len(sizes[at]) - ndim :])
         name = spec.name
         if shape != spec.shape:
-            name += "@" + ",".join(map(str, offsets[at][len(offsets[at]) - ndim :]))
+            begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
+            late = held.lates[row]
+            if late is not None and late.start < 0:
+                begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
+            name += "@" + ",".join(map(str, begin))
         while name in taken or name == EMBEDDED or name == "__metadata__":
             name += "'"
         taken.add(name)

@@ -98,7 +98,7 @@ def write_job(
 
 def _holding(job: Job, arena: Arena) -> Holding:
     """The rank's rows, over what was copied of them."""
-    held = Holding(job.rank, job.specs, job.boxes, list(job.replicas), job.plain)
+    held = Holding(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
     for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):
         memory: Memory = ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
         held.memory.append(memory)

@@ -49,6 +49,16 @@ class Columns:
     witness_block: Array = field(default_factory=_int64)
     """W: which block's digest it is, or -1 for the digest of all block digests."""
     witness_digest: Array = field(default_factory=lambda: np.zeros(0, "<u8"))
+    late_tensor: Array = field(default_factory=_int64)
+    late_axis: Array = field(default_factory=_int64)
+    late_lane: Array = field(default_factory=_int64)
+    late_position: Array = field(default_factory=_int64)
+    late_length: Array = field(default_factory=_int64)
+    late_start: Array = field(default_factory=_int64)
+    """L: shards whose offset others' lengths may tell, as `layout.late.Late`; only in the index of a data file."""
+    chunk_late: Array = field(default_factory=_int64)
+    witness_late: Array = field(default_factory=_int64)
+    """C and W, if L is not 0: the shard that each is of, or -1."""
 
     @property
     def dims(self) -> int:
@@ -73,6 +83,8 @@ class Columns:
         return unpad(self.shape[row], int(self.ndim[row]))
 
 
+LATE = tuple(name for name in Columns.__dataclass_fields__ if "late" in name)
+"""Columns that a file has only if there are such shards."""
 ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import CorruptCheckpoint
-from holdfast.format.columns import Array, Columns
+from holdfast.format.columns import LATE, Array, Columns
 from holdfast.format.container import Header, Read, encode_header, read_header, safe_data_name
 from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
@@ -46,7 +46,7 @@ def _heap(names: Sequence[str]) -> tuple[Array, Array]:
 
 
 _HEAPS = ("names", "file_names")
-_PLAIN = tuple(f.name for f in fields(Columns) if f.name not in _HEAPS)
+_PLAIN = tuple(f.name for f in fields(Columns) if f.name not in (*_HEAPS, *LATE))
 
 
 def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
@@ -55,7 +55,7 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     arrays["names"], arrays["name_end"] = _heap(columns.names)
     arrays["fence"], arrays["fence_end"] = _heap(columns.names[::FENCE])
     arrays["file_names"], arrays["file_end"] = _heap(columns.file_names)
-    for name in _PLAIN:
+    for name in (*_PLAIN, *(LATE if len(columns.late_tensor) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
     # Widest elements first keeps every column aligned without holes, which safetensors forbids.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
@@ -172,6 +172,7 @@ class Index:
         """Columns that go together must agree on their number of rows, and have the right types."""
         t, c = self.tensors, self.chunks
         empty = Columns(shape=np.zeros((0, self.dims), "<i8"))
+        self._late = LATE if any(name in self._header.entries for name in LATE) else ()
         expected = {"name_end": t, "kind": t, "ndim": t, "shape": t, "chunk_end": t}
         expected |= dict.fromkeys(("offset", "size", "position", "block", "digest_end"), c)
         expected |= {
@@ -182,11 +183,15 @@ class Index:
             "file_size": self._rows("file_end"),
             "file_rank": self._rows("file_end"),
         }
-        for name in (*_PLAIN, "name_end", "fence_end", "file_end", "names", "fence", "file_names"):
+        if self._late:
+            expected |= dict.fromkeys(LATE, self._rows("late_tensor"))
+            expected |= {"chunk_late": c, "witness_late": self._rows("witness_digest")}
+        plain = (*_PLAIN, *self._late)
+        for name in (*plain, "name_end", "fence_end", "file_end", "names", "fence", "file_names"):
             entry = self._header.entries[name]
             like: Array = (
                 getattr(empty, name)
-                if name in _PLAIN
+                if name in plain
                 else np.zeros(0, "u1" if name in (*_HEAPS, "fence") else "<i8")
             )
             tag = _TAGS[like.dtype.newbyteorder("<").str]
@@ -350,13 +355,18 @@ class Index:
         self._check_rows(found)
         return found
 
-    def witnesses(self, columns: Columns) -> Columns:
-        """Add the witness rows to the columns of a whole index."""
+    def embedded(self) -> Columns:
+        """All columns, also those that only the index of a data file has."""
+        columns = self.select()
         for name in ("tensor", "offset", "size", "block", "digest"):
             setattr(columns, f"witness_{name}", self.column(f"witness_{name}"))
         at = columns.witness_tensor
         if len(at) and (at.min() < 0 or at.max() >= len(columns.names)):
             raise CorruptCheckpoint(f"{self.where} has witnesses of tensors that it does not list.")
+        for name in self._late:
+            setattr(columns, name, self.column(name))
+        if self._late and not _possible_late(columns):
+            raise CorruptCheckpoint(f"{self.where} has late-bound shards that can't be.")
         return columns
 
     def _check_boxes(self, found: Columns) -> None:
@@ -417,6 +427,18 @@ def _possible(sides: Array) -> bool:
     with np.errstate(over="ignore"):
         volumes = np.prod(np.maximum(sides, 1).astype(float), axis=1)
     return bool((sides >= 0).all() and (volumes * 16 <= float(1 << 62)).all())
+
+
+def _possible_late(found: Columns) -> bool:
+    """Do the late columns point at rows that are there, and at axes that tensors have?"""
+    rows, tensor = len(found.late_tensor), found.late_tensor
+    if not ((tensor >= 0) & (tensor < len(found.names))).all():
+        return False
+    inside = (found.late_axis >= 0) & (found.late_axis < found.ndim[tensor])
+    counted = (found.late_length >= 0) & (found.late_start >= -1) & (found.late_position >= 0)
+    small = np.maximum(found.late_length, found.late_start) < 1 << 48
+    links = np.concatenate([found.chunk_late, found.witness_late])
+    return bool((inside & counted & small).all() and ((links >= -1) & (links < rows)).all())
 
 
 def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:

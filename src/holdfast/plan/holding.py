@@ -11,6 +11,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import BadInput
 from holdfast.format.columns import ITEMSIZE, Array, pad
 from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.late import Late
 from holdfast.layout.tensor import TensorSpec
 
 Replica = tuple[int, int]
@@ -42,14 +43,25 @@ class Holding:
     plain: list[bool] = field(default_factory=list)
     """A replica nobody promised: a plain tensor or an object, to be compared in full."""
     memory: list[Memory] = field(default_factory=list)
+    lates: list[Late | None] = field(default_factory=list)
+    """Where a shard stands whose offset others' lengths may tell."""
     _tables: Tables | None = None
 
-    def add(self, spec: TensorSpec, box: Box, replica: Replica | None, plain: bool, memory: Memory) -> None:
+    def add(
+        self,
+        spec: TensorSpec,
+        box: Box,
+        replica: Replica | None,
+        plain: bool,
+        memory: Memory,
+        late: Late | None = None,
+    ) -> None:
         self.specs.append(spec)
         self.boxes.append(box)
         self.replicas.append(replica)
         self.plain.append(plain)
         self.memory.append(memory)
+        self.lates.append(late)
 
     def __len__(self) -> int:
         return len(self.specs)

@@ -16,6 +16,7 @@ from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest_many
 from holdfast.layout.coverage import Problem, first_problem
+from holdfast.layout.late import place
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 
 DECLARE = (
@@ -43,6 +44,15 @@ class _Part(NamedTuple):
     witness_block: Array
     witness_digest: Array
     witness_rank: Array
+    chunk_late: Array
+    witness_late: Array
+    late_tensor: Array
+    late_axis: Array
+    late_lane: Array
+    late_position: Array
+    late_length: Array
+    late_start: Array
+    late_rank: Array
 
 
 class Merger:
@@ -58,12 +68,14 @@ class Merger:
         self._file_names: list[str] = []
         self._file_size: list[int] = []
         self._file_rank: list[int] = []
+        self._lates = 0
         self._dims = 1
 
     def add(self, rank: int, columns: Columns) -> None:
         """Take in one data file's embedded index."""
         place = self._place(rank, columns)
         base = len(self._file_names)
+        late = place[columns.late_tensor]
         self._file_names += columns.file_names
         self._file_size += columns.file_size.tolist()
         self._file_rank += columns.file_rank.tolist()
@@ -85,8 +97,23 @@ class Merger:
                 witness_block=columns.witness_block,
                 witness_digest=columns.witness_digest,
                 witness_rank=np.full(len(columns.witness_tensor), rank, "<i4"),
+                chunk_late=self._numbered(columns.chunk_late, len(columns.file)),
+                witness_late=self._numbered(columns.witness_late, len(columns.witness_tensor)),
+                late_tensor=late,
+                late_axis=columns.late_axis,
+                late_lane=columns.late_lane,
+                late_position=columns.late_position,
+                late_length=columns.late_length,
+                late_start=columns.late_start,
+                late_rank=np.full(len(late), rank, "<i4"),
             )
         )
+        self._lates += len(late)
+
+    def _numbered(self, late: Array, rows: int) -> Array:
+        """Late rows are numbered over all files; -1 stays what it is."""
+        found = late if len(late) == rows else np.full(rows, -1, "<i8")
+        return np.where(found < 0, -1, found + self._lates)
 
     def _place(self, rank: int, columns: Columns) -> Array:
         """The global row of each of a rank's tensors; a name that means something else is refused."""
@@ -129,6 +156,8 @@ class Merger:
                 shapes[row, self._dims - len(shape) :] = shape
         shapes = shapes[by_name]
         ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
+        place_late(sorted_names, shapes, ndim, joined)
+        tick()
         check_coverage(sorted_names, shapes, ndim, joined)
         tick()
 
@@ -186,6 +215,7 @@ class Merger:
             found[name] = wide(name, 0 if name.endswith("offset") else 1) if box else flat(name)
         found["tensor"] = renumber[found["tensor"]]
         found["witness_tensor"] = renumber[found["witness_tensor"]]
+        found["late_tensor"] = renumber[found["late_tensor"]]
         return _Part(**found)
 
 
@@ -202,6 +232,56 @@ def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -
         rank=other,
         hint=DECLARE,
         details={"tensor": name, "ranks": [rank, other]},
+    )
+
+
+def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
+    """Give shards their offsets that only all lengths together tell; boxes change in place."""
+    found = place(
+        rows.late_tensor,
+        rows.late_axis,
+        rows.late_lane,
+        rows.late_position,
+        rows.late_length,
+        rows.late_start,
+    )
+    if found.differ is not None:
+        one, other = found.differ
+        tensor, axis = int(rows.late_tensor[one]), int(rows.late_axis[one])
+        ranks = [int(rows.late_rank[row]) for row in (one, other)]
+        raise ReplicaMismatch(
+            f"Ranks {ranks[0]} and {ranks[1]} hold the same part of {names[tensor]!r}, number {int(rows.late_position[one])} along "
+            f"axis {axis}, but one has length {int(rows.late_length[one])} there and the other {int(rows.late_length[other])}.",
+            rank=ranks[1],
+            hint="Replicas must be cut alike.",
+            details={"tensor": names[tensor], "ranks": ranks},
+        )
+    for tensor, axis, total in found.totals:
+        wanted = int(shapes[tensor, shapes.shape[1] - int(ndim[tensor]) + axis])
+        if total != wanted:
+            raise _wrong_total(
+                names[tensor], unpad(shapes[tensor], int(ndim[tensor])), axis, total, tensor, rows
+            )
+    pad_of = shapes.shape[1] - ndim.astype(np.int64)
+    for late, tensor_of, offset in (
+        (rows.chunk_late, rows.tensor, rows.offset),
+        (rows.witness_late, rows.witness_tensor, rows.witness_offset),
+    ):
+        known = np.flatnonzero(late >= 0)
+        axes = rows.late_axis[late[known]] + pad_of[tensor_of[known]]
+        offset[known, axes] += found.shift[late[known]]
+
+
+def _wrong_total(
+    name: str, shape: tuple[int, ...], axis: int, total: int, tensor: int, rows: _Part
+) -> CoverageError:
+    mine = np.flatnonzero(rows.late_tensor == tensor)
+    held = dict(sorted(zip(rows.late_rank[mine].tolist(), rows.late_length[mine].tolist(), strict=True)))
+    said = listed([f"rank {rank} holds {length}" for rank, length in held.items()], str)
+    return CoverageError(
+        f"Tensor {name!r} of shape {list(shape)}: what ranks hold along axis {axis} adds up to {total}: {said}.",
+        hint="Every rank of its mesh must take part in the save, and hold what its position says.",
+        details={"tensor": name, "kind": "length", "ranks": list(held)[:64]},
     )
 
 

@@ -1,0 +1,78 @@
+"""Late-bound offsets: a shard whose place along one axis only its neighbours' lengths tell. Pure.
+
+An unevenly sharded tensor (Megatron-FSDP cuts a flat buffer, wherever that falls) is known to a rank by its local length and by its
+position in the mesh. Stock code gathers the lengths, tensor by tensor, and hangs where ranks hold different tensors. Here every rank
+writes down what it knows, and whoever has everybody's rows (the commit of a save) adds the lengths up, once.
+
+A rank whose local shape happens to be the one that an even cut would give takes its offset for known. So shards that could be uneven
+carry their position too, and if one rank of a tensor has no offset, all of the same lane are placed anew, by their lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+
+class Late(NamedTuple):
+    """Where a shard stands among those that share an axis."""
+
+    axis: int
+    lane: int
+    """Shards of other lanes lie elsewhere along other axes: they don't count."""
+    position: int
+    """Among those of the lane: offsets ascend with it."""
+    length: int
+    """Along the axis, of all that this rank holds there."""
+    start: int
+    """Along the axis, if the rank thinks that it knows; -1 if it does not, and the shard's box begins at 0."""
+
+
+class Placed(NamedTuple):
+    """What adding lengths up gave."""
+
+    shift: Array
+    """Per row, what to add to the offset that it came with."""
+    differ: tuple[int, int] | None
+    """Two rows at one position that have different lengths, if there are any."""
+    totals: list[tuple[int, int, int]]
+    """For each lane that was placed: tensor, axis, length of all together."""
+
+
+def place(tensor: Array, axis: Array, lane: Array, position: Array, length: Array, start: Array) -> Placed:
+    """Prefix sums over positions, for each (tensor, axis, lane) of which a row has no start; R rows in any order."""
+    rows = len(tensor)
+    shift = np.zeros(rows, np.int64)
+    if not (start < 0).any():
+        return Placed(shift, None, [])
+    order = np.lexsort((start, position, lane, axis, tensor))
+    keys = np.stack([tensor, axis, lane, position])[:, order]
+    new_position = np.ones(rows, bool)
+    new_position[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
+    new_lane = np.ones(rows, bool)
+    new_lane[1:] = (keys[:3, 1:] != keys[:3, :-1]).any(axis=0)
+    lane_of = np.cumsum(new_lane) - 1
+    is_open = np.zeros(int(lane_of[-1]) + 1, bool)
+    np.logical_or.at(is_open, lane_of, start[order] < 0)
+    wanted = is_open[lane_of]
+    first = np.flatnonzero(new_position)  # replicas stand at one position; the first of them counts
+    of = np.cumsum(new_position) - 1
+    lengths = length[order]
+    unequal = wanted & (lengths != lengths[first][of])
+    if unequal.any():
+        at = int(np.flatnonzero(unequal)[0])
+        return Placed(shift, (int(order[first[of[at]]]), int(order[at])), [])
+    before = np.cumsum(lengths[first]) - lengths[first]  # over everything; less what came before the lane
+    begin = (before[of] - before[of][np.flatnonzero(new_lane)][lane_of])[wanted]
+    shift[order[wanted]] = begin - np.maximum(start[order[wanted]], 0)
+    ends = np.zeros(len(is_open), np.int64)
+    np.add.at(ends, lane_of[first], lengths[first])
+    heads = keys[:, np.flatnonzero(new_lane)]
+    totals = [
+        (int(heads[0, at]), int(heads[1, at]), int(ends[at])) for at in np.flatnonzero(is_open).tolist()
+    ]
+    return Placed(shift, None, totals)
