@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from holdfast.adapters.optimizer import get_state_dict, set_state_dict
     from holdfast.adapters.tensors import PerRank, Shard
     from holdfast.errors import HoldfastError
     from holdfast.flow.async_save import async_save
@@ -48,11 +49,13 @@ _WHERE = {
     "Shard": "holdfast.adapters.tensors",
     "async_save": "holdfast.flow.async_save",
     "audit": "holdfast.groups.audit",
+    "get_state_dict": "holdfast.adapters.optimizer",
     "latest": "holdfast.flow.retention",
     "load": "holdfast.flow.load",
     "open_groups": "holdfast.groups.open",
     "save": "holdfast.flow.save",
     "session": "holdfast.groups.session",
+    "set_state_dict": "holdfast.adapters.optimizer",
     "warm_up": "holdfast.groups.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "testing")
@@ -73,11 +76,13 @@ __all__ = [
     "dcp",
     "errors",
     "events",
+    "get_state_dict",
     "latest",
     "load",
     "open_groups",
     "save",
     "session",
+    "set_state_dict",
     "testing",
     "warm_up",
 ]

@@ -10,6 +10,7 @@
     ├── LoadFailed               the state was not restored
     │   ├── NotCommitted         there is no committed checkpoint there
     │   ├── Replaced             the checkpoint was replaced or removed while it was being loaded
+    │   ├── Unplaced             a shard has no offset; a load handles this by itself
     │   ├── MissingTensors       the state asks for names that the checkpoint does not hold
     │   └── ShapeMismatch        same name, other shape or dtype
     ├── CorruptCheckpoint        bytes on disk are not what was written

@@ -260,15 +260,80 @@ def test_a_pending_reduction_is_refused() -> None:
             hold(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
 
 
-def test_a_local_tensor_that_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize("local", [(2, 3), (3, 3), (4,)])
+def test_a_local_tensor_that_does_not_fit_is_refused(local: tuple[int, ...]) -> None:
+    """Along an axis that is not cut, along two, of other dimensions."""
     with fake_rank(0, (2,), ("dp",)) as mesh:
         tensor = DTensor.from_local(
-            torch.zeros(3, 2), mesh, [Cut(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
+            torch.zeros(local), mesh, [Cut(0)], run_check=False, shape=torch.Size((4, 2)), stride=(2, 1)
         )
         with pytest.raises(
-            BadInput, match=r"the local tensor has shape \(3, 2\), but its placements .* give \(2, 2\)"
+            BadInput, match=r"the local tensor has shape .*, but its placements .* give \(2, 2\); declare it"
         ):
             hold(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
+
+
+def late_of(
+    local: tuple[int, ...],
+    shape: tuple[int, ...],
+    place: int,
+    mesh_shape: tuple[int, ...],
+    placements: Any,
+    order: Any = None,
+) -> tuple[Any, Any]:
+    with fake_rank(place, mesh_shape, ("a", "b")[: len(mesh_shape)]) as mesh:
+        if order is not None:
+            mesh._shard_order = order
+        stride = torch.empty(shape, device="meta").stride()
+        tensor = DTensor.from_local(
+            torch.zeros(local), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+        held, _ = hold(flatten({"w": tensor}, place).leaves, place, tuple(range(int(np.prod(mesh_shape)))))
+        return held.boxes[0], held.lates[0]
+
+
+def test_a_length_of_its_own_leaves_the_offset_open() -> None:
+    assert late_of((3, 2), (4, 2), 0, (2,), [Cut(0)]) == (((0, 0), (3, 2)), (0, 0, 0, 3, -1))
+    assert late_of((2, 2), (4, 2), 1, (2,), [Cut(0)]) == (
+        ((2, 0), (2, 2)),
+        (0, 0, 1, 2, 2),
+    )  # takes it for known
+    assert late_of((0, 2), (4, 2), 1, (2,), [Cut(0)]) == (((0, 0), (0, 0)), (0, 0, 1, 0, -1))
+    # Rank 3 of a 2 x 2 mesh, (1, 1): the second along axis 0 in the second lane of axis 1, whose offset is known.
+    assert late_of((3, 2), (4, 4), 3, (2, 2), [Cut(0), Cut(1)]) == (((0, 2), (3, 2)), (0, 1, 1, 3, -1))
+    # Rank 1, (0, 1): both mesh dimensions cut axis 0, the first one first; or the second, if it is strided or the mesh says so.
+    assert late_of((3, 2), (8, 2), 1, (2, 2), [Cut(0), Cut(0)])[1] == (0, 0, 1, 3, -1)
+    strided = [_StridedShard(0, split_factor=2), Cut(0)]
+    assert late_of((3, 2), (8, 2), 1, (2, 2), strided)[1] == (0, 0, 2, 3, -1)
+    assert late_of((2, 2), (8, 2), 1, (2, 2), [Cut(0), Cut(0)], [1, 0])[1] == (0, 0, 2, 2, -1)
+    # Rank 1 of HSDP: the second replica has the same position.
+    assert late_of((3, 2), (8, 2), 2, (2, 2), [Replicate(), Cut(0)])[1] == (0, 0, 0, 3, -1)
+
+
+def test_chunk_metadata_is_believed() -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
+
+    with fake_rank(1, (2,), ("dp",)) as mesh:
+
+        def held_by(chunks: list[Chunk]) -> Holding:
+            tensor = DTensor.from_local(
+                torch.zeros(3, 2), mesh, [Cut(0)], run_check=False, shape=torch.Size((8, 2)), stride=(2, 1)
+            )
+            tensor._local_tensor.__create_chunk_list__ = lambda: chunks
+            return hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1))[0]
+
+        held = held_by([Chunk(torch.Size((5, 0)), torch.Size((3, 2)))])
+        assert held.boxes == [((5, 0), (3, 2))]
+        assert held.lates == [(0, 0, 1, 3, 5)]
+        for wrong in (
+            [],
+            [Chunk(torch.Size((5, 0)), torch.Size((2, 2)))],
+            [Chunk(torch.Size((6, 0)), torch.Size((3, 2)))],
+        ):
+            with pytest.raises(
+                BadInput, match=r"but its chunk metadata says|does not lie inside its global shape"
+            ):
+                held_by(wrong)
 
 
 def test_dtensors_are_told_by_their_class() -> None:

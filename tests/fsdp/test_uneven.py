@@ -33,7 +33,9 @@ def world() -> Iterator[ProcessWorld]:
 
 SOME = [
     Uneven("w", (13, 5), (3, 7, 0, 3)),
-    Uneven("even here and there", (16, 3), (4, 5, 3, 4)),  # ranks 0 and 3 take their offsets for known, rank 3 wrongly by luck
+    Uneven(
+        "even here and there", (16, 3), (4, 5, 3, 4)
+    ),  # ranks 0 and 3 take their offsets for known, rank 3 wrongly by luck
     Uneven("trailing empty", (5,), (2, 3, 0, 0)),
     Uneven("one has it all", (6, 2, 2), (0, 0, 6, 0), "bfloat16"),
     Uneven("even", (8, 2), (2, 2, 2, 2), "float64"),
@@ -73,7 +75,9 @@ def test_an_asynchronous_save_places_them_too(world: ProcessWorld, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("lengths", "replicas"), [([3, 0, 5, 1], 1), ([4, 1], 2)])
-def test_shards_declared_by_hand(world: ProcessWorld, tmp_path: Path, lengths: list[int], replicas: int) -> None:
+def test_shards_declared_by_hand(
+    world: ProcessWorld, tmp_path: Path, lengths: list[int], replicas: int
+) -> None:
     world.run(uneven.by_hand, str(tmp_path / "c"), lengths, replicas)
 
 
@@ -94,7 +98,9 @@ def test_a_load_whose_lengths_do_not_add_up_is_refused(world: ProcessWorld, tmp_
     right, wrong = Uneven("w", (13, 5), (3, 7, 0, 3)), Uneven("w", (13, 5), (3, 6, 0, 3))
     world.start(uneven.save_and_load, str(tmp_path / "c"), [right], (WORLD,), frozenset(), 0, False, [wrong])
     error = same_everywhere(errors_of(world.collect(30)), WORLD)
-    assert "What ranks hold of 'w' along axis 0 adds up to 12, but it has 13 there: rank 0 holds 3" in str(error)
+    assert "What ranks hold of 'w' along axis 0 adds up to 12, but it has 13 there: rank 0 holds 3" in str(
+        error
+    )
 
 
 def test_what_can_not_be_declared() -> None:

@@ -53,7 +53,12 @@ def cut(what: Uneven, shape: tuple[int, ...], step: int) -> DTensor:
 
 
 def state_of(
-    whats: list[Uneven], shape: tuple[int, ...], step: int, rank: int, lacking: frozenset[tuple[int, str]], order: int
+    whats: list[Uneven],
+    shape: tuple[int, ...],
+    step: int,
+    rank: int,
+    lacking: frozenset[tuple[int, str]],
+    order: int,
 ) -> dict[str, Any]:
     """In an order of this rank's own, without what it lacks."""
     names = [what for what in whats if (rank, what.name) not in lacking]
@@ -103,7 +108,11 @@ def by_hand(rank: int, path: str, lengths: list[int], replicas: int = 1) -> None
     begin = sum(lengths[:position])
 
     def part(value: torch.Tensor) -> holdfast.Shard:
-        mine = value[begin : begin + lengths[position], 2 * copy : 2 * copy + 2] if replicas == 3 else value[begin : begin + lengths[position]]
+        mine = (
+            value[begin : begin + lengths[position], 2 * copy : 2 * copy + 2]
+            if replicas == 3
+            else value[begin : begin + lengths[position]]
+        )
         offset = (None, 2 * copy) if replicas == 3 else (None, 0)
         replica = (0, 1) if replicas == 3 else (copy, replicas)
         return holdfast.Shard(mine.clone(), whole.shape, offset, replica, position=position)

@@ -23,7 +23,9 @@ def placed(rows: list[Row]) -> tuple[list[int], tuple[int, int] | None, list[tup
 def lines(draw: st.DrawFn) -> list[Row]:
     """Lines of shards, each of one tensor, axis and lane; some have replicas, some know (rightly or not) where they begin."""
     rows: list[Row] = []
-    for tensor, axis, lane in product(range(draw(st.integers(1, 3))), range(2), range(draw(st.integers(1, 2)))):
+    for tensor, axis, lane in product(
+        range(draw(st.integers(1, 3))), range(2), range(draw(st.integers(1, 2)))
+    ):
         at = 0
         for position in range(draw(st.integers(0, 4))):
             length = draw(st.integers(0, 9))

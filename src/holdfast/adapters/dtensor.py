@@ -29,6 +29,8 @@ from holdfast.layout.late import Late
 from holdfast.layout.tensor import TensorSpec
 from holdfast.plan.holding import Holding
 
+CHUNKS = "__create_chunk_list__"
+"""A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
 Cuts = tuple[tuple[int, int, int], ...]
@@ -211,7 +213,7 @@ def add_dtensor(
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
-    told = getattr(local, "__create_chunk_list__", None)
+    told = getattr(local, CHUNKS, None)
     shape = tuple(local.shape)
     expected, parts = pieces(spec.shape, layout.cuts)
     if told is not None:

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.adapters.dtensor import add_dtensor, is_dtensor
 from holdfast.adapters.memory import BytesMemory, Part
-from holdfast.adapters.tensors import PerRank, Shard, add_shard, add_tensor
+from holdfast.adapters.tensors import PerRank, Shard, Unborn, add_shard, add_tensor
 from holdfast.errors import BadInput
 from holdfast.format import objects
 from holdfast.layout.box import Box
@@ -60,7 +60,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    if isinstance(value, torch.Tensor | Shard | PerRank) or _is_stateful(value):
+    if isinstance(value, torch.Tensor | Shard | PerRank | Unborn) or _is_stateful(value):
         return True
     if isinstance(value, Mapping):
         return any(_has_tensors(v) for v in value.values())
@@ -104,6 +104,8 @@ def _walk(
             leaves.append(Leaf(name, {}, put, private=private))
     elif isinstance(value, Shard):
         leaves.append(Leaf(name, value, put))
+    elif isinstance(value, Unborn):
+        leaves.append(Leaf(name, value, put, private=private))
     elif isinstance(value, PerRank):
         first = len(leaves)
         _walk(value.value, f"{name}@{rank}", _attribute(value), flat, rank, True)
@@ -185,6 +187,16 @@ def hold(
     alone = len(everyone) == 1
     for at, leaf in enumerate(leaves):
         value = leaf.value
+        if isinstance(value, Unborn):
+            zeros = {} if for_load else value.zeros
+            part, _ = hold(
+                [Leaf(f"{leaf.name}.{key}", tensor, leaf.put) for key, tensor in zeros.items()],
+                rank,
+                everyone,
+            )
+            held.extend(part)
+            owner.extend([at] * len(part))
+            continue
         before = len(held)
         undeclared = (0, 1) if alone or leaf.private else None
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -95,6 +95,21 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class Unborn:
+    """A dict of tensors that is not there yet: an optimizer's state of a parameter before its first gradient.
+
+    A save passes it by, or writes `zeros`. A load makes what the checkpoint has under its name, by `make(key, dtype, shape)`,
+    and puts a dict of that in its place.
+    """
+
+    __slots__ = ("make", "zeros")
+
+    def __init__(
+        self, make: Callable[[str, torch.dtype, Sequence[int]], torch.Tensor], zeros: dict[str, torch.Tensor]
+    ) -> None:
+        self.make, self.zeros = make, zeros
 
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:

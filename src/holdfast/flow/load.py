@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +17,9 @@ import torch
 
 from holdfast.adapters.memory import BytesMemory, TensorMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
+from holdfast.adapters.tensors import Unborn
 from holdfast.errors import (
+    BadInput,
     CorruptCheckpoint,
     HoldfastError,
     LoadFailed,
@@ -85,6 +89,8 @@ class _Work:
     prefix: bytes = b""
     values: dict[int, Any] = field(default_factory=dict)
     """Objects that were read, by leaf."""
+    born: list[tuple[Leaf, dict[str, Any]]] = field(default_factory=list)
+    """What takes the place of an `Unborn`, or of a list that the checkpoint has in parts."""
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -113,6 +119,7 @@ class _Work:
         return {"bytes": self.bytes_read}
 
     def _read(self, index: Source) -> None:
+        self._give_birth(index)
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
@@ -135,6 +142,40 @@ class _Work:
         self.filled = [self.owner[row] for row in keep]
         objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
         self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
+
+    def _give_birth(self, index: Source) -> None:
+        """Leaves and rows for what the checkpoint has where the state has nothing yet."""
+        unborn = [leaf for leaf in self.leaves if isinstance(leaf.value, Unborn)]
+        lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
+        there = index.find([leaf.name for leaf in lists]).tolist()
+        lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
+        if not unborn and not lists:
+            return
+        names = index.names()
+        new: list[Leaf] = []
+        for leaf in (*unborn, *lists):
+            first = bisect_left(names, f"{leaf.name}.")
+            stop = bisect_left(names, f"{leaf.name}/")  # the character after the dot
+            if first == stop:
+                continue
+            columns, born = index.select(np.arange(first, stop)), dict[str, Any]()
+            for at, name in enumerate(columns.names):
+                key, value = name[len(leaf.name) + 1 :], None
+                if int(columns.kind[at]) == TENSOR and isinstance(leaf.value, Unborn):
+                    dtype = getattr(torch, DTYPES[int(columns.dtype[at])].name)
+                    value = born[key] = leaf.value.make(key, dtype, columns.shape_of(at))
+                new.append(Leaf(name, value, partial(born.__setitem__, key)))
+            self.born.append((leaf, born))
+            leaf.optional = True  # it is there in parts
+        held, owner = hold(new, self.held.rank, self.operation.at.participants, for_load=True)
+        trouble = unplaced(held, self.operation.at.title)
+        if trouble is not None:
+            raise BadInput(
+                trouble.message, hint="Give the optimizer's state chunk metadata, or a step, before the load."
+            )
+        self.owner += [len(self.leaves) + at for at in owner]
+        self.leaves += new
+        self.held.extend(held)
 
     def _replaced(self) -> Replaced:
         return Replaced(
@@ -259,9 +300,20 @@ class _Work:
             self.values[owner] = objects.decode(self.prefix + memory.value(size), self.leaves[owner].name)
 
     def give_back(self) -> None:
-        """Objects into the state; tensors are there already."""
+        """Objects into the state, and dicts that were made for it; tensors are there already."""
         for owner, value in self.values.items():
             self.leaves[owner].put(value)
+        for leaf, born in self.born:
+            leaf.put(_as_list(born) if isinstance(leaf.value, list) else born)
+
+
+def _as_list(parts: dict[str, Any]) -> list[Any]:
+    """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
+    found: dict[int, dict[str, Any]] = {}
+    for path, value in parts.items():
+        number, _, key = path.partition(".")
+        found.setdefault(int(number), {})[key] = value
+    return [found[at] for at in sorted(found)]
 
 
 def _fitted(

@@ -63,6 +63,14 @@ class Holding:
         self.memory.append(memory)
         self.lates.append(late)
 
+    def extend(self, other: Holding) -> None:
+        self.specs += other.specs
+        self.boxes += other.boxes
+        self.replicas += other.replicas
+        self.plain += other.plain
+        self.memory += other.memory
+        self.lates += other.lates
+
     def __len__(self) -> int:
         return len(self.specs)
 

@@ -158,7 +158,8 @@ class Merger:
         ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
         place_late(sorted_names, shapes, ndim, joined)
         tick()
-        check_coverage(sorted_names, shapes, ndim, joined)
+        first = np.asarray(self._rank, np.int64)[by_name] if len(names) else np.zeros(0, np.int64)
+        check_coverage(sorted_names, shapes, ndim, first, joined)
         tick()
 
         # Rows in order: by tensor, then by where the box begins.
@@ -285,8 +286,8 @@ def _wrong_total(
     )
 
 
-def check_coverage(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
-    """Every tensor is tiled exactly once, or the first fault with its place and ranks."""
+def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, rows: _Part) -> None:
+    """Every tensor is tiled exactly once, or the first fault with its place and ranks. `first`: a rank that names each."""
     problem = first_problem(shapes, rows.tensor, rows.offset, rows.size)
     if problem is None:
         return
@@ -296,7 +297,7 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
     place = unpad(np.asarray(problem.place), dims)
     shape = unpad(shapes[problem.tensor], dims)
     at = f"from index {list(place)} on" if dims else "its one element"
-    sentence, guilty = _say(problem, rows, mine, ranks, at)
+    sentence, guilty = _say(problem, rows, mine, ranks, at, int(first[problem.tensor]))
     raise CoverageError(
         f"Tensor {name!r} of shape {list(shape)} {sentence}.",
         rank=guilty,
@@ -306,12 +307,18 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
     )
 
 
-def _say(problem: Problem, rows: _Part, mine: Array, ranks: list[int], at: str) -> tuple[str, int | None]:
+def _say(
+    problem: Problem, rows: _Part, mine: Array, ranks: list[int], at: str, first: int
+) -> tuple[str, int | None]:
     listed = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
     if problem.kind == "gap":
         seen = sorted(set(rows.witness_rank[rows.witness_tensor == problem.tensor].tolist()))
         holders = f"; ranks {', '.join(map(str, seen[:8]))} say they hold copies" if seen else ""
-        wrote = f"ranks {listed} wrote the rest" if ranks else "no rank wrote any of it"
+        wrote = (
+            f"ranks {listed} wrote the rest"
+            if ranks
+            else f"rank {first} names it, and no rank wrote any of it"
+        )
         return f"is not covered: {at} no rank wrote it, {wrote}{holders}", None
     place = np.asarray(problem.place)
     inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]

@@ -1,0 +1,336 @@
+"""A model and its torch optimizers as a state keyed by names: no step is run, nothing is gathered.
+
+The layout is that of `torch.distributed.checkpoint.state_dict`, so checkpoints go both ways: parameters under their names without what
+wrappers add to them, moments under `state.<name>.<key>`, hyperparameters under `param_groups`.
+
+Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert that no token reached has none
+either, maybe on one rank only. torch fills the gap with a step of zero gradients, on whatever ranks find their state empty. Here a state
+that is not there is an `Unborn`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from holdfast.adapters.dtensor import CHUNKS, is_dtensor
+from holdfast.adapters.tensors import Unborn
+from holdfast.errors import BadInput, MissingTensors
+
+State = dict[str, Any]
+_WRAPPERS = {
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Modules that hold the real one under a name of their own."""
+_ADAM = ("exp_avg", "exp_avg_sq", "step")
+_KEYS = {"Adam": _ADAM, "AdamW": _ADAM, "NAdam": _ADAM, "RAdam": _ADAM}
+"""What optimizers can't do without, once a parameter has any state."""
+
+
+def get_state_dict(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    *,
+    missing: str = "skip",
+    flatten_optimizer_state_dict: bool = False,
+) -> tuple[State, State]:
+    """`torch.distributed.checkpoint.state_dict.get_state_dict`, without a step or a collective.
+
+    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into and give to `set_state_dict`.
+
+    model: a module, or this rank's parts of one (pipeline stages).
+    missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip" leaves it out, which
+        is right if no rank has it, and an error that names it if some have; "zeros" saves zeros for this rank's part.
+    flatten_optimizer_state_dict: hyperparameters parameter by parameter, as torch does under this name: needed where ranks
+        hold different parameters (pipeline stages, experts as modules of their own).
+
+    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model, and for FSDP1.
+    """
+    if missing not in ("skip", "zeros"):
+        raise BadInput(f"missing={missing!r}: give 'skip' or 'zeros'.")
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    names = _names(parts)
+    state: State = {}
+    groups: list[State] = []
+    flat: State = {}
+    for optimizer in _several(optimizers):
+        for group in optimizer.param_groups:
+            mine = [_name_of(parameter, names) for parameter in group["params"]]
+            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            groups.append({**hyper, "params": mine})
+            for name, parameter in zip(mine, group["params"], strict=True):
+                flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                found = _state_of(optimizer, group, parameter, missing == "zeros")
+                if found is not None:
+                    state[name] = found
+    if not flatten_optimizer_state_dict:
+        return _model_state(parts), {"state": state, "param_groups": groups}
+    for name, found in state.items():
+        if isinstance(found, Unborn):
+            flat[f"state.{name}"] = found
+        else:
+            flat |= {f"state.{name}.{key}": value for key, value in found.items()}
+    return _model_state(parts), flat
+
+
+def set_state_dict(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    strict: bool = True,
+) -> None:
+    """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this rank alone.
+
+    Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours). Tensors of the model were filled
+    in place; optimizer states become the optimizer's own, without a copy. A parameter whose state the checkpoint does not have has none
+    after this.
+
+    strict: a name of the model's state that is not in the model, or the other way round, is an error.
+
+    Raises MissingTensors if the checkpoint had a part of some parameter's state only.
+    """
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    names = _names(parts)
+    _set_model(parts, model_state_dict, strict)
+    optim = _nested(optim_state_dict) if "param_groups" not in optim_state_dict else optim_state_dict
+    by_name: dict[str, State] = {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in optim.get("param_groups", ())
+        for name in group["params"]
+    }
+    for optimizer in _several(optimizers):
+        for group in optimizer.param_groups:
+            hyper: dict[str, State] = {}
+            for parameter in group["params"]:
+                name = _name_of(parameter, names)
+                _put(optimizer, group, parameter, name, optim.get("state", {}).get(name, {}))
+                if name in by_name:
+                    hyper[name] = by_name[name]
+            _put_group(group, hyper)
+
+
+def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
+    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+
+
+# -- names ------------------------------------------------------------------------------------------
+
+
+def _clean(part: torch.nn.Module) -> dict[str, str]:
+    """For each path of a wrapper, the segment that it adds."""
+    for path, module in part.named_modules():
+        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+            raise BadInput(
+                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state takes collectives to get.",
+                hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
+            )
+    return {
+        path: f"{path}.{own}" if path else own
+        for path, module in part.named_modules()
+        if (
+            own := next(
+                (_WRAPPERS[b.__name__] for b in type(module).__mro__ if b.__name__ in _WRAPPERS), None
+            )
+        )
+    }
+
+
+def _without(name: str, wrappers: dict[str, str]) -> str:
+    """A name as it would be without wrappers."""
+    if not wrappers:
+        return name
+    kept, path = [], ""
+    for segment in name.split("."):
+        before, path = path, f"{path}.{segment}" if path else segment
+        if wrappers.get(before) != path:
+            kept.append(segment)
+    return ".".join(kept)
+
+
+def _names(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """The name of each parameter, by identity; a tied one has its first. No two parameters have one name."""
+    names: dict[int, str] = {}
+    of: dict[str, int] = {}
+    for part in parts:
+        wrappers = _clean(part)
+        for path, parameter in part.named_parameters(remove_duplicate=False):
+            name = _without(path, wrappers)
+            if of.setdefault(name, id(parameter)) != id(parameter):
+                raise BadInput(
+                    f"Two parameters of the model have the name {name!r} once the names of wrappers are taken out of {path!r}; rename one."
+                )
+            names.setdefault(id(parameter), name)
+    return names
+
+
+def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
+    try:
+        return names[id(parameter)]
+    except KeyError:
+        raise BadInput(
+            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model.",
+            hint="Make the optimizer after the model was wrapped, sharded and moved, or give all parts of the model.",
+        ) from None
+
+
+def _model_state(parts: Sequence[torch.nn.Module]) -> State:
+    state: State = {}
+    for part in parts:
+        wrappers = _clean(part)
+        for path, value in part.state_dict().items():
+            name = _without(path, wrappers)
+            if name in state:
+                raise BadInput(
+                    f"Two values of the model's state have the name {name!r} once the names of wrappers are taken out of {path!r}; "
+                    "rename one."
+                )
+            state[name] = value
+    return state
+
+
+def _set_model(parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool) -> None:
+    left = set(state)
+    for part in parts:
+        wrappers = _clean(part)
+        there = part.state_dict()
+        named = {path: _without(path, wrappers) for path in there}
+        left -= set(named.values())
+        lacking = [name for name in named.values() if name not in state]
+        if lacking and strict:
+            raise MissingTensors(f"The model has {lacking[0]!r}, and model_state_dict does not.")
+        given = {path: state[name] for path, name in named.items() if name in state}
+        part.load_state_dict(
+            {path: value for path, value in given.items() if not _is(value, there[path])}, strict=False
+        )
+    if left and strict:
+        raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
+
+
+def _is(one: Any, other: Any) -> bool:
+    """Is this the same memory, so that it holds what was loaded already?"""
+    a, b = (getattr(value, "_local_tensor", value) for value in (one, other))
+    return _is_tensor(a, b) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.numel() > 0
+
+
+# -- the optimizer's state --------------------------------------------------------------------------
+
+
+def _state_of(optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor, zeros: bool) -> Any:
+    """What there is, or what stands for it."""
+    there = optimizer.state.get(parameter)
+    if there:
+        return dict(there)
+    if not parameter.requires_grad:
+        return None
+    return Unborn(partial(_make, group, parameter), _zeros(optimizer, parameter) if zeros else {})
+
+
+def _make(
+    group: State, parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
+) -> torch.Tensor:
+    """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
+    if tuple(shape) == tuple(parameter.shape):
+        return _like(parameter, dtype)
+    on_device = key != "step" or group.get("capturable") or group.get("fused")
+    if is_dtensor(parameter) and shape:
+        raise BadInput(
+            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape {tuple(parameter.shape)}.",
+            hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
+        )
+    return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device if on_device else "cpu")
+
+
+def _like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    if is_dtensor(parameter):  # chunk metadata stands on the local tensor, and would stay behind
+        chunks = getattr(parameter._local_tensor, CHUNKS, None)  # type: ignore[attr-defined]
+        if chunks is not None:
+            setattr(made._local_tensor, CHUNKS, chunks)  # type: ignore[attr-defined]
+    return made
+
+
+def _zeros(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As the states of other parameters; what has no shape (`step`) is said by ranks that have it."""
+    for other, there in optimizer.state.items():
+        like = {
+            key: value
+            for key, value in there.items()
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape == other.shape
+        }
+        if like:
+            return {key: _like(parameter, value.dtype, value.device) for key, value in like.items()}
+    return {key: _like(parameter, parameter.dtype) for key in _needed(optimizer) if key != "step"}
+
+
+def _needed(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    return next((_KEYS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _KEYS), ())
+
+
+def _put(
+    optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor, name: str, state: Any
+) -> None:
+    if isinstance(state, Unborn) or not state:
+        optimizer.state.pop(parameter, None)
+        return
+    lacking = [key for key in _needed(optimizer) if key not in state]
+    if lacking == ["step"]:  # no rank had taken one, and all saved zeros
+        state = {**state, "step": _make(group, parameter, "step", torch.float32, ())}
+    elif lacking:
+        raise MissingTensors(
+            f"The checkpoint has a part of the optimizer's state of {name!r}: {lacking[0]!r} is not there.",
+            hint="It was saved by another optimizer; leave the optimizer's state out of the load.",
+        )
+    optimizer.state[parameter] = dict(state)
+
+
+def _put_group(group: State, found: dict[str, State]) -> None:
+    """Hyperparameters of a group: those that its parameters had."""
+    first: State | None = None
+    for name, hyper in found.items():
+        if first is None:
+            first, whose = hyper, name
+        elif any(_differ(hyper.get(key), value) for key, value in first.items()):
+            raise BadInput(
+                f"{whose!r} and {name!r} are in one parameter group here, and were saved with different hyperparameters; group them as "
+                "they were."
+            )
+    for key, value in (first or {}).items():
+        group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
+
+
+def _is_tensor(*values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _differ(one: Any, other: Any) -> bool:
+    if _is_tensor(one, other):
+        return not torch.equal(one.cpu(), other.cpu())
+    with suppress(Exception):
+        return bool(one != other)
+    return True
+
+
+def _nested(flat: Mapping[str, Any]) -> State:
+    """torch's flat layout as the nested one. Names have dots, keys of states and groups have none."""
+    state: dict[str, Any] = {}
+    groups: dict[str, State] = {}
+    for path, value in flat.items():
+        kind, _, rest = path.partition(".")
+        if kind == "state" and isinstance(value, Mapping | Unborn):
+            state[rest] = value
+            continue
+        name, _, key = rest.rpartition(".")
+        if kind not in ("state", "param_groups") or not name:
+            raise BadInput(
+                f"optim_state_dict has the key {path!r}, which is neither of a parameter's state nor of its group."
+            )
+        (state if kind == "state" else groups).setdefault(name, {})[key] = value
+    return {"state": state, "param_groups": [{**hyper, "params": [name]} for name, hyper in groups.items()]}

@@ -1,0 +1,74 @@
+"""FSDP2 with expert parallelism: trained, saved, resumed on other meshes; optimizers by names, without a step or a gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import CoverageError
+from holdfast.testing.processes import ProcessWorld
+from tests.fsdp import moe
+from tests.fsdp.moe import Layout
+from tests.system.checks import errors_of, same_everywhere
+
+STEPS = 10
+SAVED = Layout(8, ep=2)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[ProcessWorld]:
+    with ProcessWorld(8) as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def saved(eight: ProcessWorld, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[float]]]:
+    path = str(tmp_path_factory.mktemp("fsdp2") / "c")
+    return path, eight.run(moe.train_and_save, path, SAVED, STEPS)
+
+
+def test_the_same_mesh_goes_on_as_if_nothing_had_been(
+    eight: ProcessWorld, saved: tuple[str, list[list[float]]]
+) -> None:
+    path, losses = saved
+    assert eight.run(moe.resume, path, SAVED, STEPS) == losses
+    assert (
+        len({tuple(mine) for mine in losses}) == 4
+    )  # ranks of one expert-parallel group see the same tokens
+
+
+@pytest.mark.parametrize("layout", [Layout(8, ep=4), Layout(8, ep=8), Layout(8, ep=2, replicas=2)])
+def test_other_meshes_of_as_many_ranks(
+    eight: ProcessWorld, saved: tuple[str, list[list[float]]], layout: Layout
+) -> None:
+    eight.run(moe.resume, saved[0], layout, STEPS)
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1), Layout(2, ep=2), Layout(3), Layout(4, ep=2), Layout(4, replicas=2), Layout(6, ep=2)]
+)
+def test_other_numbers_of_ranks(saved: tuple[str, list[list[float]]], layout: Layout) -> None:
+    with ProcessWorld(layout.world) as world:
+        world.run(moe.resume, saved[0], layout, STEPS)
+
+
+def test_a_state_that_one_rank_lacks_is_named(eight: ProcessWorld, tmp_path: Path) -> None:
+    eight.start(moe.lose_a_state, str(tmp_path / "c"), SAVED, "skip", 2)
+    error = same_everywhere(errors_of(eight.collect(60)), 8)
+    assert isinstance(error, CoverageError)
+    assert (
+        f"Tensor 'optim.state.{moe.LOST}.exp_avg' of shape [8, 14, 10] is not covered: from index ["
+        in str(error)
+    )
+    assert "ranks 0, 1, 3, 4, 5, 6, 7 wrote the rest" in str(error)
+    assert not list((tmp_path / "c").glob("index*"))
+
+
+def test_a_state_that_one_rank_lacks_is_zeros_if_asked(eight: ProcessWorld, tmp_path: Path) -> None:
+    eight.run(moe.lose_a_state, str(tmp_path / "c"), SAVED, "zeros", 2)
+
+
+def test_what_torch_and_dcp_saved_is_loaded(eight: ProcessWorld, tmp_path: Path) -> None:
+    eight.run(moe.switch_from_torch, str(tmp_path / "c"), SAVED)
