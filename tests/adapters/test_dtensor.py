@@ -151,10 +151,37 @@ MESHES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = [
 ]
 
 
+@st.composite
+def any_layout(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+    """A shape, a mesh of up to 4 x 3 x 2, and placements: strided ones where another cuts the same dimension after it."""
+    shape = tuple(draw(st.lists(st.integers(0, 11), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.integers(1, most)) for most in (4, 3, 2)[: draw(st.integers(1, 3))])
+    one = st.one_of(
+        st.just(Replicate()),
+        st.builds(Cut, st.integers(0, len(shape) - 1)),
+        st.builds(
+            lambda d, f: _StridedShard(d, split_factor=f), st.integers(0, len(shape) - 1), st.integers(2, 4)
+        ),
+    )
+    return shape, mesh, tuple(draw(one) for _ in mesh)
+
+
+@settings(max_examples=60)
+@given(any_layout())
+def test_any_layout_is_held_as_it_lies(
+    layout: tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]],
+) -> None:
+    check_layout(*layout)
+
+
 @pytest.mark.parametrize(("shape", "mesh_shape", "placements"), MESHES)
 def test_tensors_that_torch_cut_are_held_as_they_lie(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]
 ) -> None:
+    check_layout(shape, mesh_shape, placements)
+
+
+def check_layout(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Any, ...]) -> None:
     """Every rank's boxes and bytes put together are the tensor, once for each replica."""
     value = torch.arange(1, int(np.prod(shape)) + 1, dtype=torch.float32).reshape(shape)
     world = int(np.prod(mesh_shape))

@@ -225,3 +225,113 @@ def stock_alone(rank: int, layout: Layout) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "done"
+
+
+def lose_a_state(rank: int, path: str, layout: Layout) -> tuple[str, list[str]]:
+    """Rank 1 has no state of a parameter of which it has a part: what a save says; then with zeros."""
+    begin(layout)
+    training = FsdpTraining(layout)
+    training.step()
+    raw = training.state()
+    states = raw["optimizer"]["state"]
+    lost = next(key for key in sorted(states) if "linear_qkv.weight" in key) if rank == 1 else ""
+    states.pop(lost, None)
+    said = ""
+    try:
+        holdfast.save(training.prepared(raw, ours, training.model), path, timeout=60, stall_timeout=20)
+    except holdfast.HoldfastError as error:
+        said = str(error)
+    filled = ours.fill_missing_states(training.model, raw["optimizer"])
+    assert rank != 1 or lost in filled
+    holdfast.save(training.prepared(raw, ours, training.model), path, timeout=60, stall_timeout=20)
+    return said, filled
+
+
+# -- without a model of megatron-core ---------------------------------------------------------------
+
+
+def stock_order(rank: int, ordered: bool) -> dict[str, tuple[int, ...]]:
+    """Offsets that stock metadata gives two tensors, whose order in the dict differs from rank to rank, or does not."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        preprocess_state_dict_for_uneven_dtensor,
+    )
+
+    from tests.fsdp.uneven import Uneven, cut
+
+    whats = [Uneven("a", (13, 5), (3, 7, 0, 3)), Uneven("b", (9, 5), (1, 1, 1, 6))]
+    state = {what.name: cut(what, (4,), 1) for what in (whats if ordered or rank % 2 else reversed(whats))}
+    preprocess_state_dict_for_uneven_dtensor(state)
+    return {name: where(value)[0] for name, value in state.items()}
+
+
+QK, V, HEADS, WIDE = 6, 8, 4, 5
+
+
+class _Net(torch.nn.Module):
+    """What megatron-core's GatedDeltaNet has that the split of its state asks for."""
+
+    qk_dim, v_dim, num_value_heads, in_proj_dim = QK, V, HEADS, 2 * QK + 2 * V + 2 * HEADS
+
+    def __init__(self, values: dict[str, torch.Tensor], tp: int) -> None:
+        super().__init__()
+        self.tp_size = tp
+        self.in_proj, self.conv1d = torch.nn.Module(), torch.nn.Module()
+        for name, value in values.items():
+            module, _, last = name.partition(".")
+            getattr(self, module).register_parameter(last, torch.nn.Parameter(value))
+            setattr(getattr(getattr(self, module), last), "megatron_fsdp_slice", value.at)  # noqa: B010
+
+
+def delta_net(rank: int, path: str, tp: int, seed: int) -> dict[str, torch.Tensor]:
+    """Save one whose rows are cut anywhere, zero it, load it; what its parts are, as one process sees them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from tests.system.jobs import tensor
+
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_cp", "tp"))
+    mesh._shard_order = [1, 0]  # type: ignore[attr-defined]
+    data, model_rank = mesh.get_coordinate() or [0, 0]
+    sizes = {"query": QK, "key": QK, "value": V, "z": V, "beta": HEADS, "alpha": HEADS}
+    tails = {"in_proj.weight": (WIDE,), "conv1d.weight": (1, 4), "conv1d.bias": ()}
+    wanted, values = {}, {}
+    draw = random.Random(seed)
+    for name, tail in tails.items():
+        parts = list(sizes) if "in_proj" in name else list(sizes)[:3]
+        for part in parts:
+            wanted[f"net.{name}.{part}"] = tensor(f"{name}.{part}", (sizes[part], *tail), 1)
+        mine = torch.cat([wanted[f"net.{name}.{part}"].chunk(tp)[model_rank] for part in parts])
+        cuts = sorted(draw.randint(0, len(mine)) for _ in range(world // tp - 1))
+        low, high = [0, *cuts][data], [*cuts, len(mine)][data]
+        row = mine[0].numel()
+        shape = (len(mine) * tp, *tail)
+        placements = [Shard(0), Shard(0)]
+        value = DTensor.from_local(
+            mine[low:high].clone(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape).stride(),
+        )
+        value.at = slice(low * row, high * row) if low < high else slice(0, 0)
+        values[name] = value
+    model = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"net": _Net(values, tp)})})
+    raw = {f"net.{name}": value for name, value in values.items()}
+    states = {
+        f"module.net.{name}": {"exp_avg": value, "step": torch.tensor(3.0)} for name, value in values.items()
+    }
+
+    def prepared() -> dict[str, Any]:
+        parts, optimizer = ours.handle_gdn_in_state_dict(model, raw, {"state": states})
+        return {"model": parts, "optimizer": optimizer}
+
+    holdfast.save(prepared(), path, timeout=30, stall_timeout=10)
+    before = {name: value.to_local().clone() for name, value in values.items()}
+    for value in values.values():
+        value._local_tensor.zero_()
+    holdfast.load(prepared(), path, timeout=30, stall_timeout=10)
+    for name, value in values.items():
+        assert torch.equal(value.to_local(), before[name]), name  # parts alias the fused tensor
+    return wanted

@@ -103,6 +103,12 @@ def test_a_load_whose_lengths_do_not_add_up_is_refused(world: ProcessWorld, tmp_
     )
 
 
+def test_ranks_that_have_other_meshes_are_told(world: ProcessWorld, tmp_path: Path) -> None:
+    world.start(uneven.of_two_meshes, str(tmp_path / "c"))
+    error = same_everywhere(errors_of(world.collect(30)), WORLD)
+    assert re.search(r"Tensor 'w' of shape \[8, 2\] is (not covered|covered twice): .*ranks? \d", str(error))
+
+
 def test_what_can_not_be_declared() -> None:
     from holdfast import Shard
 

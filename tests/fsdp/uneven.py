@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.adapters.state import flatten
@@ -99,6 +99,19 @@ def read_whole(path: str, whats: list[Uneven]) -> None:
     holdfast.load(state, path, no_dist=True)
     for what in whats:
         assert torch.equal(state[what.name], value_of(what, 1)), what.name
+
+
+def of_two_meshes(rank: int, path: str) -> None:
+    """The same tensor, of which half of the ranks hold what one mesh says, and half what another says."""
+    meshes = [mesh_of((4,)), mesh_of((2, 2))]
+    mesh = meshes[rank // 2]
+    placements = [Shard(0)] if mesh is meshes[0] else [Replicate(), Shard(0)]
+    holdfast.save(
+        {"w": distribute_tensor(torch.ones(8, 2), mesh, placements, src_data_rank=None)},
+        path,
+        timeout=30,
+        stall_timeout=10,
+    )
 
 
 def by_hand(rank: int, path: str, lengths: list[int], replicas: int = 1) -> None:
