@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHES := planning per_tensor save_load megatron async_save groups
+BENCHES := planning per_tensor save_load megatron async_save groups fsdp
 
 .PHONY: demo test lint bench soak clean
 

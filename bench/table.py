@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.harness import Row, number
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ("save_load", "async_save", "per_tensor", "planning", "megatron")
+ORDER = ("save_load", "fsdp", "async_save", "per_tensor", "planning", "megatron")
 
 
 def machine() -> str:
