@@ -90,6 +90,10 @@ class Pieces(NamedTuple):
     """Of the local tensor."""
     parts: tuple[tuple[tuple[slice, ...], Box], ...]
     """Of the local tensor, and of the whole."""
+    begin: Dims
+    """Along each axis, where the first of them begins."""
+    runs: Dims
+    """Along each axis, how many there are."""
 
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike
@@ -102,7 +106,8 @@ def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
         at = list(enumerate(pick))
         box = Box(tuple(runs[d][i][0] for d, i in at), tuple(runs[d][i][1] for d, i in at))
         parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in at), box))
-    return Pieces(tuple(start[-1] for start in starts), tuple(parts))
+    begin = tuple(axis[0][0] if axis else 0 for axis in runs)
+    return Pieces(tuple(start[-1] for start in starts), tuple(parts), begin, tuple(map(len, runs)))
 
 
 class Place(NamedTuple):
@@ -142,6 +147,8 @@ class _Layout(NamedTuple):
     """(index, count) over the replicated mesh dimensions."""
     stand: tuple[tuple[int, int], ...]
     """(lane, position) along each tensor dimension that is cut; others have (0, -1)."""
+    cut: tuple[int, ...]
+    """Tensor dimensions that are cut."""
     even: bool
     """Do placements say where a shard begins? A mesh that has an order of its own is not cut evenly."""
 
@@ -186,7 +193,8 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
         for axes in ordered
     )
     even = place.order is None or all(len(axes) < 2 for axes in ordered)
-    return _Layout(tuple(cuts), (index, count), stand, even)
+    cut = tuple(axis for axis, axes in enumerate(ordered) if axes)
+    return _Layout(tuple(cuts), (index, count), stand, cut, even)
 
 
 def add_dtensor(
@@ -214,39 +222,46 @@ def add_dtensor(
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
     told = getattr(local, CHUNKS, None)
-    shape = tuple(local.shape)
-    expected, parts = pieces(spec.shape, layout.cuts)
+    shape, cut = tuple(local.shape), layout.cut
+    found = pieces(spec.shape, layout.cuts)
     if told is not None:
         _add_told(held, spec, local, told(), layout, declared)
-    elif shape == expected and layout.even and len(parts) > 1:
-        for slices, box in parts:
+    elif shape == found.shape and layout.even and len(found.parts) > 1:
+        for slices, box in found.parts:
             held.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
+    elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
+        late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
+        _add(held, spec, Box(found.begin, shape), declared, local, late)
     else:
-        begin = parts[0][1].offset if parts and layout.even else (0,) * len(shape)
-        axis, begins = _open_axis(name, value, shape, expected, layout), begin
-        late = None
-        if axis is not None and layout.stand[axis][1] >= 0:
-            known = shape == expected and layout.even
-            begins = begin if known else (*begin[:axis], 0, *begin[axis + 1 :])
-            late = Late(axis, *layout.stand[axis], shape[axis], begin[axis] if known else -1)
-        _add(held, spec, Box(begins, shape), declared, local, late)
+        axis = _open_axis(name, value, shape, found, layout)
+        begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
+        length = shape[axis] if local.numel() else 0
+        _add(held, spec, Box(begin, shape), declared, local, Late(axis, *layout.stand[axis], length, -1))
 
 
-def _open_axis(name: str, value: Any, shape: Dims, expected: Dims, layout: _Layout) -> int | None:
-    """The axis along which lengths may be uneven: the one that is another than expected, else the first that is cut."""
-    cut = [axis for axis, (_, position) in enumerate(layout.stand) if position >= 0]
-    other = [axis for axis in range(len(shape)) if shape[axis] != expected[axis]]
-    if 0 in shape:
-        other = [axis for axis in other if shape[axis] == 0] or other
-    if not layout.even:  # only the axis that several mesh dimensions cut has no offset
-        twice = [axis for axis in cut if len(layout.cuts[axis]) > 1]
-        other = twice if set(other) <= set(twice) else twice + other
-    if len(shape) != len(expected) or len(other) > 1 or (other and other[0] not in cut):
+def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layout) -> int:
+    """The axis along which this rank has another length than an even cut gives, so that its offset is not known."""
+    if layout.even and value._local_tensor.numel():
+        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False)) if a != b]
+    else:  # several mesh dimensions cut it, or all of it is elsewhere
+        several = [axis for axis in layout.cut if len(layout.cuts[axis]) > 1]
+        open_axes = (several if not layout.even else []) or list(layout.cut[:1])
+    strays = [
+        axis
+        for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False))
+        if a != b and axis not in open_axes
+    ]
+    fits = (
+        len(shape) == len(found.shape)
+        and not strays
+        and all(n == 1 for at, n in enumerate(found.runs) if at not in open_axes)
+    )
+    if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} "
-            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {expected}; declare it with holdfast.Shard."
+            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with holdfast.Shard."
         )
-    return other[0] if other else cut[0] if cut else None
+    return open_axes[0]
 
 
 def _add_told(
@@ -265,7 +280,7 @@ def _add_told(
             f"{[tuple(chunk.sizes) for chunk in chunks]}; declare it with holdfast.Shard."
         )
     begin = tuple(map(int, chunks[0].offsets))
-    cut = [axis for axis, (_, position) in enumerate(layout.stand) if position >= 0]
+    cut = layout.cut
     late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], begin[cut[0]]) if cut else None
     _add(held, spec, Box(begin, shape), declared, local, late)
 
