@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,45 +34,55 @@ class Ended(NamedTuple):
     """By all of them, as on one terminal."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forks() -> Iterator[None]:
+    """What starts the ranks; torch is imported once."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.groups.fork"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    ) as process:
+        _forks.append(process)
+        yield
+        _forks.clear()
+        process.kill()
+
+
+_forks: list[subprocess.Popen[str]] = []
+
+
 def launch(mode: str, folder: Path, how: str = "block", limit: float = 60.0, absent: int = -1) -> Ended:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(WORLD),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-    }
+    terminal = folder / "terminal"
+    terminal.touch()
+    ranks = [rank for rank in range(WORLD) if rank != absent]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD)}
+    job = {"env": env, "args": [mode, str(folder / "run"), how], "terminal": str(terminal), "ranks": ranks}
+    forks = _forks[0]
+    assert forks.stdin is not None
+    assert forks.stdout is not None
     begun = time.monotonic()
-    with open(folder / "terminal", "w+b") as terminal:
-        ranks = {
-            rank: subprocess.Popen(
-                [sys.executable, "-m", "tests.groups.exits", mode, str(folder / "run"), how],
-                env={**env, "RANK": str(rank)},
-                cwd=ROOT,
-                stdout=terminal,
-                stderr=terminal,
-            )
-            for rank in range(WORLD)
-            if rank != absent
-        }
-        order: list[int] = []
-        while len(order) < len(ranks) and time.monotonic() < begun + limit:
-            order += [
-                rank for rank, process in ranks.items() if rank not in order and process.poll() is not None
-            ]
-            time.sleep(0.01)
-        stuck = [rank for rank in ranks if rank not in order]
-        for process in ranks.values():
-            process.kill()
-            process.wait()
-        terminal.seek(0)
-        said = terminal.read().decode()
-    assert not stuck, f"ranks {stuck} are still there after {limit} s\n{said}"
-    return Ended([process.returncode for process in ranks.values()], time.monotonic() - begun, order, said)
+    print(json.dumps(job), file=forks.stdin, flush=True)
+    pids: dict[str, int] = json.loads(forks.stdout.readline())
+    stuck = threading.Timer(
+        limit,
+        lambda: [os.kill(pid, signal.SIGKILL) for pid in pids.values() if Path(f"/proc/{pid}").exists()],
+    )
+    stuck.start()
+    codes: dict[int, int] = {}
+    while len(codes) < len(ranks):
+        rank, code = json.loads(forks.stdout.readline())
+        codes[rank] = code
+    seconds = time.monotonic() - begun
+    stuck.cancel()
+    said = terminal.read_text()
+    assert seconds < limit, f"ranks were still there after {limit} s\n{said}"
+    return Ended([codes[rank] for rank in ranks], seconds, list(codes), said)
 
 
 def test_a_normal_end(tmp_path: Path) -> None:
