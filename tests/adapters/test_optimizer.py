@@ -245,6 +245,25 @@ def test_names_that_differ_are_refused() -> None:
         holdfast.set_state_dict(model, model_state_dict=state, optim_state_dict={"what": 1}, strict=False)
 
 
+def test_torchs_options_are_heeded_or_refused(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    model = model_of()
+    model[2].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    found = state_of(model, optimizer, options=options)
+    assert set(found["model"]) == {"0.weight", "0.bias"}
+    assert found["optim"]["param_groups.0.weight.lr"] == 0.1
+    holdfast.set_state_dict(
+        model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optim"], options=options
+    )
+    for name in ("full_state_dict", "cpu_offload"):
+        with pytest.raises(BadInput, match=f"takes no {name}: each rank gives and takes its own part"):
+            holdfast.get_state_dict(model, optimizer, options=StateDictOptions(**{name: True}))
+
+
 def test_fsdp1_is_refused() -> None:
     class FullyShardedDataParallel(nn.Module):
         """Told by the name of its class, as the real one is."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch.distributed.tensor import DTensor
 
 import holdfast
@@ -181,14 +182,16 @@ def save_both(rank: int, path: str, layout: Layout) -> tuple[int, int]:
         if name in described and value.to_local().numel():
             assert described[name] == where(value), (name, described[name], where(value))
             agree += 1
+    torch.distributed.checkpoint.save(by_stock, checkpoint_id=f"{path}.stock")  # type: ignore[attr-defined]
     values = whole(by_stock)
     if rank == 0:
         torch.save(values, f"{path}.values")
     return agree, len(full["optimizer"]["state"]) - len(has)
 
 
-def load_and_compare(rank: int, path: str, layout: Layout, knows: bool) -> int:
-    """Into another model, of another layout maybe; `knows`: are our functions given the model, or are offsets left open?"""
+def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: str = "") -> int:
+    """Into another model, of another layout maybe; `knows`: are our functions given the model, or are offsets left open? `kind`: which of the
+    two checkpoints."""
     begin(layout)
     training = FsdpTraining(layout, seed=7)
     training.step()
@@ -198,7 +201,7 @@ def load_and_compare(rank: int, path: str, layout: Layout, knows: bool) -> int:
     meta = {"optimizer.param_to_group_meta"}
 
     def load() -> None:
-        holdfast.load(state, path, exclude=sorted(meta), timeout=60, stall_timeout=20)
+        holdfast.load(state, path + kind, exclude=sorted(meta), timeout=60, stall_timeout=20)
 
     assert _counted(load) == []
     state_for_all(training.optimizer.optimizer)

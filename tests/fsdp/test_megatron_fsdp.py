@@ -41,6 +41,15 @@ def test_loaded_in_any_layout(saved: str, world: int, layout: Layout, knows: boo
         assert min(ranks.run(megatron.load_and_compare, saved, layout, knows, timeout=120)) > 30
 
 
+def test_what_stock_code_saved_is_loaded(saved: str) -> None:
+    """A checkpoint of format fsdp_dtensor, which torch DCP wrote, into another layout."""
+    with ProcessWorld(4) as ranks:
+        assert (
+            min(ranks.run(megatron.load_and_compare, saved, Layout(tp=2, ep=2), True, ".stock", timeout=120))
+            > 30
+        )
+
+
 def test_stock_preparation_of_the_same_states_hangs_or_fails() -> None:
     """Megatron-LM issue 4910: each rank gathers for the states that it has."""
     with ProcessWorld(4) as world:

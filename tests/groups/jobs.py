@@ -154,7 +154,7 @@ def another_layout(rank: int, world: int, victim: int, how: str) -> tuple[str, f
 def end_with(mode: str, rank: int, checkpoints: Any) -> None:
     """What happens at the end of a session's body."""
     if mode == "busy" and rank == 0:
-        time.sleep(20)
+        time.sleep(11)
     if mode == "save":
         checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
     if mode == "save and raise":

@@ -94,7 +94,7 @@ def test_a_normal_end(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_busy_at_the_end_is_waited_for_however_quiet(tmp_path: Path) -> None:
-    ended = launch("busy", tmp_path)  # 20 s, and others give up who is silent for 5
+    ended = launch("busy", tmp_path)  # 11 s, and others give up who is silent for 5
     assert ended.codes == [0] * WORLD, ended.said
 
 
@@ -167,7 +167,7 @@ def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
 def test_a_store_that_stops_answering_holds_nobody() -> None:
     with ProcessWorld(3, store_host="rank 0") as world:
         world.start(jobs.stopped_store_host)
-        results = {result.rank: result for result in world.collect_some(20)}
+        results = {result.rank: result for result in world.collect_some(11)}
         world.signal(0, signal.SIGCONT)
         assert set(results) == {1, 2}
         for result in results.values():

@@ -37,6 +37,7 @@ def get_state_dict(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
     *,
+    options: Any = None,
     missing: str = "skip",
     flatten_optimizer_state_dict: bool = False,
 ) -> tuple[State, State]:
@@ -45,13 +46,17 @@ def get_state_dict(
     Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into and give to `set_state_dict`.
 
     model: a module, or this rank's parts of one (pipeline stages).
+    options: torch's `StateDictOptions`, of which `flatten_optimizer_state_dict`, `ignore_frozen_params` and `strict` are heeded.
     missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip" leaves it out, which
         is right if no rank has it, and an error that names it if some have; "zeros" saves zeros for this rank's part.
     flatten_optimizer_state_dict: hyperparameters parameter by parameter, as torch does under this name: needed where ranks
         hold different parameters (pipeline stages, experts as modules of their own).
 
-    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model, and for FSDP1.
+    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model, for FSDP1, and for options
+    that gather or scatter.
     """
+    _check(options, "get_state_dict")
+    flatten = flatten_optimizer_state_dict or getattr(options, "flatten_optimizer_state_dict", False)
     if missing not in ("skip", "zeros"):
         raise BadInput(f"missing={missing!r}: give 'skip' or 'zeros'.")
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
@@ -65,18 +70,29 @@ def get_state_dict(
             hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
             groups.append({**hyper, "params": mine})
             for name, parameter in zip(mine, group["params"], strict=True):
-                flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                if flatten:
+                    flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
                 found = _state_of(optimizer, group, parameter, missing == "zeros")
                 if found is not None:
                     state[name] = found
-    if not flatten_optimizer_state_dict:
-        return _model_state(parts), {"state": state, "param_groups": groups}
+    whole = _model_state(parts)
+    if getattr(options, "ignore_frozen_params", False):
+        frozen = {
+            _without(path, wrappers)
+            for part in parts
+            for wrappers in [_clean(part)]
+            for path, parameter in part.named_parameters(remove_duplicate=False)
+            if not parameter.requires_grad
+        }
+        whole = {name: value for name, value in whole.items() if name not in frozen}
+    if not flatten:
+        return whole, {"state": state, "param_groups": groups}
     for name, found in state.items():
         if isinstance(found, Unborn):
             flat[f"state.{name}"] = found
         else:
             flat |= {f"state.{name}.{key}": value for key, value in found.items()}
-    return _model_state(parts), flat
+    return whole, flat
 
 
 def set_state_dict(
@@ -85,6 +101,7 @@ def set_state_dict(
     *,
     model_state_dict: Mapping[str, Any],
     optim_state_dict: Mapping[str, Any],
+    options: Any = None,
     strict: bool = True,
 ) -> None:
     """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this rank alone.
@@ -93,10 +110,15 @@ def set_state_dict(
     in place; optimizer states become the optimizer's own, without a copy. A parameter whose state the checkpoint does not have has none
     after this.
 
+    options: torch's `StateDictOptions`, as in `get_state_dict`.
     strict: a name of the model's state that is not in the model, or the other way round, is an error.
 
     Raises MissingTensors if the checkpoint had a part of some parameter's state only.
     """
+    _check(options, "set_state_dict")
+    strict = (
+        strict and getattr(options, "strict", True) and not getattr(options, "ignore_frozen_params", False)
+    )
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
     names = _names(parts)
     _set_model(parts, model_state_dict, strict)
@@ -115,6 +137,15 @@ def set_state_dict(
                 if name in by_name:
                     hyper[name] = by_name[name]
             _put_group(group, hyper)
+
+
+def _check(options: Any, call: str) -> None:
+    for name in ("full_state_dict", "broadcast_from_rank0", "cpu_offload"):
+        if getattr(options, name, False):
+            raise BadInput(
+                f"holdfast.{call} takes no {name}: each rank gives and takes its own part, and any layout loads.",
+                hint=f"Leave {name} out; a save copies to the host by itself.",
+            )
 
 
 def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
