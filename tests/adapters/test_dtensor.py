@@ -27,6 +27,7 @@ from holdfast.adapters.dtensor import is_dtensor, local_runs, spans
 from holdfast.adapters.state import flatten, hold
 from holdfast.errors import BadInput
 from holdfast.layout.coverage import tiles
+from holdfast.layout.late import told
 from holdfast.plan.holding import Holding
 
 Placement = Cut | _StridedShard | Replicate
@@ -351,7 +352,7 @@ def test_chunk_metadata_is_believed() -> None:
 
         held = held_by([Chunk(torch.Size((5, 0)), torch.Size((3, 2)))])
         assert held.boxes == [((5, 0), (3, 2))]
-        assert held.lates == [(0, 0, 1, 3, 5)]
+        assert held.lates == [(0, 0, 1, 3, told(5))]
         for wrong in (
             [],
             [Chunk(torch.Size((5, 0)), torch.Size((2, 2)))],

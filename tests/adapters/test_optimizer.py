@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import holdfast
-from holdfast.errors import BadInput, MissingTensors
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.flow.describe import describe
 
 Optimizer = torch.optim.Optimizer
@@ -271,3 +271,132 @@ def test_fsdp1_is_refused() -> None:
     model = nn.Sequential(FullyShardedDataParallel())
     with pytest.raises(BadInput, match="'0' is wrapped by FSDP1"):
         holdfast.get_state_dict(model)
+
+
+def trained(seed: int = 1, make: Any = MAKERS["adamw"]) -> tuple[nn.Sequential, Optimizer]:
+    model = model_of(seed)
+    optimizer = make(model.parameters())
+    step(model, optimizer)
+    return model, optimizer
+
+
+def test_states_of_other_names_are_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, *trained())
+    other = nn.ModuleDict({"other": nn.Linear(2, 2)})
+    fresh = torch.optim.AdamW(other.parameters())
+    state = {"optim": holdfast.get_state_dict(other, fresh)[1]}
+    with pytest.raises(
+        MissingTensors, match=r"has nothing of 'optim.state.other.weight', .* it has 'optim.state.0.bias"
+    ):
+        holdfast.load(state, tmp_path, no_dist=True)
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    model, optimizer = trained()
+    with pytest.raises(BadInput, match=r"The parameter '0.weight' is in two groups, or in two optimizers"):
+        holdfast.get_state_dict(model, [optimizer, torch.optim.SGD(model.parameters())])
+
+
+def test_a_nested_state_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    save(tmp_path, model, optimizer)
+    other = model_of(2)
+    with pytest.raises(BadInput, match=r"has a nested state '(al|old_dirs)\.0'"):
+        load(tmp_path, other, torch.optim.LBFGS(other.parameters()))
+
+
+def test_lists_are_put_together_from_whole_dicts_only(tmp_path: Path) -> None:
+    for number, (there, good) in enumerate(
+        [
+            ({"0": {"lr": 1, "t": torch.ones(2)}, "1": {"lr": 2}}, True),
+            ({"0": "x", "1": "y"}, False),
+            ({"0": {"b": {"c": 1}}}, False),
+            ({"0": {"a": 1}, "2": {"a": 3}}, False),
+            ({"foo": {"a": 1}}, False),
+        ]
+    ):
+        path = tmp_path / str(number)
+        holdfast.save({"a": there}, path, no_dist=True)
+        state: dict[str, Any] = {"a": [1, 2]}
+        if good:
+            holdfast.load(state, path, no_dist=True)
+            assert [found["lr"] for found in state["a"]] == [1, 2]
+            assert torch.equal(state["a"][0]["t"], torch.ones(2))
+        else:
+            with pytest.raises(MissingTensors, match="does not hold 1 of the names in the state: 'a'"):
+                holdfast.load(state, path, no_dist=True)
+            assert state == {"a": [1, 2]}
+
+
+def test_patterns_reach_what_is_not_there_yet(tmp_path: Path) -> None:
+    save(tmp_path, *trained())
+    for how in ({"exclude": ["*.exp_avg_sq", "*.step"]}, {"include": ["*.exp_avg"]}):
+        other = model_of(2)
+        state = state_of(other, torch.optim.AdamW(other.parameters()))
+        holdfast.load(state, tmp_path, no_dist=True, **how)
+        assert set(state["optim"]["state"]["0.weight"]) == {"exp_avg"}
+    model, optimizer = trained()
+    del optimizer.state[model[2].weight]
+    state = state_of(model, optimizer, missing="zeros")
+    holdfast.save(state, tmp_path / "some", no_dist=True, exclude=["*.exp_avg_sq"])
+    names = {found.name for found in describe(tmp_path / "some").shown}  # type: ignore[union-attr]
+    assert "optim.state.2.weight.exp_avg" in names
+    assert not [name for name in names if name.endswith("exp_avg_sq")]
+
+
+def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, *trained())
+    other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(4, 2, bias=False))
+    state = {"optim": holdfast.get_state_dict(other, torch.optim.AdamW(other.parameters()))[1]}
+    with pytest.raises(
+        ShapeMismatch,
+        match=r"an optimizer state 'exp_avg' of shape \(4, 3\) for a parameter of shape \(5, 3\)",
+    ):
+        holdfast.load(state, tmp_path, no_dist=True)
+
+
+def test_wrappers_below_wrappers(tmp_path: Path) -> None:
+    model = model_of()
+    block = nn.ModuleDict({"inner": torch.compile(nn.Linear(2, 2))})
+    model.append(checkpoint_wrapper(block))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    found = state_of(model, optimizer)
+    assert set(found["model"]) == set(found["optim"]["state"])
+    assert "3.inner.weight" in found["model"]
+
+
+def test_zeros_of_an_optimizer_that_needs_more_are_refused(tmp_path: Path) -> None:
+    model, optimizer = trained(make=MAKERS["nadam"])
+    del optimizer.state[model[2].weight]
+    save(tmp_path, model, optimizer, missing="zeros")
+    other = model_of(2)
+    with pytest.raises(
+        MissingTensors, match=r"a part of the optimizer's state of '2.weight': 'mu_product' is not there"
+    ):
+        load(tmp_path, other, MAKERS["nadam"](other.parameters()))
+    fresh = model_of(3)
+    with pytest.raises(BadInput, match="no parameter of the AdamW has a state on this rank"):
+        holdfast.get_state_dict(fresh, torch.optim.AdamW(fresh.parameters()), missing="zeros")
+
+
+def test_nothing_is_changed_before_all_is_checked(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    found = state_of(model, optimizer)
+    flat = holdfast.get_state_dict(model, optimizer, flatten_optimizer_state_dict=True)[1]
+    flat["param_groups.0.bias.lr"] = 7.0
+    other = model_of(2)
+    before = [parameter.clone() for parameter in other.parameters()]
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
+    with pytest.raises(BadInput, match="were saved with different hyperparameters"):
+        holdfast.set_state_dict(other, fresh, model_state_dict=found["model"], optim_state_dict=flat)
+    assert not fresh.state
+    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))

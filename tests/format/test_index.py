@@ -227,6 +227,13 @@ LIES: list[tuple[str, Any, str]] = [
     ("shapes that disagree", cut("shape"), "shape"),
     ("witnesses that disagree", cut("witness_block"), "witness_block"),
     ("witness of nothing", put("witness_tensor", 0, 99), "witnesses of tensors that it does not list"),
+    ("late shard of nothing", put("late_tensor", 0, 99), "late-bound shards that can't be"),
+    ("late shard of another", put("late_tensor", 0, 1), "late-bound shards that can't be"),
+    ("late axis of nothing", put("late_axis", 0, 9), "late-bound shards that can't be"),
+    ("negative late length", put("late_length", 0, -1), "late-bound shards that can't be"),
+    ("huge late start", put("late_start", 0, 1 << 60), "late-bound shards that can't be"),
+    ("chunk of no late shard", put("chunk_late", 0, 99), "late-bound shards that can't be"),
+    ("late columns that disagree", cut("late_axis"), "late_axis"),
     (
         "file above",
         lambda c: c.file_names.__setitem__(0, "../data/x.safetensors"),

@@ -109,6 +109,31 @@ def test_ranks_that_have_other_meshes_are_told(world: ProcessWorld, tmp_path: Pa
     assert re.search(r"Tensor 'w' of shape \[8, 2\] is (not covered|covered twice): .*ranks? \d", str(error))
 
 
+@pytest.mark.parametrize("knowing", [(0, 2, 3), (1,), (0, 1, 2, 3)])
+def test_who_has_metadata_sets_the_others_right(
+    world: ProcessWorld, tmp_path: Path, knowing: tuple[int, ...]
+) -> None:
+    what = Uneven(
+        "w", (16, 3), (3, 4, 5, 4)
+    )  # rank 1 holds as many rows as an even cut gives, and other ones
+    world.run(uneven.some_know, str(tmp_path / "c"), what, knowing)
+    uneven.read_whole(str(tmp_path / "c"), [what._replace(name="w")], "model.")
+
+
+@pytest.mark.parametrize("lengths", [(2, 2, 5), (5, 2, 2), (3, 3, 3)])
+def test_equal_lengths_on_a_part_of_the_world_are_no_replicas(
+    world: ProcessWorld, tmp_path: Path, lengths: tuple[int, ...]
+) -> None:
+    world.run(uneven.on_a_part_of_the_world, str(tmp_path / "c"), lengths)
+
+
+def test_a_bad_leaf_is_not_hidden_by_the_question_for_lengths(world: ProcessWorld, tmp_path: Path) -> None:
+    world.start(uneven.bad_leaf_in_an_uneven_load, str(tmp_path / "c"))
+    error = same_everywhere(errors_of(world.collect(30)), WORLD)
+    assert "'x' is a torch.sparse_coo tensor" in str(error)
+    assert error.rank == 2
+
+
 def test_what_can_not_be_declared() -> None:
     from holdfast import Shard
 

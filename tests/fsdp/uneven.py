@@ -93,12 +93,12 @@ def save_and_load(
     return compared
 
 
-def read_whole(path: str, whats: list[Uneven]) -> None:
+def read_whole(path: str, whats: list[Uneven], prefix: str = "") -> None:
     """One process reads all of it, as plain tensors."""
-    state = {what.name: torch.empty_like(value_of(what, 1)) for what in whats}
+    state = {prefix + what.name: torch.empty_like(value_of(what, 1)) for what in whats}
     holdfast.load(state, path, no_dist=True)
     for what in whats:
-        assert torch.equal(state[what.name], value_of(what, 1)), what.name
+        assert torch.equal(state[prefix + what.name], value_of(what, 1)), what.name
 
 
 def of_two_meshes(rank: int, path: str) -> None:
@@ -135,3 +135,63 @@ def by_hand(rank: int, path: str, lengths: list[int], replicas: int = 1) -> None
     holdfast.load({"w": into}, path, timeout=30, stall_timeout=10)
     assert torch.equal(into.tensor, part(whole).tensor)
     assert flatten({"w": into}, rank).leaves
+
+
+def some_know(rank: int, path: str, what: Uneven, knowing: tuple[int, ...]) -> None:
+    """Ranks that have chunk metadata beside ranks that have none: a save, a load, and a load of an optimizer's state."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    def one(step: int) -> DTensor:
+        value = cut(what, (4,), step)
+        if rank in knowing:
+            chunk = ChunkStorageMetadata(
+                torch.Size((sum(what.lengths[:rank]), *(0 for _ in what.shape[1:]))),
+                value._local_tensor.shape,
+            )
+            value._local_tensor.__create_chunk_list__ = lambda: [chunk]  # type: ignore[attr-defined]
+        return value
+
+    def optimized(step: int, steps: bool) -> tuple[Any, Any]:
+        model = torch.nn.Module()
+        model.register_parameter("w", torch.nn.Parameter(one(step)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if steps:
+            optimizer.state[model.w]["momentum_buffer"] = one(step)
+        return model, optimizer
+
+    model, optimizer = optimized(1, True)
+    a, b = holdfast.get_state_dict(model, optimizer)
+    holdfast.save({"model": a, "optim": b}, path, timeout=30, stall_timeout=10)
+    other, fresh = optimized(2, False)
+    a, b = holdfast.get_state_dict(other, fresh)
+    state = {"model": a, "optim": b}
+    holdfast.load(state, path, timeout=30, stall_timeout=10)
+    holdfast.set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    wanted = cut(what, (4,), 1)._local_tensor
+    for found in (other.w.data, fresh.state[other.w]["momentum_buffer"]):
+        assert torch.equal(found._local_tensor, wanted)
+
+
+def on_a_part_of_the_world(rank: int, path: str, lengths: tuple[int, ...]) -> None:
+    """An uneven tensor on ranks 0 to 2 of four."""
+    mesh = DeviceMesh("cpu", torch.arange(3))
+    whole = tensor("w", (sum(lengths), 2), 1)
+    state: dict[str, Any] = {"common": torch.ones(1)}
+    if rank < 3:
+        begin = sum(lengths[:rank])
+        local = whole[begin : begin + lengths[rank]].clone()
+        state["w"] = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(2, 1)
+        )
+    holdfast.save(state, path, timeout=30, stall_timeout=10)
+    if rank == 3:
+        into = {"w": torch.zeros_like(whole)}
+        holdfast.load(into, path, no_dist=True)
+        assert torch.equal(into["w"], whole)
+
+
+def bad_leaf_in_an_uneven_load(rank: int, path: str) -> None:
+    what = Uneven("w", (9, 2), (3, 4, 0, 2))
+    holdfast.save({"w": cut(what, (4,), 1)}, path, timeout=30, stall_timeout=10)
+    into = {"w": cut(what, (4,), 2), **({"x": torch.ones(2).to_sparse()} if rank == 2 else {})}
+    holdfast.load(into, path, timeout=30, stall_timeout=10)

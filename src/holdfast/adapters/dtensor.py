@@ -25,7 +25,7 @@ from holdfast.adapters.memory import TensorMemory
 from holdfast.adapters.tensors import spec_of
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
-from holdfast.layout.late import Late
+from holdfast.layout.late import Late, told
 from holdfast.layout.tensor import TensorSpec
 from holdfast.plan.holding import Holding
 
@@ -221,11 +221,11 @@ def add_dtensor(
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
-    told = getattr(local, CHUNKS, None)
+    chunks = getattr(local, CHUNKS, None)
     shape, cut = tuple(local.shape), layout.cut
     found = pieces(spec.shape, layout.cuts)
-    if told is not None:
-        _add_told(held, spec, local, told(), layout, declared)
+    if chunks is not None:
+        _add_told(held, spec, local, chunks(), layout, found, declared)
     elif shape == found.shape and layout.even and len(found.parts) > 1:
         for slices, box in found.parts:
             held.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
@@ -270,6 +270,7 @@ def _add_told(
     local: torch.Tensor,
     chunks: Sequence[Any],
     layout: _Layout,
+    even: Pieces,
     declared: Any,
 ) -> None:
     """A local tensor that says itself where it lies, as torch DCP asks it."""
@@ -281,7 +282,10 @@ def _add_told(
         )
     begin = tuple(map(int, chunks[0].offsets))
     cut = layout.cut
-    late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], begin[cut[0]]) if cut else None
+    late = None
+    if cut:
+        start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
+        late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
     _add(held, spec, Box(begin, shape), declared, local, late)
 
 

@@ -97,7 +97,7 @@ def preprocess_state_dict_for_uneven_dtensor(
         if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS) or slices is None:
             continue
         found = next((at for key in path if (at := slices.get(key, path[0] == "model")) is not None), None)
-        if found is not None and _rows(value) is not None:
+        if found is not None and value.dim() and found.stop - found.start == value._local_tensor.numel():
             _say_where(value, _begin(value, found.start, value.shape[0]))
     return state_dict
 
@@ -105,7 +105,7 @@ def preprocess_state_dict_for_uneven_dtensor(
 def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> list[str]:
     """Zeros for parameters of which this rank holds a part and no optimizer state: they never got a gradient, or another device has it.
 
-    Their names are returned. Without this, a save names the first of them that other ranks have, and fails. Only what is shaped as the
+    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of them that other ranks have, and fails. Only what is shaped as the
     parameter is filled; `step` is said by the ranks that have it.
     """
     states = optimizer_state_dict["state"]
@@ -113,15 +113,21 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
     there = {_bare(key): (key, state) for key, state in states.items()}
     like = {key: value for _, state in there.values() for key, value in state.items() if is_dtensor(value)}
     prefix = next((key[: len(key) - len(bare)] for bare, (key, _) in there.items()), "")
-    filled = []
+    filled: list[str] = []
+    if not like:  # this rank shows none to make them of
+        return filled
     for name, parameter in _Parameters(model).named():
         bare = _global(_bare(name), experts, _first_expert(model))
         if bare in there or not parameter.requires_grad or not parameter._local_tensor.numel():
             continue
-        states[prefix + bare] = {
+        at = getattr(parameter, "megatron_fsdp_slice", None)
+        states[prefix + bare] = made = {
             key: torch.zeros_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
             for key, value in like.items()
         }
+        if at is not None:
+            for value in made.values():
+                _say_where(value, _begin(value, at.start, value.shape[0]))
         filled.append(prefix + bare)
     return filled
 
@@ -215,11 +221,6 @@ def _split_all(
             for name, part in several.items():
                 states[name][kind] = part
     return made, {**optimizer_state, "state": states}
-
-
-def _rows(value: Any) -> int | None:
-    """Elements of a row of the local part, of which it has whole ones; None for a tensor without rows."""
-    return prod(_left(value)[1:]) if value.dim() else None
 
 
 def _tensor_parallel(value: Any) -> tuple[int | None, int, int]:

@@ -10,7 +10,7 @@ that is not there is an `Unborn`: a load makes what the checkpoint has of it, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from holdfast.adapters.dtensor import CHUNKS, is_dtensor
 from holdfast.adapters.tensors import Unborn
-from holdfast.errors import BadInput, MissingTensors
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 State = dict[str, Any]
 _WRAPPERS = {
@@ -28,9 +28,6 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
 }
 """Modules that hold the real one under a name of their own."""
-_ADAM = ("exp_avg", "exp_avg_sq", "step")
-_KEYS = {"Adam": _ADAM, "AdamW": _ADAM, "NAdam": _ADAM, "RAdam": _ADAM}
-"""What optimizers can't do without, once a parameter has any state."""
 
 
 def get_state_dict(
@@ -64,6 +61,7 @@ def get_state_dict(
     state: State = {}
     groups: list[State] = []
     flat: State = {}
+    owner: dict[str, int] = {}
     for optimizer in _several(optimizers):
         for group in optimizer.param_groups:
             mine = [_name_of(parameter, names) for parameter in group["params"]]
@@ -72,18 +70,16 @@ def get_state_dict(
             for name, parameter in zip(mine, group["params"], strict=True):
                 if flatten:
                     flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                if owner.setdefault(name, len(owner)) != len(owner) - 1:
+                    raise BadInput(
+                        f"The parameter {name!r} is in two groups, or in two optimizers; its state has one name."
+                    )
                 found = _state_of(optimizer, group, parameter, missing == "zeros")
                 if found is not None:
                     state[name] = found
     whole = _model_state(parts)
     if getattr(options, "ignore_frozen_params", False):
-        frozen = {
-            _without(path, wrappers)
-            for part in parts
-            for wrappers in [_clean(part)]
-            for path, parameter in part.named_parameters(remove_duplicate=False)
-            if not parameter.requires_grad
-        }
+        frozen = {names[id(p)] for part in parts for p in part.parameters() if not p.requires_grad}
         whole = {name: value for name, value in whole.items() if name not in frozen}
     if not flatten:
         return whole, {"state": state, "param_groups": groups}
@@ -107,8 +103,7 @@ def set_state_dict(
     """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this rank alone.
 
     Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours). Tensors of the model were filled
-    in place; optimizer states become the optimizer's own, without a copy. A parameter whose state the checkpoint does not have has none
-    after this.
+    in place; optimizer states become the optimizer's own, without a copy. Everything is checked before anything is changed.
 
     options: torch's `StateDictOptions`, as in `get_state_dict`.
     strict: a name of the model's state that is not in the model, or the other way round, is an error.
@@ -121,22 +116,41 @@ def set_state_dict(
     )
     parts = [model] if isinstance(model, torch.nn.Module) else list(model)
     names = _names(parts)
-    _set_model(parts, model_state_dict, strict)
     optim = _nested(optim_state_dict) if "param_groups" not in optim_state_dict else optim_state_dict
     by_name: dict[str, State] = {
         name: {key: value for key, value in group.items() if key != "params"}
         for group in optim.get("param_groups", ())
         for name in group["params"]
     }
+    states = optim.get("state", {})
+    scalars = {
+        key
+        for found in states.values()
+        if isinstance(found, Mapping)
+        for key, value in found.items()
+        if _is_scalar(value)
+    }
+    todo: list[tuple[torch.optim.Optimizer, torch.Tensor, State]] = []
+    hypers: list[tuple[State, State]] = []
     for optimizer in _several(optimizers):
         for group in optimizer.param_groups:
             hyper: dict[str, State] = {}
             for parameter in group["params"]:
                 name = _name_of(parameter, names)
-                _put(optimizer, group, parameter, name, optim.get("state", {}).get(name, {}))
+                todo.append(
+                    (optimizer, parameter, _checked(group, parameter, name, states.get(name), scalars))
+                )
                 if name in by_name:
                     hyper[name] = by_name[name]
-            _put_group(group, hyper)
+            hypers.append((group, _one_of(hyper)))
+    _set_model(parts, model_state_dict, strict)
+    for optimizer, parameter, state in todo:
+        optimizer.state.pop(parameter, None)
+        if state:
+            optimizer.state[parameter] = state
+    for group, found in hypers:
+        for key, value in found.items():
+            group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
 
 
 def _check(options: Any, call: str) -> None:
@@ -155,35 +169,31 @@ def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
 # -- names ------------------------------------------------------------------------------------------
 
 
-def _clean(part: torch.nn.Module) -> dict[str, str]:
-    """For each path of a wrapper, the segment that it adds."""
+def _clean(part: torch.nn.Module) -> Callable[[str], str]:
+    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those below."""
+    wrappers: dict[int, str] = {}
     for path, module in part.named_modules():
-        if any(base.__name__ == "FullyShardedDataParallel" for base in type(module).__mro__):
+        kinds = {base.__name__ for base in type(module).__mro__}
+        if "FullyShardedDataParallel" in kinds:
             raise BadInput(
                 f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state takes collectives to get.",
                 hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
             )
-    return {
-        path: f"{path}.{own}" if path else own
-        for path, module in part.named_modules()
-        if (
-            own := next(
-                (_WRAPPERS[b.__name__] for b in type(module).__mro__ if b.__name__ in _WRAPPERS), None
-            )
-        )
-    }
-
-
-def _without(name: str, wrappers: dict[str, str]) -> str:
-    """A name as it would be without wrappers."""
+        wrappers |= {id(module): inner for kind, inner in _WRAPPERS.items() if kind in kinds}
     if not wrappers:
-        return name
-    kept, path = [], ""
-    for segment in name.split("."):
-        before, path = path, f"{path}.{segment}" if path else segment
-        if wrappers.get(before) != path:
-            kept.append(segment)
-    return ".".join(kept)
+        return lambda name: name
+
+    def clean(name: str) -> str:
+        kept, at = [], part
+        for segment in name.split("."):
+            while (inner := wrappers.get(id(at))) is not None and segment != inner:
+                at = getattr(at, inner)  # taken out already
+            if inner is None:
+                kept.append(segment)
+            at = getattr(at, segment, None)  # type: ignore[assignment]
+        return ".".join(kept)
+
+    return clean
 
 
 def _names(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
@@ -191,9 +201,9 @@ def _names(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
     names: dict[int, str] = {}
     of: dict[str, int] = {}
     for part in parts:
-        wrappers = _clean(part)
+        clean = _clean(part)
         for path, parameter in part.named_parameters(remove_duplicate=False):
-            name = _without(path, wrappers)
+            name = clean(path)
             if of.setdefault(name, id(parameter)) != id(parameter):
                 raise BadInput(
                     f"Two parameters of the model have the name {name!r} once the names of wrappers are taken out of {path!r}; rename one."
@@ -215,9 +225,9 @@ def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
 def _model_state(parts: Sequence[torch.nn.Module]) -> State:
     state: State = {}
     for part in parts:
-        wrappers = _clean(part)
+        clean = _clean(part)
         for path, value in part.state_dict().items():
-            name = _without(path, wrappers)
+            name = clean(path)
             if name in state:
                 raise BadInput(
                     f"Two values of the model's state have the name {name!r} once the names of wrappers are taken out of {path!r}; "
@@ -230,14 +240,19 @@ def _model_state(parts: Sequence[torch.nn.Module]) -> State:
 def _set_model(parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool) -> None:
     left = set(state)
     for part in parts:
-        wrappers = _clean(part)
-        there = part.state_dict()
-        named = {path: _without(path, wrappers) for path in there}
+        clean, there = _clean(part), part.state_dict()
+        named = {path: clean(path) for path in there}
         left -= set(named.values())
         lacking = [name for name in named.values() if name not in state]
         if lacking and strict:
             raise MissingTensors(f"The model has {lacking[0]!r}, and model_state_dict does not.")
         given = {path: state[name] for path, name in named.items() if name in state}
+        for path, value in given.items():
+            if is_dtensor(there[path]) and isinstance(value, torch.Tensor) and not is_dtensor(value):
+                raise BadInput(
+                    f"{named[path]!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
+                    hint="Give what get_state_dict gave, without full_state_dict.",
+                )
         part.load_state_dict(
             {path: value for path, value in given.items() if not _is(value, there[path])}, strict=False
         )
@@ -248,7 +263,8 @@ def _set_model(parts: Sequence[torch.nn.Module], state: Mapping[str, Any], stric
 def _is(one: Any, other: Any) -> bool:
     """Is this the same memory, so that it holds what was loaded already?"""
     a, b = (getattr(value, "_local_tensor", value) for value in (one, other))
-    return _is_tensor(a, b) and a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.numel() > 0
+    same = _is_tensor(a, b) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
+    return bool(same and a.stride() == b.stride() and a.numel())
 
 
 # -- the optimizer's state --------------------------------------------------------------------------
@@ -261,16 +277,23 @@ def _state_of(optimizer: torch.optim.Optimizer, group: State, parameter: torch.T
         return dict(there)
     if not parameter.requires_grad:
         return None
-    return Unborn(partial(_make, group, parameter), _zeros(optimizer, parameter) if zeros else {})
+    return Unborn(parameter, partial(_make, group, parameter), _zeros(optimizer, parameter) if zeros else {})
 
 
 def _make(
     group: State, parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
-    if tuple(shape) == tuple(parameter.shape):
+    if key != "step" and tuple(shape) == tuple(parameter.shape):
         return _like(parameter, dtype)
     on_device = key != "step" or group.get("capturable") or group.get("fused")
+    if len(shape) == parameter.dim() and any(
+        a not in (1, b) for a, b in zip(shape, parameter.shape, strict=True)
+    ):
+        raise ShapeMismatch(
+            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}.",
+            hint="Build the model as it was saved, or leave the optimizer out of the load.",
+        )
     if is_dtensor(parameter) and shape:
         raise BadInput(
             f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape {tuple(parameter.shape)}.",
@@ -298,32 +321,41 @@ def _zeros(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[st
         }
         if like:
             return {key: _like(parameter, value.dtype, value.device) for key, value in like.items()}
-    return {key: _like(parameter, parameter.dtype) for key in _needed(optimizer) if key != "step"}
+    raise BadInput(
+        f"missing='zeros': no parameter of the {type(optimizer).__name__} has a state on this rank, so what its zeros are is not known."
+    )
 
 
-def _needed(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    return next((_KEYS[base.__name__] for base in type(optimizer).__mro__ if base.__name__ in _KEYS), ())
-
-
-def _put(
-    optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor, name: str, state: Any
-) -> None:
+def _checked(group: State, parameter: torch.Tensor, name: str, state: Any, scalars: set[str]) -> State:
+    """A loaded state as the optimizer can take it; {} if there is none. `scalars`: keys of states of one number, of all parameters."""
     if isinstance(state, Unborn) or not state:
-        optimizer.state.pop(parameter, None)
-        return
-    lacking = [key for key in _needed(optimizer) if key not in state]
-    if lacking == ["step"]:  # no rank had taken one, and all saved zeros
-        state = {**state, "step": _make(group, parameter, "step", torch.float32, ())}
-    elif lacking:
+        return {}
+    for key, value in state.items():
+        alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
+        if alike and is_dtensor(parameter) and not is_dtensor(value):
+            raise BadInput(
+                f"The state {key!r} of {name!r} is a whole tensor, and the parameter is a DTensor.",
+                hint="Give what get_state_dict gave, without full_state_dict.",
+            )
+    lacking = scalars - state.keys()
+    if lacking == {"step"}:  # no rank had taken one, and all saved zeros
+        return {**state, "step": _make(group, parameter, "step", torch.float32, ())}
+    if lacking or ("exp_avg" in state) != ("exp_avg_sq" in state):
+        which = min(lacking or {"exp_avg", "exp_avg_sq"} - state.keys())
         raise MissingTensors(
-            f"The checkpoint has a part of the optimizer's state of {name!r}: {lacking[0]!r} is not there.",
-            hint="It was saved by another optimizer; leave the optimizer's state out of the load.",
+            f"The checkpoint has a part of the optimizer's state of {name!r}: {which!r} is not there.",
+            hint="It was saved by another optimizer, or by missing='zeros', which knows of no such value; leave the optimizer's state "
+            "out of the load.",
         )
-    optimizer.state[parameter] = dict(state)
+    return dict(state)
 
 
-def _put_group(group: State, found: dict[str, State]) -> None:
-    """Hyperparameters of a group: those that its parameters had."""
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) or not value.dim()
+
+
+def _one_of(found: dict[str, State]) -> State:
+    """The hyperparameters that the parameters of a group had; they must be the same."""
     first: State | None = None
     for name, hyper in found.items():
         if first is None:
@@ -333,8 +365,7 @@ def _put_group(group: State, found: dict[str, State]) -> None:
                 f"{whose!r} and {name!r} are in one parameter group here, and were saved with different hyperparameters; group them as "
                 "they were."
             )
-    for key, value in (first or {}).items():
-        group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
+    return first or {}
 
 
 def _is_tensor(*values: Any) -> bool:

@@ -166,13 +166,39 @@ def select(
         if patterns is None:
             continue
         for pattern in patterns:
-            if not any(matches(leaf.name, pattern) for leaf in leaves):
+            unborn = any(
+                isinstance(leaf.value, Unborn) for leaf in leaves
+            )  # what it may hold is not known yet
+            if not unborn and not any(matches(leaf.name, pattern) for leaf in leaves):
                 raise BadInput(
                     f"{what}: no name in the state matches {pattern!r}; the first is {_first(leaves)!r}."
                 )
         hit = [any(matches(leaf.name, pattern) for pattern in patterns) for leaf in keep]
-        keep = [leaf for leaf, yes in zip(keep, hit, strict=True) if yes == (what == "include")]
+        keep = [
+            leaf
+            for leaf, yes in zip(keep, hit, strict=True)
+            if yes == (what == "include") or (what == "include" and isinstance(leaf.value, Unborn))
+        ]
+    for leaf in keep:
+        if isinstance(leaf.value, Unborn) and leaf.value.zeros:
+            leaf.value = _selected(leaf, include, exclude)
     return keep
+
+
+def _selected(leaf: Leaf, include: Sequence[str] | None, exclude: Sequence[str] | None) -> Unborn:
+    value: Unborn = leaf.value
+    zeros = {
+        key: tensor
+        for key, tensor in value.zeros.items()
+        if is_selected(f"{leaf.name}.{key}", include, exclude)
+    }
+    return Unborn(value.like, value.make, zeros)
+
+
+def is_selected(name: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+    """Does `select` take a leaf of this name?"""
+    taken = include is None or any(matches(name, pattern) for pattern in include)
+    return taken and not any(matches(name, pattern) for pattern in exclude or ())
 
 
 def _first(leaves: Sequence[Leaf]) -> str:

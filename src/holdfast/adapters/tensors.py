@@ -25,7 +25,7 @@ class Shard:
 
     One element of `offset` may be None: along that axis the shard begins where those of lower `position` end,
     whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets along
-    the other axes. Replicas share a position.
+    the other axes; all of those have None there. Replicas share a position.
     """
 
     __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
@@ -57,7 +57,7 @@ class Shard:
         unknown = [axis for axis, begin in enumerate(offset) if begin is None]
         if not unknown and position is None:
             return None
-        if len(unknown) != 1 or position is None or position < 0:
+        if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
             raise BadInput(
                 f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and position says which of the "
                 "ranks along it this is, from 0 on."
@@ -101,15 +101,18 @@ class Unborn:
     """A dict of tensors that is not there yet: an optimizer's state of a parameter before its first gradient.
 
     A save passes it by, or writes `zeros`. A load makes what the checkpoint has under its name, by `make(key, dtype, shape)`,
-    and puts a dict of that in its place.
+    and puts a dict of that in its place; what has the shape of `like`, the parameter, lies where that does.
     """
 
-    __slots__ = ("make", "zeros")
+    __slots__ = ("like", "make", "zeros")
 
     def __init__(
-        self, make: Callable[[str, torch.dtype, Sequence[int]], torch.Tensor], zeros: dict[str, torch.Tensor]
+        self,
+        like: torch.Tensor,
+        make: Callable[[str, torch.dtype, Sequence[int]], torch.Tensor],
+        zeros: dict[str, torch.Tensor],
     ) -> None:
-        self.make, self.zeros = make, zeros
+        self.like, self.make, self.zeros = like, make, zeros
 
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:

@@ -18,7 +18,7 @@ from holdfast.roster.base import Message
 
 
 def unplaced(held: Holding, title: str) -> HoldfastError | None:
-    """What a rank raises that has such a shard."""
+    """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may not see."""
     for spec, late in zip(held.specs, held.lates, strict=True):
         if late is not None and late.start < 0:
             return Unplaced(
@@ -33,8 +33,9 @@ class Lengths(Turn):
 
     kind = "load"
 
-    def of(self, held: Holding) -> Lengths:
-        self._rows = [
+    def of(self, held: Holding, trouble: HoldfastError | None) -> Lengths:
+        self._trouble = trouble if not isinstance(trouble, Unplaced) else None
+        self.rows = [
             [spec.name, spec.shape[late.axis], *late]
             for spec, late in zip(held.specs, held.lates, strict=True)
             if late is not None
@@ -42,14 +43,17 @@ class Lengths(Turn):
         return self
 
     def mine(self) -> Message:
-        return {"rows": self._rows}
+        if self._trouble is not None:
+            raise self._trouble  # which the first pass did not come to tell
+        return {"rows": self.rows}
 
     def choose(self, said: dict[int, Message]) -> dict[int, Message]:
         rows = [(rank, *row) for rank, message in sorted(said.items()) for row in message["rows"]]
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
         table = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
-        found = place(np.asarray(tensor, np.int64), *table[:, 1:].T)
+        size, axis, lane, position, length, start = table.T
+        found = place(np.asarray(tensor, np.int64), axis, lane, position, length, start, size)
         names = list(number)
         if found.differ is not None:
             one, other = (rows[row] for row in found.differ)
@@ -58,12 +62,12 @@ class Lengths(Turn):
                 f"length {one[6]} there and the other {other[6]}.",
                 rank=other[0],
             )
-        for at, axis, total in found.totals:
+        for at, along, total in found.totals:
             mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
             if total != mine[0][2]:
                 have = listed([f"rank {row[0]} holds {row[6]}" for row in mine], str)
                 raise BadInput(
-                    f"What ranks hold of {names[at]!r} along axis {axis} adds up to {total}, but it has {mine[0][2]} there: {have}.",
+                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has {mine[0][2]} there: {have}.",
                     hint="Every rank of its mesh must take part in the load.",
                 )
         shifts: dict[int, list[int]] = {rank: [] for rank in said}
@@ -76,12 +80,14 @@ class Lengths(Turn):
         return {}
 
 
-def put_in_place(held: Holding, shifts: list[int]) -> None:
+def put_in_place(held: Holding, lengths: Lengths) -> None:
     """Move the boxes of late rows to where they are."""
     late = [row for row, found in enumerate(held.lates) if found is not None]
-    if len(late) != len(shifts):
+    if [[held.specs[row].name, *(held.lates[row] or ())] for row in late] != [
+        [name, *rest] for name, _, *rest in lengths.rows
+    ]:
         raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
-    for row, shift in zip(late, shifts, strict=True):
+    for row, shift in zip(late, lengths.shifts, strict=True):
         found, box = held.lates[row], held.boxes[row]
         if shift and found is not None and box.volume:
             offset = list(box.offset)

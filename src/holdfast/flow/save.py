@@ -90,7 +90,9 @@ class Work:
         keys, specs = [], []
         for row in rows:
             spec, plain = self.held.specs[row], self.held.plain[row]
-            keys.append(spec.name if plain else f"{spec.name}@{self.held.boxes[row]}")
+            box, late = self.held.boxes[row], self.held.lates[row]
+            part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
+            keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
                 data = self.held.memory[row].data  # type: ignore[attr-defined]
                 specs.append(f"the object {objects.preview(data)} (digest {hex_digest(digest(data))})")

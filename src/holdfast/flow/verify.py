@@ -319,7 +319,7 @@ class _Check:
         bound = np.flatnonzero(late >= 0)  # the commit has given these their offset along one axis
         axis = said.late_axis[late[bound]] - said.ndim[said.late_tensor[late[bound]]].astype(np.int64)
         placed = self.columns.offset[ours[bound], axis]
-        moved = (said.late_start[late[bound]] < 0) | (said.offset[theirs[bound], axis] != placed)
+        moved = (said.late_start[late[bound]] == -1) | (said.offset[theirs[bound], axis] != placed)
         self.moved |= set(ours[bound[moved]].tolist())
         said.offset = said.offset.copy()
         said.offset[theirs[bound], axis] = placed

@@ -229,7 +229,7 @@ def _entries(
         if shape != spec.shape:
             begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
             late = held.lates[row]
-            if late is not None and late.start < 0:
+            if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
             name += "@" + ",".join(map(str, begin))
         while name in taken or name == EMBEDDED or name == "__metadata__":

@@ -435,10 +435,13 @@ def _possible_late(found: Columns) -> bool:
     if not ((tensor >= 0) & (tensor < len(found.names))).all():
         return False
     inside = (found.late_axis >= 0) & (found.late_axis < found.ndim[tensor])
-    counted = (found.late_length >= 0) & (found.late_start >= -1) & (found.late_position >= 0)
-    small = np.maximum(found.late_length, found.late_start) < 1 << 48
+    counted = (found.late_length >= 0) & (found.late_position >= 0)
+    small = np.maximum(found.late_length, np.maximum(found.late_start, -2 - found.late_start)) < 1 << 48
     links = np.concatenate([found.chunk_late, found.witness_late])
-    return bool((inside & counted & small).all() and ((links >= -1) & (links < rows)).all())
+    if not (inside & counted & small).all() or not ((links >= -1) & (links < rows)).all():
+        return False
+    of = np.concatenate([found.tensor_of_chunk(), found.witness_tensor])
+    return bool((tensor[links[links >= 0]] == of[links >= 0]).all())
 
 
 def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:

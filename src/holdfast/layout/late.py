@@ -29,7 +29,12 @@ class Late(NamedTuple):
     length: int
     """Along the axis, of all that this rank holds there."""
     start: int
-    """Along the axis, if the rank thinks that it knows; -1 if it does not, and the shard's box begins at 0."""
+    """Along the axis, where an even cut would have it; -1 if the rank does not know, and the shard's box begins at 0; `told(offset)`
+    if it knows better, so that others of the lane may be wrong."""
+
+
+def told(offset: int) -> int:
+    return -2 - offset
 
 
 class Placed(NamedTuple):
@@ -40,39 +45,46 @@ class Placed(NamedTuple):
     differ: tuple[int, int] | None
     """Two rows at one position that have different lengths, if there are any."""
     totals: list[tuple[int, int, int]]
-    """For each lane that was placed: tensor, axis, length of all together."""
+    """For each lane of which a shard has no offset: tensor, axis, length of all together."""
 
 
-def place(tensor: Array, axis: Array, lane: Array, position: Array, length: Array, start: Array) -> Placed:
-    """Prefix sums over positions, for each (tensor, axis, lane) of which a row has no start; R rows in any order."""
-    rows = len(tensor)
-    shift = np.zeros(rows, np.int64)
+def place(
+    tensor: Array, axis: Array, lane: Array, position: Array, length: Array, start: Array, size: Array
+) -> Placed:
+    """Prefix sums over positions, for each (tensor, axis, lane) that is not known to be even; R rows in any order.
+
+    `size`: of the tensor along the axis. A lane whose shards were all told, or take themselves for even, is left alone if it does not
+    add up to that: a part of it is not here, and who checks coverage says where.
+    """
+    shift = np.zeros(len(tensor), np.int64)
     if not (start < 0).any():
         return Placed(shift, None, [])
     order = np.lexsort((start, position, lane, axis, tensor))
     keys = np.stack([tensor, axis, lane, position])[:, order]
-    new_position = np.ones(rows, bool)
+    new_position = np.ones(len(tensor), bool)
     new_position[1:] = (keys[:, 1:] != keys[:, :-1]).any(axis=0)
-    new_lane = np.ones(rows, bool)
+    new_lane = np.ones(len(tensor), bool)
     new_lane[1:] = (keys[:3, 1:] != keys[:3, :-1]).any(axis=0)
-    lane_of = np.cumsum(new_lane) - 1
-    is_open = np.zeros(int(lane_of[-1]) + 1, bool)
-    np.logical_or.at(is_open, lane_of, start[order] < 0)
-    wanted = is_open[lane_of]
+    lane_of, heads = np.cumsum(new_lane) - 1, np.flatnonzero(new_lane)
     first = np.flatnonzero(new_position)  # replicas stand at one position; the first of them counts
     of = np.cumsum(new_position) - 1
-    lengths = length[order]
+    lengths, starts = length[order], start[order]
+    ends = np.zeros(len(heads), np.int64)
+    np.add.at(ends, lane_of[first], lengths[first])
+    is_open, is_told = (np.zeros(len(heads), bool) for _ in range(2))
+    np.logical_or.at(is_open, lane_of, starts == -1)
+    np.logical_or.at(is_told, lane_of, starts < -1)
+    wanted = (is_open | (is_told & (ends == size[order][heads])))[lane_of]
     unequal = wanted & (lengths != lengths[first][of])
     if unequal.any():
         at = int(np.flatnonzero(unequal)[0])
         return Placed(shift, (int(order[first[of[at]]]), int(order[at])), [])
     before = np.cumsum(lengths[first]) - lengths[first]  # over everything; less what came before the lane
-    begin = (before[of] - before[of][np.flatnonzero(new_lane)][lane_of])[wanted]
-    shift[order[wanted]] = begin - np.maximum(start[order[wanted]], 0)
-    ends = np.zeros(len(is_open), np.int64)
-    np.add.at(ends, lane_of[first], lengths[first])
-    heads = keys[:, np.flatnonzero(new_lane)]
+    begin = before[of] - before[of][heads][lane_of]
+    mine = np.where(starts < -1, -2 - starts, np.maximum(starts, 0))
+    shift[order] = np.where(wanted & (lengths > 0), begin - mine, 0)
     totals = [
-        (int(heads[0, at]), int(heads[1, at]), int(ends[at])) for at in np.flatnonzero(is_open).tolist()
+        (int(keys[0, heads[at]]), int(keys[1, heads[at]]), int(ends[at]))
+        for at in np.flatnonzero(is_open).tolist()
     ]
     return Placed(shift, None, totals)

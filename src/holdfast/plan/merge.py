@@ -238,6 +238,7 @@ def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -
 
 def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
     """Give shards their offsets that only all lengths together tell; boxes change in place."""
+    pad_of = shapes.shape[1] - ndim.astype(np.int64)
     found = place(
         rows.late_tensor,
         rows.late_axis,
@@ -245,6 +246,7 @@ def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> Non
         rows.late_position,
         rows.late_length,
         rows.late_start,
+        shapes[rows.late_tensor, pad_of[rows.late_tensor] + rows.late_axis],
     )
     if found.differ is not None:
         one, other = found.differ
@@ -263,7 +265,6 @@ def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> Non
             raise _wrong_total(
                 names[tensor], unpad(shapes[tensor], int(ndim[tensor])), axis, total, tensor, rows
             )
-    pad_of = shapes.shape[1] - ndim.astype(np.int64)
     for late, tensor_of, offset in (
         (rows.chunk_late, rows.tensor, rows.offset),
         (rows.witness_late, rows.witness_tensor, rows.witness_offset),
