@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,10 +14,8 @@ import numpy as np
 import torch
 
 from holdfast.adapters.memory import BytesMemory, TensorMemory
-from holdfast.adapters.state import Flat, Leaf, flatten, hold, is_selected, select
-from holdfast.adapters.tensors import Unborn
+from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
 from holdfast.errors import (
-    BadInput,
     CorruptCheckpoint,
     HoldfastError,
     LoadFailed,
@@ -30,6 +25,7 @@ from holdfast.errors import (
     ShapeMismatch,
     Unplaced,
 )
+from holdfast.flow.births import Births, Born, Patterns, as_list
 from holdfast.flow.commit import VISIBLE_WITHIN
 from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
@@ -91,11 +87,8 @@ class _Work:
     prefix: bytes = b""
     values: dict[int, Any] = field(default_factory=dict)
     """Objects that were read, by leaf."""
-    born: list[tuple[Leaf, dict[str, Any]]] = field(default_factory=list)
-    """What takes the place of an `Unborn`, or of a list that the checkpoint has in parts."""
-    patterns: tuple[Sequence[str] | None, Sequence[str] | None] = (None, None)
-    """include, exclude"""
-    _at: dict[tuple[int, Dims], int] | None = None
+    patterns: Patterns = (None, None)
+    born: list[Born] = field(default_factory=list)
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -124,7 +117,9 @@ class _Work:
         return {"bytes": self.bytes_read}
 
     def _read(self, index: Source) -> None:
-        self._give_birth(index)
+        births = Births(self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants)
+        births.look(index, self.patterns, self.strict)
+        self.born, self.missing = births.born, births.missing
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
@@ -147,116 +142,6 @@ class _Work:
         self.filled = [self.owner[row] for row in keep]
         objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
         self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
-
-    def _give_birth(self, index: Source) -> None:
-        """Leaves and rows for what the checkpoint has where the state has nothing yet."""
-        unborn = [leaf for leaf in self.leaves if isinstance(leaf.value, Unborn)]
-        lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
-        there = index.find([leaf.name for leaf in lists]).tolist()
-        lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
-        if not unborn and not lists:
-            return
-        names, known = index.names(), {leaf.name for leaf in self.leaves}
-        for leaf in lists:
-            first, stop = _under(names, leaf.name)
-            keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
-            if _are_parts_of_a_list(keys):
-                leaf.optional = True  # it is there in parts
-                self._bear(leaf, keys, index.select(np.arange(first, stop)))
-        filled = False
-        for leaf in unborn:
-            first, stop = _under(names, leaf.name)
-            keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
-            other = [
-                f"{leaf.name}.{key}" in known or f"{leaf.name}.{key.rpartition('.')[0]}" in known
-                for key in keys
-            ]
-            nested = [key for key, is_other in zip(keys, other, strict=True) if "." in key and not is_other]
-            if nested:
-                raise BadInput(
-                    f"{self.store.url} has a nested state {nested[0]!r} under {leaf.name!r}, for which the optimizer has nothing yet.",
-                    hint="How it is built only the optimizer knows: let it take a step before the load.",
-                )
-            rows = [
-                at
-                for at, (key, is_other) in enumerate(zip(keys, other, strict=True))
-                if not is_other and is_selected(f"{leaf.name}.{key}", *self.patterns)
-            ]
-            filled = filled or bool(rows)
-            if rows:
-                self._bear(leaf, [keys[at] for at in rows], index.select(first + np.asarray(rows)))
-            else:
-                self.missing.append(leaf.name)
-        self._refuse_strangers(unborn, filled, names)
-
-    def _bear(self, leaf: Leaf, keys: list[str], columns: Columns) -> None:
-        """Leaves for parts of a leaf, and rows for those."""
-        value, born, new = leaf.value, dict[str, Any](), list[Leaf]()
-        for at, key in enumerate(keys):
-            made = None
-            if int(columns.kind[at]) == TENSOR:
-                dtype, shape = getattr(torch, DTYPES[int(columns.dtype[at])].name), columns.shape_of(at)
-                made = born[key] = (
-                    value.make(key, dtype, shape)
-                    if isinstance(value, Unborn)
-                    else torch.zeros(shape, dtype=dtype)
-                )
-            new.append(Leaf(columns.names[at], made, partial(born.__setitem__, key)))
-        self.born.append((leaf, born))
-        held, owner = hold(new, self.held.rank, self.operation.at.participants, for_load=True)
-        if isinstance(value, Unborn):
-            self._lie_like(held, value.like)
-        self.owner += [len(self.leaves) + at for at in owner]
-        self.leaves += new
-        self.held.extend(held)
-
-    def _lie_like(self, held: Holding, like: torch.Tensor) -> None:
-        """Give uneven shards the box of the parameter's shard, whose place all ranks have settled."""
-        late = [row for row, found in enumerate(held.lates) if found is not None and held.boxes[row].volume]
-        if not late:
-            return
-        address = like._local_tensor.data_ptr()  # type: ignore[attr-defined]
-        of = self._parameters()
-        for row in late:
-            parameter = of.get((address, held.boxes[row].shape))
-            if parameter is not None:
-                held.boxes[row] = self.held.boxes[parameter]
-            elif held.lates[row].start == -1:  # type: ignore[union-attr]
-                raise BadInput(
-                    f"Rank {held.rank} holds a part of {held.specs[row].name!r} whose offset it does not know, and its parameter is "
-                    "not in the state.",
-                    hint="Load the model together with its optimizer, or let the optimizer take a step before.",
-                )
-
-    def _parameters(self) -> dict[tuple[int, Dims], int]:
-        """Rows of uneven shards, by what memory they have."""
-        if self._at is None:
-            self._at = {
-                (memory.tensor.data_ptr(), box.shape): row
-                for row, (memory, box, late) in enumerate(
-                    zip(self.held.memory, self.held.boxes, self.held.lates, strict=True)
-                )
-                if late is not None and isinstance(memory, TensorMemory)
-            }
-        return self._at
-
-    def _refuse_strangers(self, unborn: list[Leaf], filled: bool, names: list[str]) -> None:
-        """An optimizer of other names: none of its states is there, and others are."""
-        if filled or not unborn or not self.strict:
-            return
-        found = [re.match(r"(?:.*?\.)?state(?=\.)", leaf.name) for leaf in unborn]
-        parents = {match[0] for match in found if match is not None}
-        known = {leaf.name for leaf in self.leaves}
-        for parent in parents:
-            first, stop = _under(names, parent)
-            other = next((name for name in names[first:stop] if name not in known), None)
-            if other is not None and is_selected(other, *self.patterns):
-                raise MissingTensors(
-                    f"{self.store.url} has nothing of {unborn[0].name!r}, nor of any other state that this optimizer lacks; it has "
-                    f"{other!r}.",
-                    hint="Build the model and the optimizer as they were saved, or leave the optimizer out with exclude=.",
-                    details={"missing": [leaf.name for leaf in unborn[:100]]},
-                )
 
     def _replaced(self) -> Replaced:
         return Replaced(
@@ -385,30 +270,7 @@ class _Work:
         for owner, value in self.values.items():
             self.leaves[owner].put(value)
         for leaf, born in self.born:
-            leaf.put(_as_list(born) if isinstance(leaf.value, list) else born)
-
-
-def _under(names: list[str], parent: str) -> tuple[int, int]:
-    """Where the names under a name begin and end, among sorted ones."""
-    return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
-
-
-def _are_parts_of_a_list(keys: list[str]) -> bool:
-    """`0.lr`, `0.betas`, `1.lr`, ...: dicts, each with a number, none left out."""
-    split = [key.split(".") for key in keys]
-    if not keys or any(len(part) != 2 or not part[0].isdecimal() or not part[1] for part in split):
-        return False
-    numbers = {int(part[0]) for part in split}
-    return numbers == set(range(len(numbers)))
-
-
-def _as_list(parts: dict[str, Any]) -> list[Any]:
-    """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
-    found: dict[int, dict[str, Any]] = {}
-    for path, value in parts.items():
-        number, _, key = path.partition(".")
-        found.setdefault(int(number), {})[key] = value
-    return [found[at] for at in sorted(found)]
+            leaf.put(as_list(born) if isinstance(leaf.value, list) else born)
 
 
 def _fitted(
