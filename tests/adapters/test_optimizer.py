@@ -297,6 +297,29 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
         holdfast.get_state_dict(model, [optimizer, torch.optim.SGD(model.parameters())])
 
 
+def test_one_parameter_of_two_optimizers_is_refused() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    both = [torch.optim.SGD(model.parameters()), torch.optim.AdamW(model.parameters())]
+    with pytest.raises(BadInput, match="'weight' is in two groups"):
+        holdfast.get_state_dict(model, both)
+
+
+def test_optimizers_of_two_kinds(tmp_path: Path) -> None:
+    """Each has the numbers that it has: a state of the one does not want those of the other."""
+
+    def pair(model: nn.Sequential) -> list[Optimizer]:
+        return [MAKERS["nadam"](model[0].parameters()), MAKERS["momentum"](model[2].parameters())]
+
+    model, other = model_of(1), model_of(2)
+    optimizers, fresh = pair(model), pair(other)
+    for optimizer in optimizers:
+        step(model, optimizer)
+    save(tmp_path, model, optimizers)
+    load(tmp_path, other, fresh)
+    assert set(fresh[1].state[other[2].weight]) == {"momentum_buffer"}
+    assert set(fresh[0].state[other[0].weight]) == set(optimizers[0].state[model[0].weight])
+
+
 def test_a_nested_state_is_refused(tmp_path: Path) -> None:
     model = model_of()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -61,7 +61,7 @@ def get_state_dict(
     state: State = {}
     groups: list[State] = []
     flat: State = {}
-    owner: dict[str, int] = {}
+    seen: set[str] = set()
     for optimizer in _several(optimizers):
         for group in optimizer.param_groups:
             mine = [_name_of(parameter, names) for parameter in group["params"]]
@@ -70,10 +70,11 @@ def get_state_dict(
             for name, parameter in zip(mine, group["params"], strict=True):
                 if flatten:
                     flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
-                if owner.setdefault(name, len(owner)) != len(owner) - 1:
+                if name in seen:
                     raise BadInput(
                         f"The parameter {name!r} is in two groups, or in two optimizers; its state has one name."
                     )
+                seen.add(name)
                 found = _state_of(optimizer, group, parameter, missing == "zeros")
                 if found is not None:
                     state[name] = found
@@ -123,25 +124,17 @@ def set_state_dict(
         for name in group["params"]
     }
     states = optim.get("state", {})
-    scalars = {
-        key
-        for found in states.values()
-        if isinstance(found, Mapping)
-        for key, value in found.items()
-        if _is_scalar(value)
-    }
     todo: list[tuple[torch.optim.Optimizer, torch.Tensor, State]] = []
     hypers: list[tuple[State, State]] = []
     for optimizer in _several(optimizers):
         for group in optimizer.param_groups:
-            hyper: dict[str, State] = {}
-            for parameter in group["params"]:
-                name = _name_of(parameter, names)
-                todo.append(
-                    (optimizer, parameter, _checked(group, parameter, name, states.get(name), scalars))
-                )
-                if name in by_name:
-                    hyper[name] = by_name[name]
+            mine = {_name_of(parameter, names): parameter for parameter in group["params"]}
+            there = [found for name in mine if isinstance(found := states.get(name), Mapping)]
+            scalars = {key for found in there for key, value in found.items() if _is_scalar(value)}
+            for name, parameter in mine.items():
+                state = _checked(group, parameter, name, states.get(name), scalars)
+                todo.append((optimizer, parameter, state))
+            hyper = {name: by_name[name] for name in mine if name in by_name}
             hypers.append((group, _one_of(hyper)))
     _set_model(parts, model_state_dict, strict)
     for optimizer, parameter, state in todo:
@@ -327,7 +320,7 @@ def _zeros(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[st
 
 
 def _checked(group: State, parameter: torch.Tensor, name: str, state: Any, scalars: set[str]) -> State:
-    """A loaded state as the optimizer can take it; {} if there is none. `scalars`: keys of states of one number, of all parameters."""
+    """A loaded state as the optimizer can take it; {} if there is none. `scalars`: keys of single numbers in the states of its group."""
     if isinstance(state, Unborn) or not state:
         return {}
     for key, value in state.items():
