@@ -202,7 +202,7 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
         if rank.index == 0:  # what the commit does once for all ranks
             rows = np.asarray(
                 [
-                    (at, 0, 0, position, lengths[at, position], -1)
+                    (at, 0, 0, position, lengths[at, position], -1, lengths[at].sum())
                     for position in range(rank.world)
                     for at in range(tensors)
                 ]
