@@ -149,6 +149,7 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from holdfast.adapters.dtensor import CHUNKS
     from holdfast.adapters.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
     from holdfast.adapters.state import flatten, hold
+    from holdfast.flow.operation import collector_paused
     from holdfast.layout.late import place
 
     mesh = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp_cp",))
@@ -184,7 +185,8 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     some = dict(list(state.items())[:GATHERED])
 
     def describe() -> None:
-        hold(flatten(state, rank.index).leaves, rank.index, everyone)
+        with collector_paused():  # as in a save
+            hold(flatten(state, rank.index).leaves, rank.index, everyone)
 
     for _ in range(reps):
         forget()

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast import events
 from holdfast.deadline import REAL_CLOCK, check_seconds
-from holdfast.errors import DeadlineExceeded, HoldfastError
+from holdfast.errors import DeadlineExceeded, HoldfastError, Unplaced
 from holdfast.flow.effects import Context, Steps
 from holdfast.flow.phases import CHOICE_TRANSITIONS, Table
 from holdfast.flow.protocol import choice_steps
@@ -114,7 +114,8 @@ class Operation:
             rounds(self.roster)[self.at.participants] += 1
             return result
         except HoldfastError as error:
-            self.emit("raised", error=type(error).__name__, message=str(error))
+            if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
+                self.emit("raised", error=type(error).__name__, message=str(error))
             cause = trouble.__cause__ if trouble is not None else None
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None
