@@ -168,7 +168,9 @@ def asymmetric(draw: st.DrawFn) -> tuple[list[Uneven], tuple[int, ...], frozense
     return whats, shape, frozenset(lacking), draw(st.integers(0, 99))
 
 
-FOLDER = Path(tempfile.mkdtemp(prefix="holdfast-uneven-"))
+FOLDER = Path(
+    tempfile.mkdtemp(prefix="holdfast-uneven-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+)
 numbers = count()
 seen = {"saved": 0, "refused": 0}
 
