@@ -119,7 +119,7 @@ def test_zeros_are_saved_if_asked(tmp_path: Path) -> None:
         holdfast.get_state_dict(model, optimizer, missing="maybe")
 
 
-def test_moments_of_any_dtype_on_any_device_are_bit_exact(tmp_path: Path) -> None:
+def test_moments_of_any_dtype_are_bit_exact(tmp_path: Path) -> None:
     """A parameter in bfloat16, its moments in float8 and float32, and a master copy in float64."""
     model = nn.Linear(5, 3, bias=False).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -421,5 +421,12 @@ def test_nothing_is_changed_before_all_is_checked(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     with pytest.raises(BadInput, match="were saved with different hyperparameters"):
         holdfast.set_state_dict(other, fresh, model_state_dict=found["model"], optim_state_dict=flat)
+    with pytest.raises(BadInput, match="model_state_dict has 'more', and the model does not"):
+        holdfast.set_state_dict(
+            other,
+            fresh,
+            model_state_dict={**found["model"], "more": torch.ones(1)},
+            optim_state_dict=found["optim"],
+        )
     assert not fresh.state
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))

@@ -184,6 +184,20 @@ def resume(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
 
 
+def without_functions(rank: int, path: str) -> None:
+    """`model.state_dict()`, and the module itself, as they are, from one mesh to another."""
+    model = build(Layout(8, ep=2), 1)[0]
+    holdfast.save({"dict": model.state_dict(), "module": model}, path, timeout=60, stall_timeout=20)
+    values = {name: whole(value) for name, value in model.state_dict().items()}
+    for key in ("dict", "module"):
+        other = build(Layout(8, ep=4, replicas=2), 2)[0]
+        holdfast.load(
+            {key: other.state_dict() if key == "dict" else other}, path, timeout=60, stall_timeout=20
+        )
+        found = {name: whole(value) for name, value in other.state_dict().items()}
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+
+
 LOST = "layers.0.experts.w1"
 
 

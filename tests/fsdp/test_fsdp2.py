@@ -70,5 +70,9 @@ def test_a_state_that_one_rank_lacks_is_zeros_if_asked(eight: ProcessWorld, tmp_
     eight.run(moe.lose_a_state, str(tmp_path / "c"), SAVED, "zeros", 2)
 
 
+def test_a_models_own_state_dict(eight: ProcessWorld, tmp_path: Path) -> None:
+    eight.run(moe.without_functions, str(tmp_path / "c"))
+
+
 def test_what_torch_and_dcp_saved_is_loaded(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.run(moe.switch_from_torch, str(tmp_path / "c"), SAVED)

@@ -45,13 +45,15 @@ def test_every_shard_begins_where_those_before_it_end(rows: list[Row]) -> None:
     expected_totals = set()
     for (tensor, late), shift in zip(rows, shifts, strict=True):
         line = [o for t, o in rows if (t, o.axis, o.lane) == (tensor, late.axis, late.lane)]
-        if all(other.start >= 0 for other in line) or not late.length:
-            assert shift == 0  # nobody asks, or it matters to nobody
-            if late.length or all(other.start >= 0 for other in line):
-                continue
+        if all(other.start >= 0 for other in line):
+            assert shift == 0  # nobody asks
+            continue
         lengths = {other.position: other.length for other in line}
         begin = sum(length for position, length in lengths.items() if position < late.position)
-        assert max(late.start, 0) + shift == begin or not late.length
+        if late.length:  # what is empty is nowhere
+            assert max(late.start, 0) + shift == begin
+        else:
+            assert shift == 0
         expected_totals.add((tensor, late.axis, late.lane, sum(lengths.values())))
     assert sorted(totals) == sorted((t, a, total) for t, a, _, total in expected_totals)
 

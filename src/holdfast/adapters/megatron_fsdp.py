@@ -3,8 +3,8 @@
     from holdfast.adapters.megatron_fsdp import (
         handle_gdn_in_state_dict, handle_swiglu_in_state_dict, preprocess_state_dict_for_uneven_dtensor)
 
-instead of megatron-core's, in what prepares a state dict of format `fsdp_dtensor`. Works with megatron-core's own copy of Megatron-FSDP and
-with the package `megatron-fsdp`.
+instead of megatron-core's, in what prepares a state dict of format `fsdp_dtensor`. Asks parameters for nothing but what both megatron-core's
+copy of Megatron-FSDP and the package `megatron-fsdp` give them; the tests run the former.
 
 Theory. Megatron-FSDP lays parameters into flat buffers and cuts those, so the rows of a parameter that a rank holds are known to it:
 `megatron_fsdp_slice`, in elements of the part that tensor parallelism has left. Stock code gathers shapes instead, tensor by tensor, in the
@@ -57,8 +57,10 @@ def handle_swiglu_in_state_dict(
     def split(key: str) -> Split | None:
         if not _SWIGLU.search(key):
             return None
-        inside = [path for path in gated if _bare(key).startswith(path + ".")]
-        return (("_w", "_v"), (1, 1)) if not inside or gated[max(inside, key=len)] else None
+        path = _bare(key)
+        while path and path not in gated:  # the nearest module around it that says
+            path = path.rpartition(".")[0]
+        return (("_w", "_v"), (1, 1)) if gated.get(path, True) else None
 
     return _split_all(model, model_state_dict, optimizer_state_dict, split)
 
@@ -92,9 +94,11 @@ def preprocess_state_dict_for_uneven_dtensor(
     model: whose parameters tell. Without it, or for a tensor that is of no parameter, the offset stays open: `holdfast.save` and
     `holdfast.load` find it by the lengths that all ranks hold. (torch DCP can't, and needs the model here.)
     """
-    slices = _Parameters(model) if model is not None else None
+    if model is None:
+        return state_dict
+    slices = _Parameters(model)
     for path, value in _leaves(state_dict, ()):
-        if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS) or slices is None:
+        if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS):
             continue
         found = next((at for key in path if (at := slices.get(key, path[0] == "model")) is not None), None)
         if found is not None and value.dim() and found.stop - found.start == value._local_tensor.numel():
@@ -105,19 +109,17 @@ def preprocess_state_dict_for_uneven_dtensor(
 def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> list[str]:
     """Zeros for parameters of which this rank holds a part and no optimizer state: they never got a gradient, or another device has it.
 
-    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of them that other ranks have, and fails. Only what is shaped as the
-    parameter is filled; `step` is said by the ranks that have it.
+    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of them that other ranks have,
+    and fails. Only what is shaped as the parameter is filled; `step` is said by the ranks that have it.
     """
     states = optimizer_state_dict["state"]
-    experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
     there = {_bare(key): (key, state) for key, state in states.items()}
     like = {key: value for _, state in there.values() for key, value in state.items() if is_dtensor(value)}
     prefix = next((key[: len(key) - len(bare)] for bare, (key, _) in there.items()), "")
     filled: list[str] = []
     if not like:  # this rank shows none to make them of
         return filled
-    for name, parameter in _Parameters(model).named():
-        bare = _global(_bare(name), experts, _first_expert(model))
+    for bare, parameter in _Parameters(model).of_all_ranks():
         if bare in there or not parameter.requires_grad or not parameter._local_tensor.numel():
             continue
         at = getattr(parameter, "megatron_fsdp_slice", None)
@@ -151,8 +153,11 @@ class _Parameters:
         self._experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
         self._first = _first_expert(model)
 
-    def named(self) -> list[tuple[str, Any]]:
-        return [(name, parameter) for name, parameter in self._named.items() if is_dtensor(parameter)]
+    def of_all_ranks(self) -> Iterator[tuple[str, Any]]:
+        """DTensors, by names with the experts' numbers among all."""
+        for name, parameter in self._named.items():
+            if is_dtensor(parameter):
+                yield _global(name, self._experts, self._first), parameter
 
     def get(self, key: str, local: bool) -> slice | None:
         """`local`: the key has this rank's own expert numbers, or may have."""

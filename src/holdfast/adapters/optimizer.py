@@ -136,7 +136,8 @@ def set_state_dict(
                 todo.append((optimizer, parameter, state))
             hyper = {name: by_name[name] for name in mine if name in by_name}
             hypers.append((group, _one_of(hyper)))
-    _set_model(parts, model_state_dict, strict)
+    for part, given in _given(parts, model_state_dict, strict):
+        part.load_state_dict(given, strict=False)
     for optimizer, parameter, state in todo:
         optimizer.state.pop(parameter, None)
         if state:
@@ -230,27 +231,33 @@ def _model_state(parts: Sequence[torch.nn.Module]) -> State:
     return state
 
 
-def _set_model(parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool) -> None:
-    left = set(state)
+def _given(
+    parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool
+) -> list[tuple[torch.nn.Module, State]]:
+    """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
+    left, found = set(state), []
     for part in parts:
         clean, there = _clean(part), part.state_dict()
-        named = {path: clean(path) for path in there}
-        left -= set(named.values())
-        lacking = [name for name in named.values() if name not in state]
-        if lacking and strict:
-            raise MissingTensors(f"The model has {lacking[0]!r}, and model_state_dict does not.")
-        given = {path: state[name] for path, name in named.items() if name in state}
-        for path, value in given.items():
-            if is_dtensor(there[path]) and isinstance(value, torch.Tensor) and not is_dtensor(value):
+        given: State = {}
+        for path, present in there.items():
+            name = clean(path)
+            left.discard(name)
+            if name not in state:
+                if strict:
+                    raise MissingTensors(f"The model has {name!r}, and model_state_dict does not.")
+                continue
+            value = state[name]
+            if is_dtensor(present) and isinstance(value, torch.Tensor) and not is_dtensor(value):
                 raise BadInput(
-                    f"{named[path]!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
+                    f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
                     hint="Give what get_state_dict gave, without full_state_dict.",
                 )
-        part.load_state_dict(
-            {path: value for path, value in given.items() if not _is(value, there[path])}, strict=False
-        )
+            if not _is(value, present):
+                given[path] = value
+        found.append((part, given))
     if left and strict:
         raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
+    return found
 
 
 def _is(one: Any, other: Any) -> bool:

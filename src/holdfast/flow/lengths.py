@@ -55,6 +55,7 @@ class Lengths(Turn):
         size, axis, lane, position, length, start = table.T
         found = place(np.asarray(tensor, np.int64), axis, lane, position, length, start, size)
         names = list(number)
+        sizes = dict(zip(zip(tensor, axis.tolist(), strict=True), size.tolist(), strict=True))
         if found.differ is not None:
             one, other = (rows[row] for row in found.differ)
             raise BadInput(
@@ -63,11 +64,11 @@ class Lengths(Turn):
                 rank=other[0],
             )
         for at, along, total in found.totals:
-            mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
-            if total != mine[0][2]:
+            if total != sizes[at, along]:
+                mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
                 have = listed([f"rank {row[0]} holds {row[6]}" for row in mine], str)
                 raise BadInput(
-                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has {mine[0][2]} there: {have}.",
+                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has {sizes[at, along]} there: {have}.",
                     hint="Every rank of its mesh must take part in the load.",
                 )
         shifts: dict[int, list[int]] = {rank: [] for rank in said}

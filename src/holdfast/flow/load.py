@@ -372,9 +372,8 @@ def load_from(
             stall_timeout,
             LOAD_TRANSITIONS,
         )
-        made = _Work(store, Holding(roster.rank), strict, options or Options(), operation)
-        made.patterns = (include, exclude)
-        return made
+        held = Holding(roster.rank)
+        return _Work(store, held, strict, options or Options(), operation, patterns=(include, exclude))
 
     def read() -> None:
         taken = take(roster.rank)
