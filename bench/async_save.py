@@ -217,14 +217,14 @@ def writer_start(folder: Path) -> tuple[float, float]:
     import torch
 
     import holdfast
-    from holdfast.flow.background import background
+    from holdfast.flow.background import background_of_this_thread
 
     holdfast.async_save({"w": torch.zeros(1)}, folder / "a", no_dist=True).committed()
-    background()._writer.kill()
+    background_of_this_thread()._writer.kill()
     begun = time.perf_counter()
     holdfast.async_save({"w": torch.zeros(1)}, folder / "b", no_dist=True).committed()
     took = time.perf_counter() - begun
-    process = psutil.Process(background()._writer.pid)
+    process = psutil.Process(background_of_this_thread()._writer.pid)
     return took, process.memory_full_info().uss / 2**20
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import BadInput
@@ -62,6 +63,10 @@ class Environment:
     """Host and port of the message store."""
     launcher_has_store: bool
     """Is it torchrun that opens it, and not rank 0?"""
+    secret: str
+    """HOLDFAST_SECRET: what seals the messages of a job whose message store strangers can reach."""
+    job: str
+    """A name that the launcher gives a job, which restarts of it keep; empty if it gives none."""
 
 
 def read_environment() -> Environment:
@@ -77,11 +82,21 @@ def read_environment() -> Environment:
             int(env.get("LOCAL_RANK", env.get("RANK", "0"))),
             (host, port) if host and port else None,
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            env.get("HOLDFAST_SECRET", ""),
+            _job_of(env),
         )
     except ValueError as error:
         raise BadInput(
             f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers ({error})."
         ) from None
+
+
+def _job_of(env: Mapping[str, str]) -> str:
+    """torchrun's run id or Slurm's job id. torchrun's default run id, `none`, is every job's."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    if run and run != "none":
+        return f"torchrun {run}"
+    return f"slurm {env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
 
 
 def all_variables() -> dict[str, str]:

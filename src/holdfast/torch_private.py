@@ -27,6 +27,17 @@ def default_store() -> Any:
     return getter()
 
 
+def clone_store(store: Any) -> Any:
+    """Another client of a store, with a connection of its own; a store inside this process is its own clone."""
+    if hasattr(store, "clone"):  # since torch 2.8
+        return store.clone()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return store
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
 class Known(NamedTuple):
     """A process group that this rank belongs to."""
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.deadline import REAL_CLOCK
+from holdfast.deadline import Deadline
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
 from holdfast.flow.effects import Context
 from holdfast.flow.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
@@ -37,7 +37,7 @@ def test_tables_are_whole(table: Table) -> None:
 
 
 def test_an_illegal_step_changes_nothing() -> None:
-    at = Context(0, (0,), "k", "t", REAL_CLOCK, 1.0, 1.0)
+    at = Context(0, (0,), "k", "t", Deadline(1.0), 1.0)
     with pytest.raises(AssertionError, match="no way from 'entered' to 'committed'"):
         at.enter("committed")
     assert at.phase == "entered"
@@ -200,6 +200,7 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     commit.VISIBLE_WITHIN = 0.5
     try:
         from holdfast.adapters.state import flatten
+        from holdfast.flow.call import begin_call
         from holdfast.flow.save import Save
         from holdfast.store.local import LocalStore
 
@@ -209,10 +210,8 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
             return Save(
                 store,
                 lambda rank: flatten(state(rank), rank),
+                begin_call(roster, timeout=10, stall_timeout=5),
                 step=1,
-                roster=roster,
-                timeout=10,
-                stall_timeout=5,
             ).run()
 
         found = ranks(2, job)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +16,7 @@ from torch.distributed import HashStore, TCPStore
 from holdfast.errors import RosterLost
 from holdfast.roster.base import Roster, decode
 from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.roster.presence import Identity, describe
+from holdfast.roster.presence import Identity, Presence, at_key, describe
 from holdfast.roster.torch_store import TorchRoster
 from holdfast.testing.roster_contract import RosterContract
 
@@ -72,14 +75,82 @@ def test_messages_of_an_earlier_incarnation_are_not_seen(monkeypatch: pytest.Mon
 
 
 def test_what_is_not_a_message_is_refused() -> None:
-    store = HashStore()
-    roster = TorchRoster(store, 0, 1)
-    prefix = roster._prefix
     for bad in (b"\x80\x04K\x01.", b"[1, 2]", b"not json"):
-        store.set(prefix + "k", bad)
         with pytest.raises(RosterLost, match="not what a rank of Holdfast writes"):
-            roster.get(["k"])
+            decode(bad, "k")
     assert decode(b'{"a":1}', "k") == {"a": 1}
+
+
+def test_a_message_without_the_seal_of_the_job_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    first, second = TorchRoster(store, 0, 2), TorchRoster(store, 1, 2)
+    first.put("k", {"state": "agreed"})
+    key = "holdfast//0/k"
+    sealed = store.get(key)
+    assert second.get(["k"]) == [{"state": "agreed"}]
+    for forged in (sealed[16:], b"0" * 16 + sealed[16:], sealed[:16] + b'{"state":"abandoned"}', b""):
+        store.set(key, forged)
+        with pytest.raises(RosterLost, match="does not carry this job's seal"):
+            second.get(["k"])
+        if forged:
+            with pytest.raises(RosterLost, match="does not carry this job's seal"):
+                second.claim("k", {})
+    store.set("holdfast//0/other", sealed)  # a message belongs to its key
+    with pytest.raises(RosterLost, match="does not carry this job's seal"):
+        second.get(["other"])
+    monkeypatch.setenv("HOLDFAST_SECRET", "only this rank has it")
+    store.set(key, sealed)
+    with pytest.raises(RosterLost, match="another value of HOLDFAST_SECRET"):
+        TorchRoster(store, 1, 2).get(["k"])
+
+
+def test_reading_a_message_that_is_deleted_meanwhile_waits_for_nothing() -> None:
+    """`get` of a store waits for minutes for a key that is not there: ours must not, whoever deletes it when."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = TorchRoster(store, 0, 2), TorchRoster(store, 1, 2)
+    stop = threading.Event()
+
+    def flicker() -> None:
+        while not stop.is_set():
+            first.put("k", {"x": 1})
+            first.delete(["k"])
+
+    thread = threading.Thread(target=flicker)
+    thread.start()
+    try:
+        found = [second.get(["k"])[0] for _ in range(2000)]
+    finally:
+        stop.set()
+        thread.join(10)
+    assert {None if message is None else message["x"] for message in found} == {None, 1}
+
+
+def test_the_store_of_a_destroyed_process_group_ends() -> None:
+    """Else the next process group on that port meets the messages of the last."""
+    script = """
+import gc, os, sys
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+from weakref import ref
+from holdfast.flow.call import find_roster
+os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+for life in range(2):
+    dist.init_process_group("gloo")
+    roster = find_roster(None, False)
+    assert roster.get(["left over"]) == [None], life
+    roster.put("left over", {})
+    store = ref(_get_default_store())
+    dist.destroy_process_group()
+    gc.collect()
+    assert store() is None
+"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(port)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_process_that_has_ended_is_seen_on_its_host() -> None:
@@ -103,8 +174,60 @@ def test_a_process_that_has_ended_is_seen_on_its_host() -> None:
 
 def test_a_rank_never_heard_of_is_described_so() -> None:
     assert str(describe(4, None, 0.0)) == "rank 4, which has not been heard of"
-    heard = describe(
-        4, {"host": "n1", "pid": 12, "phase": "writing", "wall": 3.0}, 5.5, "its process has ended"
-    )
-    said = "rank 4 (host n1, pid 12), last seen in phase 'writing' 2.5 s ago: its process has ended"
+    part = {"title": "save of x", "phase": "writing", "doing": "at a wall"}
+    message = {
+        "host": "n1",
+        "pid": 12,
+        "wall": 3.0,
+        "operations": {"a": part, "b": {**part, "phase": "written"}},
+    }
+    heard = describe(4, message, 5.5, "its process has ended", "a")
+    said = "rank 4 (host n1, pid 12), last seen in phase 'save of x: writing' 2.5 s ago: its process has ended; at a wall"
     assert str(heard) == said
+    assert describe(4, message, 5.5, "", "c").phase == "save of x: written"
+    gone = {**message, "operations": {}, "last": part}
+    assert describe(4, gone, 5.5).phase == "idle since save of x: writing"
+
+
+class TestPresence:
+    """What one rank shows of itself while several of its threads are in calls."""
+
+    def test_operations_do_not_hide_each_other(self) -> None:
+        roster = MemoryRoster(0, 2)
+        one, two = Presence(roster, "save of x", 5.0), Presence(roster, "load of y", 5.0)
+        one.begin("save/1", "save/1/outcome")
+        two.begin("load/1", "load/1/outcome")
+        one.phase, two.progress = "writing", 7
+        one.send()
+        (message,) = roster.get([at_key(0)])
+        assert message is not None
+        assert message["operations"]["save/1"]["phase"] == "writing"
+        assert message["operations"]["load/1"]["progress"] == 7
+        one.leave()
+        (message,) = roster.get([at_key(0)])
+        assert message is not None
+        assert list(message["operations"]) == ["load/1"]
+        assert message["last"]["title"] == "save of x"
+        two.leave()
+        two.stop()
+
+    def test_one_beat_serves_all_and_ends_with_the_last(self) -> None:
+        roster = MemoryRoster(0, 2)
+        calls = [Presence(roster, f"save of {number}", 0.01) for number in range(3)]
+        for number, call in enumerate(calls):
+            call.begin(f"save/{number}", f"save/{number}/outcome")
+        assert [thread.name for thread in threading.enumerate()].count("holdfast-beat") == 1
+        roster.put("save/1/outcome", {"state": "abandoned"})
+        assert calls[1].noticed.wait(10)
+        assert not calls[0].noticed.is_set()
+        for call in calls:
+            call.leave()
+            call.stop()
+        wait_until(lambda: "holdfast-beat" not in [thread.name for thread in threading.enumerate()])
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)

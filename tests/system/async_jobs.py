@@ -16,7 +16,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError
-from holdfast.flow.background import background
+from holdfast.flow.background import background_of_this_thread
 from holdfast.format.digest import digest, hex_digest
 from tests.system.jobs import moe_state
 from tests.system.test_content import _counted
@@ -55,7 +55,7 @@ def mishap(
     """A save that meets something bad on one rank's writer; then one that must succeed."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    writer = background()._writer
+    writer = background_of_this_thread()._writer
     assert writer.pid is not None
     stop: Any = lambda: None  # noqa: E731
     if rank == victim:
@@ -89,7 +89,7 @@ def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None
     """A trainer is killed while its writer writes; returns what the others heard. Its writer's pid is in a file."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    pid = background()._writer.pid
+    pid = background_of_this_thread()._writer.pid
     assert pid is not None
     if rank == victim:
         Path(folder, "writer").write_text(str(pid))

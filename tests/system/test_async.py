@@ -17,7 +17,7 @@ import torch
 import holdfast
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
 from holdfast.flow.arena import Arena, ArenaMemory
-from holdfast.flow.background import background
+from holdfast.flow.background import background_of_this_thread
 from holdfast.layout.box import Box
 from holdfast.testing.processes import ProcessWorld
 from tests.system import async_jobs as jobs
@@ -159,7 +159,7 @@ os.pwritev = slow
 
 def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The next writer process runs this first."""
-    background()._writer.kill()
+    background_of_this_thread()._writer.kill()
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(code)
@@ -169,7 +169,7 @@ def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> N
 @pytest.fixture
 def fresh_writer() -> Any:
     yield
-    background()._writer.kill()
+    background_of_this_thread()._writer.kill()
 
 
 def test_a_slow_disk_holds_no_training_up(
@@ -319,7 +319,7 @@ def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
 
 def test_the_writer_is_small_and_without_torch(tmp_path: Path) -> None:
     holdfast.async_save({"w": torch.zeros(10)}, tmp_path / "a", no_dist=True).committed(20)
-    process = psutil.Process(background()._writer.pid)
+    process = psutil.Process(background_of_this_thread()._writer.pid)
     assert process.memory_full_info().uss < 60 << 20  # its own; the arena is everybody's
     assert not any("libtorch" in entry.path for entry in process.memory_maps())
 
@@ -328,7 +328,7 @@ def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
     """The plan of ten thousand tensors does not fit into a socket's buffer: the thread that sends it is stuck."""
     state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
     holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
-    writer = background()._writer.pid
+    writer = background_of_this_thread()._writer.pid
     assert writer is not None
     os.kill(writer, signal.SIGSTOP)
     begun = time.monotonic()
@@ -342,7 +342,7 @@ def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
 
 def test_a_fork_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
     holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "a", no_dist=True).committed(20)
-    wire = background()._writer._wire
+    wire = background_of_this_thread()._writer._wire
     assert wire is not None
     fd = wire.socket.fileno()
     child = os.fork()
@@ -391,7 +391,7 @@ def test_what_is_saved_from_a_gpu_is_the_state_at_the_call(
         for value in state.values():
             value.fill_(-1.0)
         pending.committed(60)
-        arena = background()._arena
+        arena = background_of_this_thread()._arena
         assert arena is not None
         assert arena.unpin is not None
         holdfast.load(state, tmp_path / "a", no_dist=True)

@@ -26,6 +26,7 @@ from holdfast.adapters.memory import Part
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.flow.call import begin_call
 from holdfast.flow.save import Save, SaveReport
 from holdfast.flow.sources import TorchDist, open_index, open_source, read_file
 from holdfast.flow.values import read_all, read_box
@@ -146,10 +147,8 @@ def import_torch_dist(
         report = Save(
             open_store(out),
             take,
+            begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
             step=step,
-            roster=MemoryRoster(),
-            timeout=7 * 86400.0,
-            stall_timeout=3600.0,
             notes={"imported": "torch_dist"},
             options=options,
         ).run()

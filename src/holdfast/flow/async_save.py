@@ -8,10 +8,10 @@ from typing import Any
 
 from holdfast.adapters.state import flatten
 from holdfast.errors import BadInput
-from holdfast.flow.background import background, lane
+from holdfast.flow.background import LANE, background_of_this_thread
+from holdfast.flow.call import begin_call, one_folder
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import PREVIOUS, Save
-from holdfast.flow.world import find_roster, the_place
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.roster.base import Roster
@@ -44,43 +44,43 @@ def async_save(
     """Copy a state and save it in the background; what is saved is the state at this call.
 
     The copy lies in shared memory that is used again from save to save; a process of this rank's own, which imports no torch,
-    hashes and writes it. No rank enters a collective. A save before this one that is still under way is waited for first.
+    hashes and writes it. No rank enters a collective. A save that this thread began before, and that is still under way, is waited for
+    first.
 
     host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves, each written
         before the next, and this call waits for the last copy; one tensor that is larger is refused, with the numbers.
-    retries: how often a save that failed is tried again, on all ranks.
+    retries: how often a save that failed is tried again, on all ranks, before its deadline.
     The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the background.
 
     Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput` here, before
     anything was started.
     """
-    store = open_store(the_place(path, checkpoint_id))
-    found = find_roster(roster, no_dist).lane(lane())
-    return async_save_into(
-        store,
-        lambda: Save(
-            store,
-            lambda rank: flatten(state_dict, rank),
-            step=step,
-            roster=found,
+    store = open_store(one_folder(path, checkpoint_id))
+
+    def make() -> Save:
+        call = begin_call(
+            roster,
+            no_dist=no_dist,
             participants=participants,
             process_group=process_group,
             timeout=timeout,
             stall_timeout=stall_timeout,
+        )
+        return Save(
+            store,
+            lambda rank: flatten(state_dict, rank),
+            call.lane(LANE),
+            step=step,
             include=include,
             exclude=exclude,
             expected=expected,
-            previous=lambda: None,
             overwrite=overwrite,
             grid=grid,
             notes=notes,
             options=options,
-            after=lambda: None,
-        ),
-        step,
-        host_memory_budget,
-        retries,
-    )
+        )
+
+    return async_save_into(store, make, step, host_memory_budget, retries)
 
 
 def async_save_into(
@@ -89,11 +89,10 @@ def async_save_into(
     step: int | None,
     host_memory_budget: int | None,
     retries: int,
-    slot: int = 0,
 ) -> Pending:
-    """`async_save` of what `make` reads, whose roster is the lane of a slot."""
+    """`async_save` of what `make` reads, by this thread's own arena and writer process: a thread waits for its own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
     if host_memory_budget is not None and host_memory_budget < 1:
         raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {host_memory_budget!r}.")
-    return background(slot).save(make, store.url, step, host_memory_budget, retries)
+    return background_of_this_thread().save(make, store.url, step, host_memory_budget, retries)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 from holdfast.adapters.memory import BytesMemory
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
@@ -39,6 +40,8 @@ from holdfast.store.local import LocalStore
 
 log = logging.getLogger("holdfast")
 PutDown = Callable[[Work, list[Replica], dict[str, Any]], list[WrittenFile]]
+LANE = "async"
+"""The lane of the roster on which asynchronous saves meet those of other ranks."""
 EXIT_GRACE = 30.0
 """Seconds that pending saves are waited for when the process ends by an exception."""
 
@@ -54,6 +57,7 @@ class Background:
         self._pending: Pending | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
+        self._retired = False
 
     def save(
         self,
@@ -64,7 +68,7 @@ class Background:
         retries: int,
     ) -> Pending:
         """Stage what `make` reads, and save it in the background. Waits for the save before this one."""
-        if self._pid != os.getpid():
+        if self.is_of_another_process():
             raise BadInput(
                 "This process was forked after an asynchronous save; it can't go on with its parent's."
             )
@@ -96,6 +100,27 @@ class Background:
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
         return pending
+
+    def release(self) -> None:
+        """Give back the arena and the writer process, once nothing is under way. The next save has new ones."""
+        with self._lock:
+            if self._pending is not None and not self._pending.done():
+                return
+            self._writer.kill()
+            arena, self._arena = self._arena, None
+            if arena is not None and not self._copying:
+                arena.close()
+            if self._retired:
+                atexit.unregister(self.drain)
+                _known.discard(self)
+
+    def retire(self) -> None:
+        """Nobody can begin a save here any more: release what it has once the last one has ended."""
+        self._retired = True
+        if self._pending is None:
+            self.release()
+        else:
+            self._pending.upload_completion.add_done_callback(lambda future: self.release())
 
     def _wait_for_the_last(self) -> None:
         if self._pending is not None:
@@ -130,7 +155,7 @@ class Background:
             except (CommitUnconfirmed, RosterLost, BadInput):
                 raise
             except HoldfastError as error:
-                if not left or pending.cancelled:
+                if not left or pending.cancelled or save.operation.call.deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
                 save.begin_again()
@@ -227,10 +252,14 @@ class Background:
                 _sweep(store, about["attempt"], held.rank)
             raise
 
+    def is_of_another_process(self) -> bool:
+        """Was it made before this process was forked?"""
+        return self._pid != os.getpid()
+
     def drain(self) -> None:
         """At the end of the process: wait for what is under way, and say if it failed and nobody asked."""
         pending = self._pending
-        if self._pid != os.getpid() or pending is None:
+        if self.is_of_another_process() or pending is None:
             return
         raised = getattr(sys, "last_value", None) is not None
         timeout = EXIT_GRACE if raised else None
@@ -259,31 +288,40 @@ def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
 
 
 _COPIED = BytesMemory(b"")
-_slots: dict[int, Background] = {}
-_lock = threading.Lock()
+_known: set[Background] = set()
+"""All of this process that may have a save under way, or one that failed and nobody has asked for."""
+_of_thread = threading.local()
 
 
-def background(slot: int = 0) -> Background:
-    """This process's. There are as many as saves that may be under way at once."""
-    with _lock:
-        known = _slots.get(slot)
-        if known is None or known._pid != os.getpid():
-            known = _slots[slot] = Background()
-            atexit.register(known.drain)
-        return known
+class _Owner:
+    """Lives as long as its thread."""
+
+
+def background_of(owner: object) -> Background:
+    """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
+    made = Background()
+    _known.add(made)
+    atexit.register(made.drain)
+    finalize(owner, made.retire).atexit = False
+    return made
+
+
+def background_of_this_thread() -> Background:
+    """That of `holdfast.async_save`. Threads have one each, so that none waits for another's save."""
+    owner: _Owner | None = getattr(_of_thread, "owner", None)
+    if owner is None or _of_thread.background.is_of_another_process():
+        _of_thread.owner = owner = _Owner()
+        _of_thread.background = background_of(owner)
+    found: Background = _of_thread.background
+    return found
 
 
 def wait_for_saves(timeout: float) -> list[Pending]:
     """Wait for what is under way in this process; returns those that are not done by then."""
     ends = time.monotonic() + timeout
-    known = [found._pending for found in list(_slots.values()) if found._pid == os.getpid()]
+    known = [found._pending for found in list(_known) if not found.is_of_another_process()]
     under_way = [pending for pending in known if pending is not None]
     for pending in under_way:
         with suppress(Exception):  # whoever holds it is told
             pending.upload_completion.result(max(0.0, ends - time.monotonic()))
     return [pending for pending in under_way if not pending.done()]
-
-
-def lane(slot: int = 0) -> str:
-    """The lane of the roster on which saves of a slot meet those of other ranks."""
-    return f"async-{slot}"

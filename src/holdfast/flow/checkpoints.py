@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast.adapters.state import flatten
+from holdfast.flow.call import Call
 from holdfast.flow.load import LoadReport, load_from
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import PREVIOUS, Save
 from holdfast.flow.steps import Steps
-from holdfast.roster.base import Roster
 from holdfast.store.base import Store
 
 
@@ -42,12 +42,12 @@ class Checkpoints(Steps):
         `expected="previous"` compares names with the newest committed step's.
         """
 
-        def make(roster: Roster) -> Save:
+        def make(call: Call) -> Save:
             return Save(
                 self._folder(step),
                 lambda rank: flatten(state, rank),
+                call,
                 step=step,
-                roster=roster,
                 include=include,
                 exclude=exclude,
                 expected=expected,
@@ -57,7 +57,6 @@ class Checkpoints(Steps):
                 notes=notes,
                 options=self._options,
                 after=lambda: self._retire(step),
-                **self._who,
             )
 
         return self._save(make, step)
@@ -87,14 +86,7 @@ class Checkpoints(Steps):
     ) -> LoadReport | None:
         """`restore`, returning the whole report."""
 
-        def load(store: Store) -> LoadReport:
-            return load_from(
-                store,
-                lambda rank: flatten(state, rank),
-                roster=self._roster(),
-                options=self._options,
-                **how,
-                **self._who,
-            )
+        def load(store: Store, call: Call) -> LoadReport:
+            return load_from(store, lambda rank: flatten(state, rank), call, options=self._options, **how)
 
         return self._load(load, step, fallback)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +17,11 @@ from holdfast.errors import (
     Conflict,
     CorruptCheckpoint,
     HoldfastError,
+    NotCommitted,
     SaveFailed,
     StorageError,
 )
+from holdfast.flow.protocol import VISIBLE_WITHIN
 from holdfast.flow.retention import INDEX
 from holdfast.flow.sources import open_index
 from holdfast.flow.write import WrittenFile
@@ -31,8 +33,6 @@ from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store
 
 log = logging.getLogger("holdfast")
-VISIBLE_WITHIN = 20.0
-"""Seconds that a network file system may take to show another host's file."""
 
 
 def present_tail(store: Store) -> bytes | None:
@@ -197,10 +197,12 @@ class Commit:
             return False
 
 
-def names_files(store: Store, names: Iterable[str]) -> bool:
-    """Does the committed index name one of these data files?"""
+def is_of_attempt(store: Store, attempt: str) -> bool | None:
+    """Was the index in storage made by this attempt? None if that can't be told."""
     try:
         with open_index(store) as index:
-            return not set(names).isdisjoint(index.file_names())
-    except HoldfastError:
+            return index.about.get("attempt") == attempt
+    except NotCommitted:
         return False
+    except HoldfastError:
+        return None

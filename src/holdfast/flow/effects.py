@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from holdfast.deadline import Clock, Deadline
+from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError
 from holdfast.flow.phases import TRANSITIONS, Table
 from holdfast.roster.base import Message
@@ -24,6 +24,16 @@ class Get(NamedTuple):
 class Claim(NamedTuple):
     key: str
     message: Message
+
+
+class Count(NamedTuple):
+    """Add one to a counter; its new value."""
+
+    key: str
+
+
+class Delete(NamedTuple):
+    keys: Sequence[str]
 
 
 class Pause(NamedTuple):
@@ -46,7 +56,7 @@ class Alive(NamedTuple):
     message: Message
 
 
-Effect = Put | Get | Claim | Pause | Do | Alive
+Effect = Put | Get | Claim | Count | Delete | Pause | Do | Alive
 Steps = Generator[Effect, Any, Any]
 
 
@@ -58,8 +68,7 @@ class Context:
     participants: tuple[int, ...]
     key: str
     title: str
-    clock: Clock
-    timeout: float
+    deadline: Deadline
     stall_timeout: float
     table: Table = field(default_factory=lambda: TRANSITIONS)
     step: int | None = None
@@ -69,13 +78,21 @@ class Context:
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""
+    about: Message = field(default_factory=dict)
+    """What its presence message says of this call (`rendezvous.Site`)."""
     hint: str = "Nothing was committed; what was committed before is untouched."
     """What an error adds that names ranks which are missing."""
-    round: int = 0
-    """How many calls these participants had brought to a good end before this one."""
+    abandoned: dict[str, int] = field(default_factory=dict)
+    """This rank's calls that were abandoned since the last good end (`flow/rendezvous.py`); told with its first message."""
+    settled: Message | None = None
+    """The outcome, once this rank knows it."""
+    own: set[str] = field(default_factory=set)
+    """Keys that nobody needs once this rank has left."""
+    answers: set[str] = field(default_factory=set)
+    """Committer: keys of what it told single ranks; who reads one deletes it, unless the call was abandoned before."""
 
     def __post_init__(self) -> None:
-        self.deadline = Deadline(self.timeout, self.clock)
+        self.clock = self.deadline.clock
         self.committer = min(self.participants)
         self.who = self.who or f"rank {self.rank}"
         self.meet(self.key)
@@ -96,7 +113,30 @@ class Context:
         self.on_phase(phase)
 
     def said(self, stage: str, rank: int) -> str:
+        """The key of what a rank says, or is told, at a stage."""
         return f"{self.key}/{stage}/{rank}"
+
+    def say(self, stage: str, message: Message) -> Put:
+        """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were abandoned before it."""
+        key = self.said(stage, self.rank)
+        self.own.add(key)
+        return Put(key, {**message, "abandoned": self.abandoned} if self.abandoned else message)
+
+    def tell(self, stage: str, rank: int, message: Message) -> Put:
+        """Committer: tell one rank, which deletes it when it leaves."""
+        key = self.said(stage, rank)
+        self.answers.add(key)
+        return Put(key, message)
+
+    def hear(self, message: Message) -> None:
+        """Committer: take in which calls another rank has seen abandoned."""
+        for site, number in message.get("abandoned", {}).items():
+            self.abandoned[site] = max(self.abandoned.get(site, 0), int(number))
+
+    def agreed(self, **more: Any) -> Message:
+        """The outcome of a call that all ranks bring to its end."""
+        told = {"abandoned": self.abandoned} if self.abandoned else {}
+        return {"state": "agreed", "rank": self.rank, **told, **more}
 
 
 class SaveWork(Protocol):
@@ -131,7 +171,7 @@ class SaveWork(Protocol):
         ...
 
     def is_committed(self) -> bool:
-        """Does the index in storage name this rank's files?"""
+        """Is the index in storage that of this attempt, as far as can be seen from here? Never raises."""
         ...
 
 
@@ -172,6 +212,6 @@ class LoadWork(Protocol):
 
     def read(self, chosen: Message) -> Message: ...
 
-    def tidy(self) -> None:
-        """Committer, once all have read. Never raises."""
+    def check(self, reports: dict[int, Message]) -> None:
+        """Committer, once all have read: is there anything wrong with what all ranks have done?"""
         ...

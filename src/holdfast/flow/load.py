@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from holdfast.adapters.memory import BytesMemory, TensorMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
 from holdfast.errors import (
+    BadInput,
     CorruptCheckpoint,
     HoldfastError,
     LoadFailed,
@@ -26,14 +26,13 @@ from holdfast.errors import (
     Unplaced,
 )
 from holdfast.flow.births import Births, Born, Patterns, as_list
-from holdfast.flow.commit import VISIBLE_WITHIN
+from holdfast.flow.call import Call, begin_call, one_folder
 from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
-from holdfast.flow.protocol import load_steps
+from holdfast.flow.protocol import VISIBLE_WITHIN, load_steps
 from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.sources import Source, open_source
-from holdfast.flow.world import find_participants, find_roster, the_place
 from holdfast.format import objects
 from holdfast.format.columns import Columns
 from holdfast.layout.box import Box, Dims, whole
@@ -114,7 +113,7 @@ class _Work:
                     ) from None
                 raise self._replaced() from None
         self._decode()
-        return {"bytes": self.bytes_read}
+        return {"bytes": self.bytes_read, "names": len(self.leaves)}
 
     def _read(self, index: Source) -> None:
         births = Births(self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants)
@@ -157,11 +156,11 @@ class _Work:
         except HoldfastError:
             return False
 
-    def tidy(self) -> None:
-        at = self.operation.at
-        with suppress(HoldfastError):
-            self.operation.roster.delete(
-                [at.said("read", rank) for rank in at.participants if rank != at.rank]
+    def check(self, reports: dict[int, Message]) -> None:
+        if not any(report["names"] for report in reports.values()):
+            raise BadInput(
+                f"The load of {self.store.url} asks for nothing: no rank has a name in its state.",
+                hint="Give the state that is to be filled, or look at include= and exclude=.",
             )
 
     def _wait_for(self, chosen: Message) -> None:
@@ -313,37 +312,36 @@ def load(
     strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
     The other arguments are those of `save`.
     """
-    store, found = open_store(the_place(path, checkpoint_id)), find_roster(roster, no_dist)
-    begun = time.monotonic()
+    store = open_store(one_folder(path, checkpoint_id))
+    call = begin_call(
+        roster,
+        no_dist=no_dist,
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+    )
     while True:
         try:
             return load_from(
                 store,
                 lambda rank: flatten(state_dict, rank),
-                roster=found,
-                participants=participants,
-                process_group=process_group,
-                timeout=timeout,
-                stall_timeout=stall_timeout,
+                call,
                 include=include,
                 exclude=exclude,
                 strict=strict,
                 options=options,
             )
         except Replaced:  # the same on every rank: all begin anew, with the version that is there now
-            if time.monotonic() - begun > timeout / 2:
+            if call.deadline.left() < timeout / 2:
                 raise
 
 
 def load_from(
     store: Store,
     take: Callable[[int], Flat],
+    call: Call,
     *,
-    roster: Roster,
-    participants: Iterable[int] | None = None,
-    process_group: Any = None,
-    timeout: float = 1800.0,
-    stall_timeout: float = 120.0,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     strict: bool = True,
@@ -354,8 +352,7 @@ def load_from(
 
     signature: what else tells this call from others on the same folder, the same on all ranks.
     """
-    everyone = find_participants(roster, participants, process_group)
-    flat, ends = Flat(), time.monotonic() + timeout
+    flat = Flat()
     lengths: Lengths | None = None
 
     def begin() -> _Work:
@@ -363,30 +360,29 @@ def load_from(
             "load",
             f"load of {store.url}",
             store.url,
-            None,
-            (include, exclude, strict, signature, lengths is None),
-            roster,
-            everyone,
-            None,
-            max(0.1, ends - time.monotonic()),
-            stall_timeout,
+            call,
             LOAD_TRANSITIONS,
+            include=include,
+            exclude=exclude,
+            strict=strict,
+            signature=signature,
+            lengths=lengths is not None,
         )
-        held = Holding(roster.rank)
+        held = Holding(call.rank)
         return _Work(store, held, strict, options or Options(), operation, patterns=(include, exclude))
 
     def read() -> None:
-        taken = take(roster.rank)
+        taken = take(call.rank)
         flat.after = taken.after
         work.leaves = select(taken.leaves, include, exclude)
-        work.held, work.owner = hold(work.leaves, roster.rank, work.operation.at.participants, for_load=True)
+        work.held, work.owner = hold(work.leaves, call.rank, call.participants, for_load=True)
         if lengths is not None:
             put_in_place(work.held, lengths)
 
     while True:
         work = begin()
         operation = work.operation
-        work.trouble = read_state(read, roster.rank)
+        work.trouble = read_state(read, call.rank)
         if lengths is None and work.trouble is None:
             work.trouble = unplaced(work.held, operation.at.title)
         try:
@@ -396,10 +392,7 @@ def load_from(
             lengths = Lengths(
                 f"lengths for the {operation.at.title}",
                 f"{store.url}|lengths",
-                roster,
-                participants=everyone,
-                timeout=max(0.1, ends - time.monotonic()),
-                stall_timeout=stall_timeout,
+                call,
             ).of(work.held, work.trouble)
             lengths.run()
     work.give_back()
@@ -410,7 +403,7 @@ def load_from(
             raise LoadFailed(
                 f"{operation.at.title}: all was read, but load_state_dict failed on {operation.at.who}: "
                 f"{type(error).__name__}: {error}",
-                rank=roster.rank,
+                rank=call.rank,
                 hint="Other ranks don't know of this.",
             ) from error
     return LoadReport(

@@ -3,67 +3,68 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
 from holdfast import events
-from holdfast.deadline import REAL_CLOCK, check_seconds
-from holdfast.errors import DeadlineExceeded, HoldfastError, Unplaced
+from holdfast.errors import HoldfastError, RosterLost, Unplaced
+from holdfast.flow.call import Call
 from holdfast.flow.effects import Context, Steps
 from holdfast.flow.phases import CHOICE_TRANSITIONS, Table
 from holdfast.flow.protocol import choice_steps
-from holdfast.flow.run import Cancel, run
-from holdfast.flow.world import find_participants, meeting_key, rounds
+from holdfast.flow.rendezvous import Site, history_of, leave, meet
+from holdfast.flow.run import Cancel, Stages, run
 from holdfast.roster.base import Roster
+from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
 
 
 class Operation:
-    """A save, load or choice that this rank enters with the other participants."""
+    """A save, load or choice that this rank enters with the other participants of a call.
+
+    kind, place, arguments: what is called; ranks whose are not equal never meet. title: how errors name it.
+    """
 
     def __init__(
         self,
         kind: str,
         title: str,
         place: str,
-        step: int | None,
-        signature: object,
-        roster: Roster,
-        participants: Iterable[int] | None,
-        process_group: Any,
-        timeout: float,
-        stall_timeout: float,
+        call: Call,
         table: Table,
+        step: int | None = None,
+        **arguments: object,
     ) -> None:
-        check_seconds("timeout", timeout)
-        check_seconds("stall_timeout", stall_timeout)
-        everyone = find_participants(roster, participants, process_group)
-        self.kind, self.place, self.step, self.roster = kind, place, step, roster
+        self.kind, self.place, self.step, self.call = kind, place, step, call
         self.begun = time.monotonic()
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
-        self._signature = (step, signature)
-        self.presence = Presence(roster, title, min(1.0, stall_timeout / 5))
+        self.alone = len(call.participants) == 1
+        # What nobody else takes part in needs no message store, and leaves nothing there.
+        self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
+        self._site = Site(kind, place, {"step": step, **arguments}, call.participants)
+        self._history = history_of(self.roster, call.participants)
+        self.presence = Presence(call.roster, title, min(1.0, call.stall_timeout / 5))
+        self.presence.about = self._site.about
         me = self.presence.identity
         self.clocks = {"entered": self.begun}
         self.at = Context(
-            roster.rank,
-            everyone,
+            call.rank,
+            call.participants,
             "",
             title,
-            REAL_CLOCK,
-            timeout,
-            stall_timeout,
+            call.deadline,
+            call.stall_timeout,
             table=table,
             step=step,
             on_phase=self._on_phase,
             on_wait=self.presence.wait_for,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+            about=self._site.about,
         )
         self.emit("entered")
 
@@ -91,14 +92,20 @@ class Operation:
     def still_wanted(self) -> None:
         self.cancel.check()
 
-    def _enter(self) -> None:
+    def _meet(self) -> Steps:
         """Find the others, and show this rank to them."""
-        key, self.attempt = meeting_key(
-            self.kind, self.place, self._signature, self.at.participants, self.roster
-        )
-        self.at.meet(key)
-        self.at.round = rounds(self.roster)[self.at.participants]
-        self.presence.begin(key, self.at.outcome if len(self.at.participants) > 1 else None)
+        self.attempt = yield from meet(self.at, self._site, self._history)
+        try:
+            self.presence.begin(self.at.key, None if self.alone else self.at.outcome)
+        except RosterLost:
+            if not self.alone:
+                raise
+        except HoldfastError as error:  # no thread for the beat: the protocol tells it to the others
+            self.cancel.set(error)
+
+    def _leave(self) -> Steps:
+        with suppress(RosterLost):
+            yield from leave(self.at, self._history)
 
     def run(
         self, make: Callable[[], Steps], trouble: HoldfastError | None = None, beside_training: bool = False
@@ -110,9 +117,9 @@ class Operation:
         """
         try:
             with nullcontext() if beside_training else collector_paused():
-                result = run(self._enter, make, self.at, self.roster, self.presence, self.cancel)
-            rounds(self.roster)[self.at.participants] += 1
-            return result
+                return run(
+                    Stages(self._meet, make, self._leave), self.at, self.roster, self.presence, self.cancel
+                )
         except HoldfastError as error:
             if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
                 self.emit("raised", error=type(error).__name__, message=str(error))
@@ -120,6 +127,9 @@ class Operation:
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None
             raise
+        finally:
+            if self.at.settled is None:
+                self._history.give_up(self.at.key)
 
     def seconds(self) -> float:
         return time.monotonic() - self.begun
@@ -158,53 +168,9 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
     return None
 
 
-def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
-    """Do what may block for ever, storage mostly, on a thread of its own; DeadlineExceeded if it takes too long."""
-    ended: list[BaseException | None] = []
-
-    def work() -> None:
-        try:
-            action()
-        except BaseException as error:
-            ended.append(error)
-        else:
-            ended.append(None)
-
-    thread = threading.Thread(target=work, name="holdfast-look", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise DeadlineExceeded(
-            f"{doing} took longer than {seconds:g} s: a call into storage does not return.",
-            hint="A stack of its thread `holdfast-look` (py-spy, faulthandler) shows where it is.",
-        )
-    if ended[0] is not None:
-        raise ended[0]
-
-
 def agree(
-    title: str,
-    place: str,
-    choose: Callable[[dict[int, Any]], Any],
-    roster: Roster,
-    participants: Iterable[int] | None,
-    process_group: Any,
-    timeout: float,
-    stall_timeout: float,
-    mine: Any = None,
+    title: str, place: str, choose: Callable[[dict[int, Any]], Any], call: Call, mine: Any = None
 ) -> Any:
     """The lowest participant's answer, a JSON value, on every participant; it is given what each says (`mine`)."""
-    operation = Operation(
-        "choice",
-        title,
-        place,
-        None,
-        None,
-        roster,
-        participants,
-        process_group,
-        timeout,
-        stall_timeout,
-        CHOICE_TRANSITIONS,
-    )
+    operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
     return operation.run(lambda: choice_steps(operation.at, choose, mine))

@@ -50,15 +50,12 @@ class Watch:
             timer = self.timers.setdefault(rank, StallTimer(at.stall_timeout, at.clock))
             if message is not None:
                 if (yield Alive(message)) is False:
-                    lost.append(describe(rank, message, at.clock.wall(), "its process has ended"))
+                    lost.append(self._describe(rank, message, "its process has ended"))
                     continue
-                inside = message.get("operation") == at.key
-                lives = (inside and message.get("waiting_for") is not None) or message.get("resident")
-                beating = message.get("beat") if lives else None
-                timer.see((message.get("operation"), message.get("phase"), message.get("progress"), beating))
+                timer.see(self._mark(message))
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s"
-                lost.append(describe(rank, message, at.clock.wall(), self._where(message) or quiet))
+                lost.append(self._describe(rank, message, self._where(message) or quiet))
         if lost:
             raise self._failed(lost, what, RankFailed)
         if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
@@ -66,28 +63,64 @@ class Watch:
             if waits_for:  # the committer itself only waits: name those that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
                 here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"
-            out = [
-                describe(rank, message, at.clock.wall(), self._where(message))
-                for rank, message in here.items()
-            ]
+            out = [self._describe(rank, message, self._where(message)) for rank, message in here.items()]
             raise self._failed(out, what, DeadlineExceeded)
+
+    def _mark(self, message: Message) -> object:
+        """What changes when a rank gets on: in this operation, or anywhere as long as it is not in this one."""
+        operations: dict[str, Message] = message.get("operations") or {}
+        inside = operations.get(self.at.key)
+        if inside is None:
+            parts = [(key, part.get("phase"), part.get("progress")) for key, part in operations.items()]
+            resident = any(part.get("resident") for part in operations.values())
+            return parts, message.get("beat") if resident else None
+        beats = inside.get("waiting_for") is not None
+        return inside.get("phase"), inside.get("progress"), message.get("beat") if beats else None
+
+    def _describe(self, rank: int, message: Message | None, note: str) -> RankInfo:
+        return describe(rank, message, self.at.clock.wall(), note, self.at.key)
 
     def _waits_for(self, message: Message | None) -> list[int]:
         """Whom a rank in this very operation waits for, as it says itself."""
-        if message is None or message.get("operation") != self.at.key:
-            return []
+        inside = ((message or {}).get("operations") or {}).get(self.at.key) or {}
         return [
             rank
-            for rank in message.get("waiting_for") or ()
+            for rank in inside.get("waiting_for") or ()
             if rank in self.at.participants and rank != self.at.rank
         ]
 
     def _where(self, message: Message | None) -> str:
+        """Why a rank is not in this call, as far as its message tells; empty if it is."""
+        at = self.at
         if message is None:
-            return f"it never entered {self.at.title}"
-        if message.get("operation") != self.at.key:
-            return f"it has not entered {self.at.title}"
-        return ""
+            return f"it never entered {at.title}"
+        operations: dict[str, Message] = message.get("operations") or {}
+        if at.key in operations:
+            return ""
+        site, _, number = at.key.rpartition(".")
+        for key, part in [
+            *operations.items(),
+            (str((message.get("last") or {}).get("key")), message.get("last") or {}),
+        ]:
+            other, _, its = key.rpartition(".")
+            if other == site and its.isdecimal() and its != number:
+                behind = int(its) < int(number)
+                return (
+                    f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number {int(its) + 1} of {at.title}, this "
+                    f"one is number {int(number) + 1}"
+                    + (", and the others had given that one up" if behind else "")
+                )
+            if (
+                part.get("site") is not None
+                and part["site"] == at.about.get("site")
+                and other != site
+                and key in operations
+            ):
+                return (
+                    f"it is in another call of {at.title}, with arguments {part.get('arguments')} where rank {at.rank} has "
+                    f"{at.about.get('arguments')}"
+                )
+        return f"it has not entered {at.title}"
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         at = self.at

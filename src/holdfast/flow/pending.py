@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.flow.save import Save, SaveReport
+from holdfast.threads import start_thread
 
 T = TypeVar("T")
 
@@ -35,6 +36,8 @@ class Pending:
         self.path, self.step = path, step
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.upload_completion: concurrent.futures.Future[SaveReport] = concurrent.futures.Future()
+        for future in (self.staging_completion, self.upload_completion):
+            future.set_running_or_notify_cancel()  # `cancel` of a future can't end a save; that of this object can
         self.noticed = False
         """Has anybody seen how it ended?"""
         self._save: Save | None = None
@@ -56,7 +59,12 @@ class Pending:
             else:
                 self.upload_completion.set_result(report)
 
-        threading.Thread(target=work, name="holdfast-async-save", daemon=True).start()
+        try:
+            start_thread(threading.Thread(target=work, name="holdfast-async-save", daemon=True))
+        except HoldfastError as error:
+            if self._save is not None:
+                self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
+            work()
 
     def attempt(self, save: Save) -> None:
         """It is this save that goes on now."""

@@ -8,14 +8,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 from holdfast.deadline import REAL_CLOCK, Deadline
 from holdfast.errors import RosterLost
+from holdfast.flow.call import begin_call, find_participants, find_roster
 from holdfast.flow.together import Together
-from holdfast.flow.world import find_participants, find_roster
 from holdfast.roster.base import Roster
 
 LANE = "preemption"
@@ -65,15 +66,8 @@ class Preemption:
         self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
-        self._together = Together(
-            "choice of the step to stop at",
-            self._asked,
-            self._roster,
-            participants=who,
-            process_group=None,
-            timeout=budget,
-            stall_timeout=budget,
-        )
+        begin = partial(begin_call, self._roster, participants=who, timeout=budget, stall_timeout=budget)
+        self._together = Together("choice of the step to stop at", self._asked, begin)
         self._before = {number: signal.signal(number, self._on_signal) for number in signals}
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
         self._thread.start()

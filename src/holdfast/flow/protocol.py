@@ -12,6 +12,7 @@ that another rank has died or stalled. So "agreed" and "abandoned" can't both be
 rank raises the same error. A save has a second key, `final`, written by the committer alone once
 the index is durable. Between `agreed` and `final` lies the only window in which a rank may be
 unable to know: it looks into storage, and if the index is not there it says CommitUnconfirmed.
+No rank but the committer believes a message that says `committed`: it looks for the index of this attempt itself.
 
 Who waits for whom: the committer (lowest participant) waits for everyone, everyone else waits
 for the outcome and keeps an eye on the committer. A rank is given up when its process is gone
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RosterLost, from_message
@@ -45,6 +47,8 @@ from holdfast.flow.effects import (
 from holdfast.flow.patience import ASK, QUOTED, Watch
 from holdfast.roster.base import Message
 
+VISIBLE_WITHIN = 75.0
+"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a folder for 60."""
 UNDISTURBED = 0.25
 """Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by then."""
 _STAGES = {
@@ -75,9 +79,9 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
             yield Do("prepare", lambda: work.prepare(written))
             yield from _claim_agreed(at)
             final = yield from _publish(at, work)
-            yield Do("tidy", work.tidy)
+            yield from _tidy(work.tidy)
             return final
-        yield Put(at.said("written", at.rank), message)
+        yield at.say("written", message)
         return (yield from _await_final(at, work))
     except _Settled as settled:
         raise settled.error from None
@@ -88,7 +92,9 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
         return (yield from _without_roster(at, work, error))
     except HoldfastError as error:
         abandoned = yield from _abandon(at, error)
-        if abandoned is None:  # every rank had written, this one too: somebody will have committed
+        if abandoned is None and at.phase not in ("written", "committing"):
+            abandoned = _not_ours(at)
+        elif abandoned is None:  # every rank had written, this one too: somebody will have committed
             at.enter("unconfirmed")
             abandoned = _unconfirmed(at, error)
         raise abandoned from error.__cause__
@@ -107,11 +113,11 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         message = yield Do("read", lambda: work.read(chosen))
         at.enter("read")
         if at.leads:
-            yield from _collect(at, "read", message, at.participants)
+            reports = yield from _collect(at, "read", message, at.participants)
+            yield Do("check", lambda: work.check(reports))
             yield from _claim_agreed(at)
-            yield Do("tidy", work.tidy)
         else:
-            yield Put(at.said("read", at.rank), message)
+            yield at.say("read", message)
             yield from _await(at, at.outcome, "say that every rank has read")
         at.enter("loaded")
         return message
@@ -120,25 +126,28 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         raise
     except HoldfastError as error:
         abandoned = yield from _abandon(at, error)
-        if abandoned is None:  # every rank has read, this one too, and its patience ended a moment early
+        if (
+            abandoned is None and at.phase == "read"
+        ):  # every rank has read, and this one's patience ended a moment early
             at.enter("loaded")
             return message
-        raise abandoned from error.__cause__
+        raise (abandoned or _not_ours(at)) from error.__cause__
 
 
 def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any = None) -> Steps:
     """The committer's answer, on every rank, once every rank has said its part of the question."""
+    asked = False
     try:
         yield from _refuse_late(at)
         if at.leads:
-            asked = yield from _collect(at, "asked", {"mine": mine}, at.participants)
-            said = {rank: message["mine"] for rank, message in asked.items()}
+            heard = yield from _collect(at, "asked", {"mine": mine}, at.participants)
+            said = {rank: message["mine"] for rank, message in heard.items()}
             value = yield Do("choose", lambda: choose(said))
-            yield Put(f"{at.key}/chosen", {"value": value})
-            yield from _claim_agreed(at)
+            yield from _claim_agreed(at, value=value)
         else:
-            yield Put(at.said("asked", at.rank), {"mine": mine})
-            value = (yield from _await(at, f"{at.key}/chosen", "choose"))["value"]
+            yield at.say("asked", {"mine": mine})
+            asked = True
+            value = (yield from _await(at, at.outcome, "choose"))["value"]
         at.enter("chosen")
         return value
     except RosterLost:
@@ -146,10 +155,10 @@ def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any
         raise
     except HoldfastError as error:
         abandoned = yield from _abandon(at, error)
-        if abandoned is None:
+        if abandoned is None and asked:
             at.enter("chosen")
-            return (yield Get([f"{at.key}/chosen"]))[0]["value"]
-        raise abandoned from error.__cause__
+            return at.settled["value"]  # type: ignore[index]
+        raise (abandoned or _not_ours(at)) from error.__cause__
 
 
 def turn_steps(at: Context, work: TurnWork) -> Steps:
@@ -165,11 +174,12 @@ def turn_steps(at: Context, work: TurnWork) -> Steps:
             answers = yield Do("choose", lambda: work.choose(asked))
             for rank in at.participants:
                 if rank != at.rank:
-                    yield Put(f"{at.key}/answer/{rank}", answers[rank])
+                    yield at.tell("answer", rank, answers[rank])
             answer = answers[at.rank]
         else:
-            yield Put(at.said("asked", at.rank), mine)
-            answer = yield from _await(at, f"{at.key}/answer/{at.rank}", "answer")
+            yield at.say("asked", mine)
+            at.own.add(at.said("answer", at.rank))
+            answer = yield from _await(at, at.said("answer", at.rank), "answer")
         at.enter("acting")
         yield Do("begin", lambda: work.begin(answer))
         yield Do("rest", lambda: work.wait(min(UNDISTURBED, at.deadline.left())))
@@ -178,14 +188,12 @@ def turn_steps(at: Context, work: TurnWork) -> Steps:
             reports[at.rank] = yield from _act(at, work)
             at.enter("acted")
             value = yield Do("finish", lambda: work.finish(reports))
-            yield Put(f"{at.key}/chosen", value)
-            yield from _claim_agreed(at)
+            yield from _claim_agreed(at, value=value)
         else:
             report = yield from _act(at, work)
             at.enter("acted")
-            yield Put(at.said("acted", at.rank), report)
-            yield from _await(at, at.outcome, "say that every rank has done its part")
-            value = (yield Get([f"{at.key}/chosen"]))[0]
+            yield at.say("acted", report)
+            value = (yield from _await(at, at.outcome, "say that every rank has done its part"))["value"]
         at.enter("done")
         return value
     except RosterLost:
@@ -195,10 +203,10 @@ def turn_steps(at: Context, work: TurnWork) -> Steps:
         met = error
         better = yield Do("explain", lambda: work.explain(met))
         abandoned = yield from _abandon(at, better)
-        if abandoned is None:  # all ranks had done their part
+        if abandoned is None and at.phase == "acted":  # all ranks had done their part
             at.enter("done")
-            return (yield Get([f"{at.key}/chosen"]))[0]
-        raise abandoned from error.__cause__
+            return at.settled["value"]  # type: ignore[index]
+        raise (abandoned or _not_ours(at)) from error.__cause__
 
 
 # -- the parts ------------------------------------------------------------------------------
@@ -207,8 +215,28 @@ def turn_steps(at: Context, work: TurnWork) -> Steps:
 def _refuse_late(at: Context) -> Steps:
     """A rank that comes after its operation was abandoned gets the same error at once."""
     outcome = (yield Get([at.outcome]))[0]
-    if outcome is not None and outcome["state"] == "abandoned":
-        raise from_message(outcome["error"])
+    if outcome is not None:
+        at.settled = outcome
+        raise _not_ours(at) if outcome["state"] == "agreed" else from_message(outcome["error"])
+
+
+def _not_ours(at: Context) -> HoldfastError:
+    """An outcome that can't be: no rank can agree before this one has done its part."""
+    if at.phase != "failed":
+        at.enter("failed")
+    return HoldfastError(
+        f"{at.title}: the message store says that all ranks agreed, but rank {at.rank} had not done its part yet. Nothing that it says of "
+        "this call can be believed.",
+        step=at.step,
+        rank=at.rank,
+        hint="Something else writes into the message store of this job, or ranks were restarted one by one; see docs/security.md.",
+    )
+
+
+def _tidy(tidy: Callable[[], None]) -> Steps:
+    """The call has succeeded: an interruption of what is left to do changes nothing."""
+    with suppress(HoldfastError):
+        yield Do("tidy", tidy)
 
 
 def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
@@ -218,15 +246,16 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     they differ does everyone send its list. Ranks without such tensors say so and go on.
     """
     if not at.leads:
-        yield Put(at.said("claims", at.rank), {"claims": mine})
+        yield at.say("claims", {"claims": mine})
         if mine is None:
             return None
         at.enter("claims")
         assigned = yield from _await(at, f"{at.key}/assigned", "say who writes replicated tensors")
         if "tell" not in assigned:
             return assigned
-        yield Put(at.said("told", at.rank), (yield Do("tell", work.tell)))
-        return (yield from _await(at, f"{at.key}/assigned/{at.rank}", "say who writes replicated tensors"))
+        yield at.say("told", (yield Do("tell", work.tell)))
+        at.own.add(at.said("assigned", at.rank))
+        return (yield from _await(at, at.said("assigned", at.rank), "say who writes replicated tensors"))
     if mine is not None:
         at.enter("claims")
     messages = yield from _collect(at, "claims", {"claims": mine}, at.participants)
@@ -242,7 +271,7 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     assigned = yield Do("assign", lambda: work.assign({rank: told[rank] for rank in holders}))
     for rank, message in assigned.items():
         if rank != at.rank:
-            yield Put(f"{at.key}/assigned/{rank}", message)
+            yield at.tell("assigned", rank, message)
     return assigned.get(at.rank)
 
 
@@ -259,7 +288,9 @@ def _act(at: Context, work: TurnWork) -> Steps:
         if not at.leads:
             yield from watch.look([at.committer], "do its part")
         elif at.deadline.passed():
-            raise DeadlineExceeded(f"{at.who} did not do its part in {at.timeout:g} s.", rank=at.rank)
+            raise DeadlineExceeded(
+                f"{at.who} did not do its part in {at.deadline.seconds:g} s.", rank=at.rank
+            )
         pause = watch.patience()
         yield Do("rest", lambda: work.wait(pause))  # noqa: B023
 
@@ -281,6 +312,8 @@ def _collect(
         some = missing[:ASK]  # a bounded question, however large the world
         messages = yield Get([at.said(stage, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
+        for message in heard.values():
+            at.hear(message)
         found.update(heard)
         missing = [rank for rank in missing if rank not in heard]
         if len(heard) == len(some):
@@ -299,6 +332,8 @@ def _await(at: Context, key: str, what: str) -> Steps:
     while True:
         found = (yield Get([key]))[0]
         if found is not None and (key != at.outcome or found["state"] == "agreed"):
+            if key == at.outcome:
+                at.settled = found
             at.on_wait(None)
             return found
         yield from _raise_if_abandoned(at)
@@ -319,16 +354,31 @@ def _await_final(at: Context, work: SaveWork) -> Steps:
                     raise error
                 at.enter("failed")
                 raise _Settled(error)
-            at.enter("committed")
+            at.on_wait(None)
+            yield from _look(at, work, VISIBLE_WITHIN, f"rank {at.committer} says that it is committed")
             return final
         try:
             yield from watch.look([at.committer], "put the index in place")
         except HoldfastError as error:
-            if (yield Do("look", work.is_committed)):
-                at.enter("committed")
-                return {"state": "committed"}
-            raise _unconfirmed(at, error) from None
+            yield from _look(at, work, 0.0, error)
+            return {"state": "committed"}
         yield Pause(at.final, watch.patience())
+
+
+def _look(at: Context, work: SaveWork, seconds: float, cause: HoldfastError | str) -> Steps:
+    """Until the index of this attempt is seen in storage. Raises CommitUnconfirmed if it is not within so many seconds, or the deadline."""
+    ends = at.clock.now() + min(at.deadline.left(), seconds)
+    pause = 0.01
+    while not (yield Do("look", work.is_committed)):
+        if at.clock.now() >= ends:
+            if isinstance(cause, str):
+                cause = HoldfastError(
+                    f"{cause}, but its index is not to be seen from here", rank=at.committer
+                )
+            raise _unconfirmed(at, cause) from None
+        yield Do("rest", partial(at.clock.sleep, pause))
+        pause = min(2 * pause, 1.0)
+    at.enter("committed")
 
 
 def _unconfirmed(at: Context, cause: HoldfastError) -> CommitUnconfirmed:
@@ -342,8 +392,9 @@ def _unconfirmed(at: Context, cause: HoldfastError) -> CommitUnconfirmed:
     )
 
 
-def _claim_agreed(at: Context) -> Steps:
-    standing = yield Claim(at.outcome, {"state": "agreed", "rank": at.rank})
+def _claim_agreed(at: Context, **more: Any) -> Steps:
+    standing = yield Claim(at.outcome, at.agreed(**more))
+    at.settled = standing
     if standing["state"] == "abandoned":
         raise from_message(standing["error"])
 
@@ -361,10 +412,14 @@ def _publish(at: Context, work: SaveWork) -> Steps:
             raise
         at.enter("failed")
         raise _Settled(error) from None
-    with suppress(
-        RosterLost
-    ):  # the index is there: that is what committed means, and the others will find it
-        yield Put(at.final, final)
+    for _ in range(2):
+        try:
+            yield Put(at.final, final)
+            break
+        except RosterLost:
+            break  # the index is there: that is what committed means, and the others will find it
+        except HoldfastError:
+            continue  # this rank was interrupted; the others must hear of the commit all the same
     at.enter("committed")
     return final
 
@@ -382,7 +437,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    judging = at.leads and at.phase in ("claims", "committing")  # of what others said
+    judging = at.leads and at.phase in ("claims", "committing", "read")  # of what others said
     if error.rank is None and not error.missing and not judging:
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:
@@ -393,7 +448,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
     try:
         standing = yield Claim(
             at.outcome,
-            {"state": "abandoned", "rank": at.rank, "round": at.round, "error": error.to_message()},
+            {"state": "abandoned", "rank": at.rank, "error": error.to_message()},
         )
     except RosterLost:
         if at.phase == "written" and not at.leads:  # the others may commit what this rank has written
@@ -401,6 +456,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
             return _unconfirmed(at, error)
         at.enter("failed")
         return error
+    at.settled = standing
     if standing["state"] == "agreed":
         return None
     at.enter("failed")
@@ -414,16 +470,12 @@ def _without_roster(at: Context, work: SaveWork, error: RosterLost) -> Steps:
         if at.leads:  # the committer alone creates the index, and it has not
             at.enter("failed")
             raise error
-        ends = at.clock.now() + min(at.deadline.left(), 5.0)
-        while True:
-            if (yield Do("look", work.is_committed)):
-                at.enter("committed")
-                return {"state": "committed"}
-            if at.clock.now() >= ends:
-                break
-            yield Do("rest", lambda: at.clock.sleep(0.1))
-        at.enter("unconfirmed")
-        raise _unconfirmed(at, error)
+        try:
+            yield from _look(at, work, 5.0, error)
+        except CommitUnconfirmed:
+            at.enter("unconfirmed")
+            raise
+        return {"state": "committed"}
     at.enter("failed")
     raise error
 
@@ -431,4 +483,5 @@ def _without_roster(at: Context, work: SaveWork, error: RosterLost) -> Steps:
 def _raise_if_abandoned(at: Context) -> Steps:
     outcome = (yield Get([at.outcome]))[0]
     if outcome is not None and outcome["state"] == "abandoned":
+        at.settled = outcome
         raise from_message(outcome["error"])

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
-from holdfast.flow.effects import Alive, Claim, Context, Do, Get, Pause, Put, Steps
+from holdfast.flow.effects import Alive, Claim, Context, Count, Delete, Do, Get, Pause, Put, Steps
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
+from holdfast.threads import start_thread
 
 GRACE = 0.75
 """Seconds past its deadline, or past the others' giving up, that a worker is left to come back by itself."""
@@ -28,6 +30,7 @@ LAST_CALL = 0.5
 TIDY = 30.0
 """Seconds after its success that a call waits for the removal of what is not needed any more."""
 SUCCESS = ("committed", "loaded", "chosen", "done")
+UNSURE = ("written", "committing", "unconfirmed")
 
 
 class Cancelled(HoldfastError):
@@ -74,6 +77,10 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
                     result = roster.get(keys)
                 case Claim(key, message):
                     result = roster.claim(key, message)
+                case Count(key):
+                    result = roster.count(key)
+                case Delete(keys):
+                    roster.delete(keys)
                 case Pause(key, seconds):
                     roster.wait(key, seconds)
                 case Alive(message):
@@ -93,38 +100,60 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             error = wrapped
 
 
-def run(
-    enter: Callable[[], None],
-    make: Callable[[], Steps],
-    at: Context,
-    roster: Roster,
-    presence: Presence,
-    cancel: Cancel,
-) -> Any:
-    """Run a protocol under its deadline; returns or raises by then, whatever is stuck.
+class Stages(NamedTuple):
+    """A call from its beginning to its end."""
 
-    `enter` goes first, on the worker: it finds the meeting place and starts the beat.
-    """
+    meet: Callable[[], Steps]
+    """Finds the meeting place, and begins the beat."""
+    body: Callable[[], Steps]
+    leave: Callable[[], Steps]
+    """Deletes messages; what it meets changes nothing."""
+
+    def perform(self, roster: Roster, presence: Presence, cancel: Cancel, ended: _Ended) -> None:
+        """How the call ended is in `ended` before this rank leaves, which may take its time."""
+        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
+        try:
+            perform(self.meet(), roster, presence, never)
+            ended.value = perform(self.body(), roster, presence, cancel)
+        except BaseException as error:
+            ended.error = error
+        ended.known.set()
+        with suppress(HoldfastError):
+            perform(self.leave(), roster, presence, never)
+
+
+class _Ended:
+    """How a call ended on this rank: with a value or an error, once it is `known`."""
+
+    def __init__(self) -> None:
+        self.known = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+    """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
-    ended: list[Any] = []
+    ended = _Ended()
 
     def work() -> None:
         try:
-            enter()
-            ended.append((perform(make(), roster, presence, cancel), None))
-        except BaseException as error:
-            ended.append((None, error))
+            stages.perform(roster, presence, cancel, ended)
         finally:
             done.set()
             presence.leave()
 
     thread = threading.Thread(target=work, name="holdfast-operation", daemon=True)
-    thread.start()
     try:
-        _wait(done, at, presence)
+        start_thread(thread)
+    except HoldfastError as error:
+        cancel.set(error)  # the protocol tells it to the others, which takes no thread
+        work()
+    try:
+        _wait(done, ended, at, presence)
     except HoldfastError:
         cancel.set()
-        if not done.wait(LAST_CALL):
+        if not ended.known.wait(LAST_CALL):
             roster.renew()
             raise
     except BaseException as interrupt:
@@ -138,23 +167,26 @@ def run(
         raise
     finally:
         presence.stop()
-    if not ended:
-        return None  # it succeeded; what it still tidies up goes on by itself
-    thread.join(timeout=LAST_CALL)
-    value, error = ended[0]
-    if isinstance(error, Cancelled):
+    if done.is_set() and thread.ident is not None:
+        thread.join(timeout=LAST_CALL)
+    if not ended.known.is_set() and at.phase in SUCCESS:
+        return None  # what it still tidies up goes on by itself
+    if not ended.known.is_set() or isinstance(ended.error, Cancelled):
         raise _stuck(at, presence)
-    if error is not None:
-        raise error
-    return value
+    if ended.error is not None:
+        raise ended.error
+    return ended.value
 
 
-def _wait(done: threading.Event, at: Context, presence: Presence) -> None:
+def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
+        if ended.known.is_set():
+            done.wait(LAST_CALL)
+            return
         if at.phase in SUCCESS:
             succeeded = now if succeeded is None else succeeded
             if now >= succeeded + TIDY or now >= at.deadline.at + GRACE:
@@ -184,9 +216,9 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
         0.0,
         "its call into storage, the message store or a callback does not return",
     )
-    kind = CommitUnconfirmed if at.phase in ("written", "committing") else DeadlineExceeded
+    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
     return kind(
-        f"{at.title} did not come back by its deadline of {at.timeout:g} s: {here}.",
+        f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {here}.",
         step=at.step,
         phase=at.phase,
         rank=at.rank,

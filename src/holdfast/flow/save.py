@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,13 +14,13 @@ import numpy as np
 
 from holdfast.adapters.state import Flat, flatten, hold, select
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
-from holdfast.flow.commit import Commit, names_files, present_tail
+from holdfast.flow.call import Call, begin_call, one_folder
+from holdfast.flow.commit import Commit, is_of_attempt, present_tail
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import TRANSITIONS
 from holdfast.flow.protocol import save_steps
 from holdfast.flow.retention import step_folder
 from holdfast.flow.sources import open_index
-from holdfast.flow.world import find_roster, the_place
 from holdfast.flow.write import WrittenFile, discard, write_files
 from holdfast.format import objects
 from holdfast.format.columns import Columns
@@ -35,6 +34,7 @@ from holdfast.plan.save import plan_save
 from holdfast.roster.base import Message, Roster
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
+from holdfast.threads import within
 
 PREVIOUS = "previous"
 _PRIVATE = re.compile(r"@(\d+)(?:\.|\Z)")
@@ -168,20 +168,21 @@ class Work:
         return self.commit.publish()
 
     def tidy(self) -> None:
-        """Data that only the replaced index named, messages nobody needs, and what the caller wants done."""
+        """Data that only the replaced index named, and what the caller wants done."""
         assert self.commit is not None
-        at = self.operation.at
         with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):
                 self.store.delete(name)
-        stages = ("claims", "told", "written")
-        others = [rank for rank in at.participants if rank != at.rank]
         with suppress(HoldfastError):
-            self.operation.roster.delete([at.said(stage, rank) for stage in stages for rank in others])
             self.after()
 
+    def discard(self) -> None:
+        """After a failure: delete this rank's files, if it is known that no index names them."""
+        if is_of_attempt(self.store, self.operation.attempt) is False:
+            discard(self.store, self.made)
+
     def is_committed(self) -> bool:
-        return names_files(self.store, self.made)
+        return is_of_attempt(self.store, self.operation.attempt) is True
 
 
 def save(
@@ -224,14 +225,17 @@ def save(
     Raises `HoldfastError`s only (see `holdfast.errors`), `BadInput` before anything was started.
     """
     return Save(
-        open_store(the_place(path, checkpoint_id)),
+        open_store(one_folder(path, checkpoint_id)),
         lambda rank: flatten(state_dict, rank),
+        begin_call(
+            roster,
+            no_dist=no_dist,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        ),
         step=step,
-        roster=find_roster(roster, no_dist),
-        participants=participants,
-        process_group=process_group,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
         include=include,
         exclude=exclude,
         expected=expected,
@@ -253,13 +257,9 @@ class Save:
         self,
         store: Store,
         take: Callable[[int], Flat],
+        call: Call,
         *,
         step: int | None = None,
-        roster: Roster,
-        participants: Iterable[int] | None = None,
-        process_group: Any = None,
-        timeout: float = 1800.0,
-        stall_timeout: float = 120.0,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         expected: str | Iterable[str] | None = None,
@@ -273,21 +273,11 @@ class Save:
         if step is not None:
             step_folder(step)  # refuses what is not a step
         title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
-        signature, about = (include, exclude), grid.describe() if grid else None
+        about = grid.describe() if grid else None
 
         def begin(held: Holding) -> Work:
             operation = Operation(
-                "save",
-                title,
-                store.url,
-                step,
-                signature,
-                roster,
-                participants,
-                process_group,
-                timeout,
-                stall_timeout,
-                TRANSITIONS,
+                "save", title, store.url, call, TRANSITIONS, step, include=include, exclude=exclude
             )
             work = Work(store, held, options or Options(), step, about, notes, operation)
             if operation.at.leads:
@@ -296,20 +286,20 @@ class Save:
             return work
 
         self._begin = begin
-        self.work = begin(Holding(roster.rank))
+        self.work = begin(Holding(call.rank))
 
         def read() -> None:
-            leaves = select(take(roster.rank).leaves, include, exclude)
-            self.work.held, _ = hold(leaves, roster.rank, self.work.operation.at.participants)
+            leaves = select(take(call.rank).leaves, include, exclude)
+            self.work.held, _ = hold(leaves, call.rank, call.participants)
 
-        self.work.trouble = read_state(read, roster.rank)
+        self.work.trouble = read_state(read, call.rank)
 
     @property
     def operation(self) -> Operation:
         return self.work.operation
 
     def begin_again(self) -> None:
-        """After a failure: the same rows, in a new attempt with a deadline of its own."""
+        """After a failure: the same rows, in a new attempt under the same deadline."""
         trouble = self.work.trouble
         self.work = self._begin(self.work.held)
         self.work.trouble = trouble  # what this rank could not read it does not have the second time, either
@@ -324,11 +314,8 @@ class Save:
         except HoldfastError:
             if work.made and not work.options.keep_failed:
                 # On a thread, because the storage may be what failed: nobody waits for it longer than this.
-                sweep = threading.Thread(
-                    target=discard, args=(work.store, work.made), name="holdfast-sweep", daemon=True
-                )
-                sweep.start()
-                sweep.join(timeout=1.0)
+                with suppress(HoldfastError):
+                    within(1.0, "cleaning up", work.discard)
             raise
         names = len({spec.name for spec in work.held.specs})
         return SaveReport(

@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from holdfast import events
@@ -20,13 +21,13 @@ from holdfast.errors import (
     NotCommitted,
     Replaced,
 )
-from holdfast.flow.async_save import async_save_into
-from holdfast.flow.background import EXIT_GRACE, lane
+from holdfast.flow.background import EXIT_GRACE, LANE, background_of
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.operation import agree
 from holdfast.flow.pending import Pending, finished
 from holdfast.flow.retention import INDEX, committed_steps, remove_step, step_folder, surplus
 from holdfast.flow.save import Save
-from holdfast.flow.world import find_roster
+from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.roster.base import Roster
@@ -97,15 +98,18 @@ class Steps:
         self._pending: deque[Pending] = deque()
         self.tidying = threading.Lock()
         """What follows a commit is done for one step at a time."""
-        self._given_roster = roster
-        self._no_dist = no_dist
-        self._who: dict[str, Any] = {
-            "participants": None if participants is None else tuple(participants),
-            "process_group": process_group,
-            "timeout": timeout,
-            "stall_timeout": stall_timeout,
-        }
+        self._call = partial(
+            begin_call,
+            roster,
+            no_dist=no_dist,
+            participants=None if participants is None else tuple(participants),
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        )
+        """Begins a call: its deadline counts from then."""
         self._grid, self._options = grid, options
+        self._slots = [background_of(self) for _ in range(in_flight)]
 
     def latest(self) -> int | None:
         """The newest committed step as this rank sees it, or None."""
@@ -117,7 +121,11 @@ class Steps:
         return list(committed_steps(self.store, self.marks))
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the saves that are under way; raises the first error, on all ranks. Ends by their own deadlines."""
+        """Wait for the saves that are under way, and give back memory, descriptors and writer processes.
+
+        timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a save, on all ranks. A later
+        save begins anew.
+        """
         first: HoldfastError | None = None
         while self._pending:
             waiting = len(self._pending)
@@ -127,6 +135,8 @@ class Steps:
                 if len(self._pending) == waiting:
                     raise  # it goes on
                 first = first or error
+        for slot in self._slots:
+            slot.release()
         if first is not None:
             raise first
 
@@ -163,7 +173,7 @@ class Steps:
             raise error
         log.warning("A save in the background failed: %s", error)
 
-    def _save(self, make: Callable[[Roster], Save], step: int) -> Pending | None:
+    def _save(self, make: Callable[[Call], Save], step: int) -> Pending | None:
         """Begin what `make` reads; None if it was skipped because too many are under way on some rank."""
         if self._skips and self._asynchronous and self._is_busy(step):
             return None
@@ -171,32 +181,24 @@ class Steps:
         if self._asynchronous:
             slot = self._begun % self._in_flight  # that of the oldest, which has ended
             self._begun += 1  # also if it fails here: ranks meet on the same lane the next time
-            beside = self._roster().lane(lane(slot))
-            pending = async_save_into(
-                self._folder(step), lambda: make(beside), step, self._budget, self._retries, slot
+            lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{slot}"
+            pending = self._slots[slot].save(
+                lambda: make(self._call().lane(lane)),
+                self._folder(step).url,
+                step,
+                self._budget,
+                self._retries,
             )
             self._pending.append(pending)
             return pending
-        return finished(make(self._roster()).run(), step)
+        return finished(make(self._call()).run(), step)
 
     def _is_busy(self, step: int) -> bool:
         """Would a save have to wait on any rank? All must answer alike, so they ask each other."""
         mine = len(self._pending) == self._in_flight and not self._pending[0].done()
         title = f"question whether to skip step {step} in {self.store.url}"
-        place = f"{self.store.url}|busy"
-        return bool(
-            agree(
-                title,
-                place,
-                lambda said: any(said.values()),
-                self._roster().lane("busy"),
-                mine=mine,
-                **self._who,
-            )
-        )
-
-    def _roster(self) -> Roster:
-        return find_roster(self._given_roster, self._no_dist)
+        place = f"{self.store.url}|busy|{step}"
+        return bool(agree(title, place, lambda said: any(said.values()), self._call().lane("busy"), mine))
 
     def _folder(self, step: int) -> Store:
         """Where a step is saved."""
@@ -216,14 +218,14 @@ class Steps:
                     with suppress(HoldfastError):  # the next save tries again
                         remove_step(self.store, found[old])
 
-    def _load(self, load: Callable[[Store], T], step: int | None, fallback: bool) -> T | None:
+    def _load(self, load: Callable[[Store, Call], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""
         self._settle()
-        roster = self._roster()
+        call = self._call()
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
-            chosen = step if step is not None else self._agree_on_newest(roster, rejected)
+            chosen = step if step is not None else self._agree_on_newest(call, rejected)
             if chosen is None:
                 if rejected:
                     raise CorruptCheckpoint(
@@ -232,7 +234,7 @@ class Steps:
                 return None
             try:
                 own = step_folder(chosen, self.megatron)
-                return load(self.store.child(committed_steps(self.store, self.marks).get(chosen, own)))
+                return load(self.store.child(committed_steps(self.store, self.marks).get(chosen, own)), call)
             except (Replaced, NotCommitted) as error:
                 tries += 1
                 if step is not None or tries > TRIES:
@@ -241,14 +243,14 @@ class Steps:
             except CorruptCheckpoint as error:
                 if not fallback or step is not None:
                     raise
-                level = logging.WARNING if roster.rank == 0 else logging.DEBUG
+                level = logging.WARNING if call.rank == 0 else logging.DEBUG
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
-                    "load.rejected", rank=roster.rank, step=chosen, path=self.store.url, reason=str(error)
+                    "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
                 )
                 rejected = (*rejected, chosen)
 
-    def _agree_on_newest(self, roster: Roster, rejected: tuple[int, ...]) -> int | None:
+    def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
 
         def newest(said: dict[int, Any]) -> int | None:
@@ -256,4 +258,4 @@ class Steps:
             return found[-1] if found else None
 
         title = f"choice of the newest step in {self.store.url}"
-        return agree(title, f"{self.store.url}|{rejected}", newest, roster, **self._who)  # type: ignore[no-any-return]
+        return agree(title, f"{self.store.url}|{rejected}", newest, call)  # type: ignore[no-any-return]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
 
 from holdfast.errors import HoldfastError
+from holdfast.flow.call import Call
 from holdfast.flow.operation import agree
-from holdfast.roster.base import Roster
 
 
 class Together:
@@ -18,8 +18,9 @@ class Together:
     which it is holds nobody up, because the others answer from their background threads.
     """
 
-    def __init__(self, title: str, place: str, roster: Roster, **who: Any) -> None:
-        self._title, self._place, self._roster, self._who = title, place, roster, who
+    def __init__(self, title: str, place: str, begin: Callable[[], Call]) -> None:
+        """begin: makes the call in which the ranks agree, once there is something to do."""
+        self._title, self._place, self._begin = title, place, begin
         self._lock = threading.Lock()
         self._calls = 0
         self._announced = False
@@ -33,12 +34,7 @@ class Together:
             self._announced, following = True, self._calls + 1
         try:
             self._chosen = agree(
-                self._title,
-                self._place,
-                lambda said: max(said.values()),
-                self._roster,
-                mine=following,
-                **self._who,
+                self._title, self._place, lambda said: max(said.values()), self._begin(), following
             )
         except HoldfastError as error:
             self._error = error

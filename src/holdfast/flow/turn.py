@@ -12,11 +12,13 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.errors import HoldfastError
+from holdfast.flow.call import Call
 from holdfast.flow.operation import Operation
 from holdfast.flow.phases import TURN_TRANSITIONS
 from holdfast.flow.protocol import turn_steps
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
+from holdfast.threads import start_thread
 
 _started: list[threading.Thread] = []
 """Threads of turns; those that are over are dropped."""
@@ -38,32 +40,11 @@ class Turn:
 
     kind = "groups"
 
-    def __init__(
-        self,
-        title: str,
-        place: str,
-        roster: Roster,
-        *,
-        timeout: float,
-        stall_timeout: float,
-        participants: Iterable[int] | None = None,
-    ) -> None:
-        self.operation = Operation(
-            self.kind,
-            title,
-            place,
-            None,
-            None,
-            roster,
-            participants,
-            None,
-            timeout,
-            stall_timeout,
-            TURN_TRANSITIONS,
-        )
+    def __init__(self, title: str, place: str, call: Call) -> None:
+        self.operation = Operation(self.kind, title, place, call, TURN_TRANSITIONS)
         self.operation.presence.more = self._more
         self.operation.at.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
-        self.roster = roster
+        self.roster = call.roster
         self._doing = ""
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
@@ -117,7 +98,7 @@ class Turn:
             self._over.set()
 
         self._thread = threading.Thread(target=work, name="holdfast-groups", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         if not _started:
             atexit.unregister(_end_with_stuck_threads)
             atexit.register(_end_with_stuck_threads)
@@ -142,10 +123,12 @@ class Turn:
         return report
 
     def presences(self, ranks: Iterable[int]) -> dict[int, Message]:
-        """What ranks say of themselves, as far as they do."""
+        """What ranks say of themselves, as far as they do; what they say of this turn stands in the message itself."""
         asked = list(ranks)
         messages = self.roster.get([at_key(rank) for rank in asked])
-        return {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
+        found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
+        key = self.operation.at.key
+        return {rank: {**message, **message["operations"].get(key, {})} for rank, message in found.items()}
 
     def is_gone(self, message: Message) -> bool:
         """Has the process behind a message ended, as far as can be seen from here?"""

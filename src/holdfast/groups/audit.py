@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.operation import agree
-from holdfast.flow.world import find_roster
 from holdfast.groups.hazards import Hazard, hazards
 from holdfast.groups.state import facts
 from holdfast.roster.base import Roster
@@ -29,27 +29,17 @@ def audit(
     """
     found = hazards(facts())
     if all_ranks:
-        found += _compared(find_roster(roster, False), timeout, stall_timeout)
+        found += _compared(begin_call(roster, timeout=timeout, stall_timeout=stall_timeout))
     return found
 
 
-def _compared(roster: Roster, timeout: float, stall_timeout: float) -> list[Hazard]:
+def _compared(call: Call) -> list[Hazard]:
     def differ(said: dict[int, Any]) -> list[int] | None:
         first = min(said)
         other = next((rank for rank in sorted(said) if said[rank] != said[first]), None)
         return None if other is None else [first, said[first], other, said[other]]
 
-    unequal = agree(
-        "comparison of groups",
-        "groups://audit",
-        differ,
-        roster,
-        participants=None,
-        process_group=None,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-        mine=groups_made(),
-    )
+    unequal = agree("comparison of groups", "groups://audit", differ, call, groups_made())
     if unequal is None:
         return []
     first, ours, other, theirs = unequal

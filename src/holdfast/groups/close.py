@@ -13,9 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.errors import GroupsFailed
+from holdfast.flow.call import Call
 from holdfast.flow.turn import Turn
 from holdfast.groups.device import Device
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Message
 from holdfast.torch_private import abort, known_groups
 
 ABORT_TIME = 5.0
@@ -25,14 +26,8 @@ ABORT_TIME = 5.0
 class Closing(Turn):
     """Destroy groups, the last made first; the default group at the end, if it is among them."""
 
-    def __init__(self, groups: Sequence[Any], roster: Roster, timeout: float, stall_timeout: float) -> None:
-        super().__init__(
-            "closing of process groups",
-            "groups://close",
-            roster,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-        )
+    def __init__(self, groups: Sequence[Any], call: Call) -> None:
+        super().__init__("closing of process groups", "groups://close", call)
         self._groups = list(groups)
         self._device = Device()
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from holdfast.deadline import REAL_CLOCK, StallTimer
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RosterLost, from_message
-from holdfast.flow.operation import within
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import Presence, at_key, describe
+from holdfast.threads import within
 
 AT_ONCE = 256
 """Ranks that are asked for in one question."""
@@ -41,7 +41,7 @@ class Monitor:
         self.roster, self.key = roster, key
         self.failure: HoldfastError | None = None
         self.presence = Presence(roster, "session", 1.0)
-        self.presence.operation, self.presence.phase = key, "in its body"
+        self.presence.phase = "in its body"
         self.presence.more = lambda: {"resident": True}
         self._stall, self._on_failure = stall_timeout, on_failure
         # A store answers some ten thousand questions a second, so large worlds ask less often.
@@ -59,12 +59,14 @@ class Monitor:
         self._lock = threading.Lock()
 
     def start(self) -> None:
+        self.presence.begin(self.key, None)
         for work, name in ((self._run, "holdfast-session"), (self._guard, "holdfast-session-guard")):
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_over(self) -> None:
         """An operation of the session tells from now on where this rank is."""
         self._beats.clear()
+        self.presence.leave()
 
     def stop(self) -> None:
         """No more beats. Whoever waits for this rank from now on waits for what it says."""
@@ -182,7 +184,7 @@ class Monitor:
             if message is None:
                 continue  # all have been here when the session began, so there will be one
             timer = self._timers.setdefault(rank, StallTimer(self._stall, REAL_CLOCK))
-            timer.see((message.get("operation"), message.get("phase"), message.get("beat")))
+            timer.see(message.get("beat"))
             ended = self.presence.identity.alive(message) is False
             if not ended and not timer.stalled():
                 continue

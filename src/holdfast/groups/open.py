@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput, GroupsFailed, HoldfastError
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.turn import Turn
-from holdfast.flow.world import find_roster
 from holdfast.groups.close import Closing
 from holdfast.groups.device import Device
 from holdfast.groups.doctor import serve, stop
@@ -79,7 +79,7 @@ class Groups(Mapping[str, Any]):
         """
         made = [group for group in self.distinct() if group is not dist.group.WORLD]
         try:
-            Closing(made, self._roster, timeout, stall_timeout).run()
+            Closing(made, begin_call(self._roster, timeout=timeout, stall_timeout=stall_timeout)).run()
         except HoldfastError:
             for group in reversed(made):
                 abort(group)
@@ -101,20 +101,12 @@ class _Opening(Turn):
         grid: Grid,
         plan: list[Planned],
         backend: str | None,
-        roster: Roster,
-        timeout: float,
-        stall: float,
+        call: Call,
         trouble: BadInput | None,
     ) -> None:
-        super().__init__(
-            f"opening of the groups of {grid.world} ranks",
-            "groups://open",
-            roster,
-            timeout=timeout,
-            stall_timeout=stall,
-        )
-        self._grid, self._plan, self._backend, self._timeout = grid, plan, backend, timeout
-        self._trouble = trouble
+        super().__init__(f"opening of the groups of {grid.world} ranks", "groups://open", call)
+        self._grid, self._plan, self._backend = grid, plan, backend
+        self._timeout, self._trouble = call.deadline.seconds, trouble
         self._device = Device()
         self.made: dict[tuple[str, ...], Any] = {}
 
@@ -215,7 +207,8 @@ def open_groups(
             )
     except BadInput as error:  # the others are to hear of it
         trouble = error
-    opening = _Opening(grid, plan, backend, find_roster(roster, False), timeout, stall_timeout, trouble)
+    call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
+    opening = _Opening(grid, plan, backend, call, trouble)
     try:
         opening.run()
     except HoldfastError:

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from holdfast.deadline import check_seconds
 from holdfast.errors import HoldfastError
 from holdfast.flow.background import wait_for_saves
+from holdfast.flow.call import begin_call, find_roster
 from holdfast.flow.checkpoints import Checkpoints
 from holdfast.flow.turn import Turn
-from holdfast.flow.world import find_roster
 from holdfast.groups.close import Closing
 from holdfast.groups.leaving import TOLD, Leaving
 from holdfast.groups.open import Groups, open_groups
@@ -101,7 +101,9 @@ class Session:
         lane = self._roster.lane("session")
         timeout, stall = self._timeout, self._stall
         beginning = _Beginning(
-            "beginning of a session", "groups://session", lane, timeout=timeout, stall_timeout=stall
+            "beginning of a session",
+            "groups://session",
+            begin_call(lane, timeout=timeout, stall_timeout=stall),
         )
         beginning.run()
         self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
@@ -190,7 +192,8 @@ class Session:
         if self._owns_world:
             mine = [found.group for found in known_groups()]
         self._way.watch.hand_over()
-        closing = self._way.closing = Closing(mine, self._way.watch.roster, left(), self._stall)
+        call = begin_call(self._way.watch.roster, timeout=left(), stall_timeout=self._stall)
+        closing = self._way.closing = Closing(mine, call)
         if self.failure is not None:
             raise self.failure
         closing.run()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import BadInput, GroupsFailed, RosterLost
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.turn import Turn
 from holdfast.groups.device import Device
 from holdfast.options import Environment, read_environment
@@ -23,14 +24,10 @@ _stores: dict[tuple[str, int], Any] = {}
 class _Start(Turn):
     """All ranks are here and mean the same; then they initialise torch.distributed."""
 
-    def __init__(
-        self, store: Any, env: Environment, backend: str | None, timeout: float, stall: float
-    ) -> None:
-        roster = TorchRoster(store, env.rank, env.world_size)
-        super().__init__(
-            "start of torch.distributed", "groups://start", roster, timeout=timeout, stall_timeout=stall
-        )
-        self._store, self._env, self._backend, self._timeout = store, env, backend, timeout
+    def __init__(self, store: Any, env: Environment, backend: str | None, call: Call) -> None:
+        super().__init__("start of torch.distributed", "groups://start", call)
+        self._store, self._env, self._backend = store, env, backend
+        self._timeout = call.deadline.seconds
         self._device = Device(uses_gpu=torch.cuda.is_available())
 
     def mine(self) -> Message:
@@ -76,7 +73,9 @@ def start_world(backend: str | None, timeout: float, stall_timeout: float) -> No
     env = read_environment()
     if torch.cuda.is_available():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
-    _Start(_store(env, timeout), env, backend, timeout, stall_timeout).run()
+    store = _store(env, timeout)
+    roster = TorchRoster(store, env.rank, env.world_size)
+    _Start(store, env, backend, begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)).run()
 
 
 def _store(env: Environment, timeout: float) -> Any:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from holdfast import events
 from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.turn import Turn
-from holdfast.flow.world import find_roster
 from holdfast.groups.claims import agreed, claim, label, listed
 from holdfast.groups.collectives import OPERATIONS, issue, usable_devices
 from holdfast.groups.device import Device, MiB
@@ -74,17 +74,9 @@ class _WarmUp(Turn):
         groups: list[Known],
         operations: tuple[str, ...],
         budget: int | None,
-        roster: Roster,
-        timeout: float,
-        stall_timeout: float,
+        call: Call,
     ) -> None:
-        super().__init__(
-            "warm-up of process groups",
-            "groups://warm-up",
-            roster,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
-        )
+        super().__init__("warm-up of process groups", "groups://warm-up", call)
         self._groups = {known.name: known for known in groups}
         self._operations, self._budget = operations, budget
         self._device = Device()
@@ -237,7 +229,10 @@ class _WarmUp(Turn):
         for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
             arrived = [rank for rank in ranks if rank not in absent]
             culprits = absent or arrived
-            infos = tuple(describe(rank, said.get(rank), time.time()) for rank in culprits[:8])
+            infos = tuple(
+                describe(rank, said.get(rank), time.time(), "", self.operation.at.key)
+                for rank in culprits[:8]
+            )
             free = said.get(culprits[0], {}).get("free") if culprits else None
             memory = "" if free is None else f", with {free / MiB:,.0f} MiB of GPU memory free"
             where = (
@@ -304,9 +299,8 @@ def warm_up(
                 hint="Give 'all', what open_groups returned, or a list of process groups.",
             )
         known = [group for group in known if any(value is group.group for value in asked)]
-    turn = _WarmUp(
-        known, tuple(operations), memory_budget, find_roster(roster, False), timeout, stall_timeout
-    )
+    call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
+    turn = _WarmUp(known, tuple(operations), memory_budget, call)
     begun = time.perf_counter()
     turn.run()
     return WarmUpReport(tuple(turn.warmed), turn.rounds, turn.groups_in_world, time.perf_counter() - begun)

@@ -1,6 +1,6 @@
-"""The message seam: small JSON messages under keys that all ranks see. This is all of it.
+"""The coordination store: small messages between ranks, under keys, with no collective.
 
-A key is written once, or by one rank only, but for `claim`, the one operation that decides. A
+A message is a JSON object, written once, or by one rank only, but for `claim`, the one operation that decides, and `count`. A
 roster never interprets what it carries, and nothing received is ever unpickled. When the
 place that keeps the messages is gone, every method raises `RosterLost`.
 """
@@ -33,18 +33,24 @@ class Roster(Protocol):
         """Put the message unless one stands there already; returns the one that stands. Atomic."""
         ...
 
+    def count(self, key: str) -> int:
+        """Add one to a counter, which begins at 0; returns the new value. Atomic. A counter is no message: `get` does not read it."""
+        ...
+
     def wait(self, key: str, seconds: float) -> bool:
         """Until the key is there, at most so long (a real clock's seconds)."""
         ...
 
-    def delete(self, keys: Sequence[str]) -> None: ...
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove messages and counters; one that is not there is no error."""
+        ...
 
     def second(self) -> Roster:
-        """Another client of the same messages, so that one thread's wait holds no other up. Kept."""
+        """Another client of the same messages, so that one thread's call holds no other up. Kept."""
         ...
 
     def lane(self, name: str) -> Roster:
-        """The same ranks with messages of their own, for what goes on beside the rest. Kept."""
+        """The same ranks and clients with messages of their own, for what goes on beside the rest. Kept."""
         ...
 
     def renew(self) -> None:

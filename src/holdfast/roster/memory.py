@@ -13,6 +13,7 @@ class Board:
 
     def __init__(self) -> None:
         self.messages: dict[str, bytes] = {}
+        self.counters: dict[str, int] = {}
         self.changed = threading.Condition()
         self._lanes: dict[str, Board] = {}
 
@@ -45,6 +46,11 @@ class MemoryRoster:
             self.board.changed.notify_all()
         return decode(standing, key)
 
+    def count(self, key: str) -> int:
+        with self.board.changed:
+            self.board.counters[key] = self.board.counters.get(key, 0) + 1
+            return self.board.counters[key]
+
     def wait(self, key: str, seconds: float) -> bool:
         with self.board.changed:
             return self.board.changed.wait_for(lambda: key in self.board.messages, seconds)
@@ -53,6 +59,7 @@ class MemoryRoster:
         with self.board.changed:
             for key in keys:
                 self.board.messages.pop(key, None)
+                self.board.counters.pop(key, None)
 
     def second(self) -> MemoryRoster:
         return self

@@ -1,7 +1,7 @@
 """Who a rank is and where it is: one message a rank, refreshed by a beat while it works.
 
-`at/<rank>` says host, pid, operation, phase, bytes moved so far, and whom the rank waits for, if
-it does not work. That is what an error quotes about a rank that is missing. A beat comes from a thread of
+`at/<rank>` says host, pid, and for each operation that the rank is in its phase, the bytes moved so far, and whom the rank waits
+for, if it does not work. That is what an error quotes about a rank that is missing. A beat comes from a thread of
 its own with a client of its own, so it goes on while the rank is deep in a system call; a rank
 that is stopped or gone falls silent. On one host a process that has ended is seen at once.
 """
@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from weakref import WeakKeyDictionary, ref
 
 from holdfast.errors import RankInfo, RosterLost
 from holdfast.roster.base import Message, Roster
+from holdfast.threads import start_thread
 
 
 def at_key(rank: int) -> str:
@@ -58,35 +60,38 @@ class Identity:
         return _started(int(message.get("pid", 0))) == message.get("started")
 
 
-def describe(rank: int, message: Message | None, wall: float, note: str = "") -> RankInfo:
-    """A presence message as an error quotes it at the time `wall`."""
+def describe(rank: int, message: Message | None, wall: float, note: str = "", key: str = "") -> RankInfo:
+    """A rank as an error quotes it at the time `wall`: from its message, what it does in the operation `key` or else last."""
     if message is None:
         return RankInfo(rank, note=note)
+    operations: dict[str, Message] = message.get("operations") or {}
+    doing = operations.get(key) or next(reversed(operations.values()), None)
+    said = doing or message.get("last") or {}
+    phase = f"{said.get('title', '')}: {said.get('phase', '')}" if said else "idle"
     since = max(0.0, wall - float(message.get("wall", 0.0)))
     return RankInfo(
         rank,
         str(message.get("host", "")),
         int(message.get("pid", 0)),
-        str(message.get("phase", "")),
+        phase if doing or not said else f"idle since {phase}",
         round(since, 2),
-        "; ".join(part for part in (note, str(message.get("doing", ""))) if part),
+        "; ".join(part for part in (note, str((doing or {}).get("doing", ""))) if part),
     )
 
 
 class Presence:
-    """This rank's message: changed by the operation, sent by a beat."""
+    """One operation of this rank, as the rank's message shows it."""
 
     def __init__(self, roster: Roster, title: str, interval: float) -> None:
-        self.identity = Identity(roster.rank)
-        self.operation, self.title = "", title
+        self.beacon = beacon_of(roster)
+        self.identity = self.beacon.identity
+        self.operation, self.title, self.interval = "", title, interval
+        self.about: Message = {}
+        """What tells this operation from others of the rank."""
         self.phase, self.progress = "entered", 0
         self.waiting_for: list[int] | None = None
         self.more: Callable[[], Message] = dict
         """What else the message says: `doing`, as errors quote it, and values for programs."""
-        self._roster, self._interval = roster, interval
-        self._beats = 0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self.watched: str | None = None
         self.seen: Message | None = None
         """The message under `watched`, once the beat has found it."""
@@ -96,58 +101,151 @@ class Presence:
         """Note whom this rank waits for; None: nobody, it works."""
         self.waiting_for = None if ranks is None else list(ranks)
 
+    def record(self) -> Message:
+        """This operation's part of the rank's message."""
+        return {
+            **self.about,
+            "key": self.operation,
+            "title": self.title,
+            "phase": self.phase,
+            "waiting_for": self.waiting_for,
+            "progress": self.progress,
+            **self.more(),
+        }
+
+    def message(self) -> Message:
+        """The rank's whole message."""
+        return self.beacon.message()
+
+    def send(self) -> None:
+        self.beacon.send()
+
+    def begin(self, operation: str, watched: str | None) -> None:
+        """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
+        self.operation, self.watched = operation, watched
+        self.beacon.add(self)
+        self.send()
+
+    def leave(self) -> None:
+        """Show that the operation is over here; whoever misses this rank later can quote how it ended."""
+        if self.operation:
+            self.beacon.remove(self)
+            with suppress(RosterLost):
+                self.send()
+
+    def stop(self) -> None:
+        """End the beat, if no other operation needs it; one that is stuck in the message store is left to end by itself."""
+        self.beacon.remove(self)
+        self.beacon.join(0.2)
+
+
+class Beacon:
+    """This rank's message on one lane of a roster: who it is, and every operation that it is in.
+
+    Operations come and go on several threads; the message has all of them, so that none hides another.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.identity = Identity(roster.rank)
+        self._roster = ref(roster)  # which keeps this
+        self._operations: dict[str, Presence] = {}
+        self._last: Message | None = None
+        self._beats = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
     def message(self) -> Message:
         who = self.identity
+        with self._changed:
+            operations = dict(self._operations)
+            self._beats += 1
         return {
             "rank": who.rank,
             "host": who.host,
             "pid": who.pid,
             "machine": who.machine,
             "started": who.started,
-            "operation": self.operation,
-            "phase": f"{self.title}: {self.phase}",
-            "waiting_for": self.waiting_for,
-            "progress": self.progress,
+            "operations": {key: presence.record() for key, presence in operations.items()},
+            "last": self._last,
             "beat": self._beats,
             "wall": time.time(),
-            **self.more(),
         }
 
-    def send(self) -> None:
-        self._beats += 1
-        self._roster.put(at_key(self.identity.rank), self.message())
+    def send(self, client: Roster | None = None) -> None:
+        roster = client or self._roster()
+        if roster is not None:
+            roster.put(at_key(self.identity.rank), self.message())
 
-    def begin(self, operation: str, watched: str | None) -> None:
-        """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
-        self.operation, self.watched = operation, watched
-        self.send()
-        if watched is not None and not self._stop.is_set():
-            self._thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
-            self._thread.start()
+    def add(self, presence: Presence) -> None:
+        """Show an operation from now on. Raises HoldfastError if a beat is needed and no thread can be started."""
+        with self._changed:
+            self._operations[presence.operation] = presence
+            if presence.watched is None or self._thread is not None:
+                self._changed.notify_all()  # its interval may be a shorter one
+                return
+            thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
+            start_thread(thread)
+            self._thread = thread
 
-    def leave(self) -> None:
-        """Say that this rank does nothing any more; whoever misses it later can quote that."""
-        self._stop.set()
-        self.phase, self.waiting_for = f"idle since {self.phase}", None
-        with suppress(RosterLost):
-            if self.operation:
-                self.send()
+    def remove(self, presence: Presence) -> None:
+        with self._changed:
+            if self._operations.pop(presence.operation, None) is not None:
+                self._last = presence.record()
+            self._changed.notify_all()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the beat to end, if there is nothing left to beat for."""
+        with self._changed:
+            thread = self._thread if not self._beating() else None
+        if thread is not None:
+            thread.join(seconds)
+
+    def _beating(self) -> list[Presence]:
+        return [presence for presence in self._operations.values() if presence.watched is not None]
 
     def _beat(self) -> None:
-        try:
-            client = self._roster.second()
-            while not self._stop.wait(self._interval):
-                self._beats += 1
-                client.put(at_key(self.identity.rank), self.message())
-                if self.watched and not self.noticed.is_set():
-                    self.seen = client.get([self.watched])[0]
-                    if self.seen is not None:
-                        self.noticed.set()
-        except RosterLost:
-            return  # the operation itself meets the same loss and says so
+        with suppress(RosterLost):  # the operation itself meets the same loss and says so
+            while self._due():
+                roster = self._roster()
+                if roster is None:
+                    break
+                client = roster.second()
+                self.send(client)
+                with self._changed:
+                    unseen = [presence for presence in self._beating() if not presence.noticed.is_set()]
+                found = client.get([str(presence.watched) for presence in unseen])
+                for presence, message in zip(unseen, found, strict=True):
+                    if message is not None:
+                        presence.seen = message
+                        presence.noticed.set()
+                del roster, client
+        with self._changed:
+            if self._thread is threading.current_thread():
+                self._thread = None
 
-    def stop(self) -> None:
-        """End the beat; one that is stuck in the message store is left to end by itself."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=0.2)
+    def _due(self) -> bool:
+        """Wait until the next beat; False if there is nothing left to beat for."""
+        with self._changed:
+            begun = time.monotonic()
+            while True:
+                beating = self._beating()
+                if not beating:
+                    self._thread = None
+                    return False
+                left = begun + min(presence.interval for presence in beating) - time.monotonic()
+                if left <= 0:
+                    return True
+                self._changed.wait(left)
+
+
+_beacons: WeakKeyDictionary[Roster, Beacon] = WeakKeyDictionary()
+_beacons_lock = threading.Lock()
+
+
+def beacon_of(roster: Roster) -> Beacon:
+    """This rank's beacon on a lane; one a process, as a fork is another one."""
+    with _beacons_lock:
+        known = _beacons.get(roster)
+        if known is None or known.identity.pid != os.getpid():
+            known = _beacons[roster] = Beacon(roster)
+        return known

@@ -1,65 +1,144 @@
 """The roster over `torch.distributed`'s own key-value store: TCPStore under any launcher.
 
 The store is the one that the default process group was started with, so there is nothing to
-set up; its keys get a prefix of ours. We use clients of our own (`clone`), because one client
-serialises its calls and a wait would hold the training's own use up.
+set up; its keys get a prefix of ours. We use clients of our own, because one client serialises its calls and a wait would hold
+the training's own use up: one for operations, one for what goes on beside them, shared by all lanes, so that a world of ten
+thousand ranks keeps two connections a rank.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
+from weakref import ref
 
 import torch.distributed as dist
 
 from holdfast.errors import RosterLost
 from holdfast.options import read_environment
 from holdfast.roster.base import Message, decode, encode
-from holdfast.torch_private import default_store
+from holdfast.roster.seal import Seal
+from holdfast.torch_private import clone_store, default_store
+
+_NOTHING = "\0"
+"""No message is this. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for a key that is not there."""
+_FEW = 8
+"""Messages up to which each is read by itself."""
+_WAIT = timedelta(seconds=10)
+"""For a message that is deleted while several are read at once."""
+
+
+class _Connections:
+    """This process's clients of one store, made at first use, and the secret that seals messages.
+
+    The default process group's store is not kept alive: after `destroy_process_group` its server must end with it, or the next process
+    group on that port would meet the messages of the last.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._parent: Callable[[], Any] = ref(default_store()) if store is None else lambda: store
+        self._clients: dict[str, Any] = {}
+        self._seal: Seal | None = None
+        self.prefix = f"holdfast/{read_environment().incarnation}/"
+
+    def client(self, name: str) -> Any:
+        """The client of this name; connecting may block, so it is left to a worker thread."""
+        if name not in self._clients:
+            parent = self._parent()
+            if parent is None:
+                raise RosterLost("The default process group that this roster belongs to was destroyed.")
+            with _Reachable("opening a client"):
+                made = clone_store(parent)
+                if made is not parent:
+                    made.set_timeout(_WAIT)
+                self._clients[name] = made
+        return self._clients[name]
+
+    def seal(self, client: Any) -> Seal:
+        """The seal of this job: its secret is drawn by the rank that comes first, and read by the others."""
+        if self._seal is None:
+            with _Reachable("reading the job's secret"):
+                drawn = client.compare_set(f"{self.prefix}secret", "", secrets.token_hex(16)).decode()
+            self._seal = Seal(drawn, read_environment().secret)
+        return self._seal
+
+    def forget(self) -> None:
+        self._clients = {}
 
 
 class TorchRoster:
-    """One client of a `torch.distributed.Store`."""
+    """One client of a `torch.distributed.Store`.
 
-    def __init__(
-        self, store: Any = None, rank: int | None = None, world_size: int | None = None, lane: str = ""
-    ) -> None:
-        base = default_store() if store is None else store
-        self._parent = base
-        self._second: TorchRoster | None = None
-        self._lane = lane
-        self._lanes: dict[str, TorchRoster] = {}
-        self._prefix = f"holdfast/{read_environment().incarnation}/{lane}"
-        self._client: Any = None
+    store: None for that of the default process group, which must be initialised then. rank, world_size: those of the default process
+    group if they are not given.
+    """
+
+    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
+        self._set(_Connections(store), "main", "")
+
+    def _set(self, connections: _Connections, client: str, lane: str) -> None:
+        self._connections, self._name, self._lane = connections, client, lane
+        self._prefix = connections.prefix + lane
+        self._kept: dict[str, TorchRoster] = {}
+
+    def _like(self, kept_as: str, client: str, lane: str) -> TorchRoster:
+        if kept_as not in self._kept:
+            made = TorchRoster.__new__(TorchRoster)
+            made.rank, made.world_size = self.rank, self.world_size
+            made._set(self._connections, client, lane)
+            self._kept[kept_as] = made
+        return self._kept[kept_as]
 
     @property
     def _store(self) -> Any:
-        """Our own client, connected at first use: that may block, so it is left to a worker thread."""
-        if self._client is None:
-            with _Reachable("opening a client"):
-                self._client = self._parent.clone()
-        return self._client
+        return self._connections.client(self._name)
+
+    def _signed(self, key: str, message: Message) -> bytes:
+        return self._connections.seal(self._store).sign(key, encode(message))
+
+    def _read(self, key: str, sealed: bytes) -> Message:
+        return decode(self._connections.seal(self._store).check(key, sealed), key)
 
     def put(self, key: str, message: Message) -> None:
+        name = self._prefix + key
+        data = self._signed(name, message)
         with _Reachable(f"writing {key!r}"):
-            self._store.set(self._prefix + key, encode(message))
+            self._store.set(name, data)
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
+        names = [self._prefix + key for key in keys]
         with _Reachable("reading"):
-            names = [self._prefix + key for key in keys]
-            if len(names) > 1 and self._store.check(names):  # one round trip when all are there
-                found: list[bytes | None] = list(self._store.multi_get(names))
-            else:
-                found = [self._store.get(name) if self._store.check([name]) else None for name in names]
-        return [None if data is None else decode(data, key) for key, data in zip(keys, found, strict=True)]
+            found = (self._all_at_once(names) if len(names) > _FEW else None) or [
+                self._store.compare_set(name, _NOTHING, _NOTHING) for name in names
+            ]
+        return [
+            None if data == _NOTHING.encode() else self._read(name, data)
+            for name, data in zip(names, found, strict=True)
+        ]
+
+    def _all_at_once(self, names: list[str]) -> list[bytes] | None:
+        """Two round trips for many messages, if all of them are there."""
+        with suppress(dist.DistStoreError):  # one was deleted in between
+            if self._store.check(names):
+                return list(self._store.multi_get(names))
+        return None
 
     def claim(self, key: str, message: Message) -> Message:
+        name = self._prefix + key
+        data = self._signed(name, message)
         with _Reachable(f"claiming {key!r}"):
-            return decode(self._store.compare_set(self._prefix + key, "", encode(message).decode()), key)
+            standing = self._store.compare_set(name, "", data.decode())
+        return self._read(name, standing)
+
+    def count(self, key: str) -> int:
+        with _Reachable(f"counting {key!r}"):
+            return int(self._store.add(self._prefix + key, 1))
 
     def wait(self, key: str, seconds: float) -> bool:
         # Asked again and again rather than waited for in the store, whose clients write a warning
@@ -82,18 +161,13 @@ class TorchRoster:
                 self._store.delete_key(self._prefix + key)
 
     def second(self) -> TorchRoster:
-        if self._second is None:  # kept, because a connection costs up to seconds in a large world
-            self._second = TorchRoster(self._parent, self.rank, self.world_size, self._lane)
-        return self._second
+        return self._like("second client", "beside", self._lane)
 
     def lane(self, name: str) -> TorchRoster:
-        if name not in self._lanes:
-            prefix = f"{self._lane}lane-{name}/"
-            self._lanes[name] = TorchRoster(self._parent, self.rank, self.world_size, prefix)
-        return self._lanes[name]
+        return self._like(f"lane {name}", self._name, f"{self._lane}lane-{name}/")
 
     def renew(self) -> None:
-        self._client = self._second = None
+        self._connections.forget()
 
 
 class _Reachable:

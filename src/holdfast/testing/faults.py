@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -25,11 +25,30 @@ class Faults:
     """A rank whose own connection to the message store breaks."""
     lag: float = 0.0
     """Seconds until a rank that looks sees an index that another made."""
+    fails_at: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Rank and call: in which action that call fails there."""
+    late_call: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Rank and call: seconds that the rank takes until it makes the call."""
+
+    def only_failures(self) -> bool:
+        """Is nothing wrong but that some calls fail on some ranks, and ranks are a moment late?"""
+        return replace(self, fails_at={}, late_call={}, late={}) == Faults() and not any(
+            seconds > 1.0 for seconds in (*self.late.values(), *self.late_call.values())
+        )
 
 
-def draw_faults(rng: random.Random, ranks: int) -> Faults:
-    """Mostly one or two faults, sometimes none, sometimes many."""
+def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
+    """Mostly one or two faults, sometimes none, sometimes many; of several calls, some fail on some ranks."""
     faults = Faults()
+    if calls > 1:
+        for _ in range(rng.choice([1, 2, 3, 5])):
+            where = (rng.randrange(ranks), rng.randrange(calls))
+            if rng.random() < 0.7:
+                faults.fails_at[where] = rng.choice(["claims", "claims", "write"])
+            else:
+                faults.late_call[where] = rng.choice([0.1, 0.5, 0.9, 3.0, 12.0, 40.0])
+        if rng.random() < 0.6:
+            return faults
     for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 5])):
         rank = rng.choice([0, rng.randrange(ranks)])
         kind = rng.randrange(12)

@@ -201,7 +201,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    from holdfast.flow.world import find_roster
+    from holdfast.flow.call import find_roster
 
     torch.set_num_threads(1)
     try:

@@ -72,6 +72,17 @@ class RosterContract:
             assert all(message == found[0] for message in found)
             assert rosters[0].get([f"outcome/{turn}"]) == [found[0]]
 
+    def test_counters_count_over_all_ranks(self, world: Callable[[int], list[Roster]]) -> None:
+        first, second = world(2)
+        assert [first.count("n"), second.count("n"), second.lane("beside").count("n"), first.count("n")] == [
+            1,
+            2,
+            1,
+            3,
+        ]
+        first.delete(["n"])
+        assert second.count("n") == 1
+
     def test_deleted_keys_are_gone_and_may_be_claimed_anew(
         self, world: Callable[[int], list[Roster]]
     ) -> None:

@@ -1,38 +1,44 @@
 """The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
 
-`simulate(seed)` runs the very generator that real saves run (`flow.protocol.save_steps`) on up to
+`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`) on up to
 sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
-step takes, when a message becomes visible (puts are applied late and out of order, or lost with
+step takes, when a message becomes visible (puts are applied late, or lost with
 their sender), who is late, killed, stopped, stuck or never comes, which write or publish
-fails, and when the message store or the committer's storage goes away. `check` then holds the outcome
+fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each rank save n times
+into one folder, each time another state, and go on at once whatever became of it. `check` then holds the outcome
 against the invariants:
 
-1. an index exists only if every byte that it names is durable;
-2. no rank reports success unless the index exists;
+1. an index exists only if every byte that it names is durable, and holds the states of one call of all ranks;
+2. no rank reports success unless the index of that very call exists;
 3. every live rank returns within its deadline plus a small constant;
-4. no two ranks report different outcomes; one that can't know says CommitUnconfirmed;
+4. no two ranks report different outcomes of a call; one that can't know says CommitUnconfirmed;
 5. all ranks that fail raise the same error, but for what only they can see (their own lost
-   store, their own stuck call).
+   store, their own stuck call);
+6. where nothing is wrong but that calls fail on some ranks, every call that fails nowhere is committed;
+7. and nothing of a call is left in the message store.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from holdfast.deadline import Deadline
 from holdfast.errors import (
     CommitUnconfirmed,
     DeadlineExceeded,
     HoldfastError,
     RosterLost,
 )
-from holdfast.flow.effects import Alive, Claim, Context, Do, Effect, Get, Pause, Put, Steps
+from holdfast.flow.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
 from holdfast.flow.phases import TRANSITIONS, TURN_TRANSITIONS
 from holdfast.flow.protocol import save_steps, turn_steps
-from holdfast.flow.run import GRACE, SUCCESS
+from holdfast.flow.rendezvous import History, Site, leave, meet
+from holdfast.flow.run import GRACE, SUCCESS, UNSURE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
 from holdfast.testing.faults import Faults, draw_faults
@@ -60,15 +66,25 @@ class SimulatedClock:
 
 @dataclass
 class Outcome:
-    """How the call ended on one rank."""
+    """How one call ended on one rank."""
 
     state: str
-    """`committed`, `failed`, `unconfirmed`, `dead`, or `never came`."""
+    """`committed`, `failed` or `unconfirmed`."""
     at: float
     entered: float
     error: HoldfastError | None = None
     own: bool = False
     """The error is one that only this rank can see."""
+
+
+@dataclass
+class PublishedIndex:
+    """An index as the simulation's storage has it."""
+
+    attempt: str
+    versions: dict[int, int]
+    """Of each rank whose files it names, the number of the call that wrote them."""
+    since: float
 
 
 @dataclass
@@ -82,17 +98,21 @@ class World:
     same_host: bool
     faults: Faults
     rng: random.Random
+    calls: int = 1
+    """How many calls each rank makes, one after the other."""
     turn: bool = False
     """Is it a turn (`turn_steps`), and no save?"""
+    durations: tuple[float, ...] = (0.0, 0.01, 0.5, 3.0)
+    """Seconds that an action takes at most."""
     clock: SimulatedClock = field(default_factory=SimulatedClock)
-    board: dict[str, Message] = field(default_factory=dict)
-    durable: set[int] = field(default_factory=set)
-    """Ranks that have written, or, in a turn, acted."""
-    index: set[int] | None = None
-    """The ranks whose files the index names, once there is an index."""
-    index_since: float = 0.0
+    board: dict[str, Any] = field(default_factory=dict)
+    durable: set[tuple[int, int]] = field(default_factory=set)
+    """Rank and call of what was written, or, in a turn, done."""
+    published: list[PublishedIndex] = field(default_factory=list)
+    """Every index that was ever put in place; the last one is there now."""
     dead: set[int] = field(default_factory=set)
-    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)
+    """By rank and call."""
     trace: list[str] = field(default_factory=list)
     _queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _count: int = 0
@@ -118,40 +138,64 @@ class World:
 
 
 class _Rank:
-    """Drives one generator; its process can die, stop, or be stuck."""
+    """Makes one call after the other; its process can die, stop, or be stuck."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
-        self.done = False
-        self.awake_at = 0.0
-        self.progress, self.beats, self.doing = 0, 0, ""
-        self.waiting_for: list[int] | None = None
+        self.call = -1
+        self.history = History()
+        self.written_at = 0.0
+        """When the last message that it has put arrives: a connection keeps the order."""
+        self.beats = 0
+        self.error: HoldfastError | None = None
 
     def enter(self) -> None:
+        """Begin the next call, if there is one."""
         world = self.world
-        if self.rank in world.dead:
+        if self.rank in world.dead or self.call + 1 >= world.calls:
             return
+        self.call += 1
+        self.done, self.error = False, None
+        self.progress, self.doing = 0, ""
+        self.waiting_for: list[int] | None = None
         self.entered = world.clock.time
+        site = Site("save", "memory:x", {}, tuple(range(world.ranks)))
         self.context = Context(
             self.rank,
             tuple(range(world.ranks)),
-            "save/x",
+            "",
             "save of x",
-            world.clock,
-            world.timeout,
+            Deadline(world.timeout, world.clock),
             world.stall_timeout,
             table=TURN_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
+            about=site.about,
         )
-        self.steps: Steps = (
-            turn_steps(self.context, SimulatedTurn(world, self.rank))
-            if world.turn
-            else save_steps(self.context, SimulatedSave(world, self.rank))
-        )
-        self.beat()
-        world.after(world.timeout + GRACE, self.give_up)
-        self.resume(lambda: self.steps.send(None))
+        self.steps = self._whole(site)
+        call = self.call
+        self.beat(call)
+        world.after(world.timeout + GRACE, lambda: self.give_up(call))
+        self.resume(call, lambda: self.steps.send(None))
+
+    def _whole(self, site: Site) -> Steps:
+        """A call as `flow.run` drives it."""
+        at, world = self.context, self.world
+        attempt = yield from meet(at, site, self.history)
+        try:
+            if world.turn:
+                yield from turn_steps(at, SimulatedTurn(world, self.rank, self.call))
+            else:
+                yield from save_steps(at, SimulatedSave(world, self.rank, self.call, attempt))
+        except HoldfastError as error:
+            self.error = error
+            yield from self._leave(at)
+            raise
+        yield from self._leave(at)
+
+    def _leave(self, at: Context) -> Steps:
+        with contextlib.suppress(RosterLost):
+            yield from leave(at, self.history)
 
     def stopped_for(self) -> float:
         """Seconds until a stopped process runs again; 0 if it runs."""
@@ -159,20 +203,24 @@ class _Rank:
         now = self.world.clock.time
         return start + length - now if start <= now < start + length else 0.0
 
-    def beat(self) -> None:
+    def beat(self, call: int) -> None:
         """The presence message, at its interval, while the process lives and runs."""
         world = self.world
-        if self.done or self.rank in world.dead or world.lost(self.rank):
+        if self.done or self.call != call or self.rank in world.dead or world.lost(self.rank):
             return
         if not self.stopped_for():
             self.beats += 1
             if self.doing == "write" and self.rank not in world.faults.stuck:
                 self.progress += 1
-            message = {
-                "operation": "save/x",
+            part = {
+                **self.context.about,
+                "title": "save of x",
                 "phase": self.context.phase,
                 "waiting_for": self.waiting_for,
                 "progress": self.progress,
+            }
+            message = {
+                "operations": {self.context.key: part} if self.context.key else {},
                 "beat": self.beats,
                 "rank": self.rank,
                 "pid": self.rank + 1,
@@ -182,37 +230,43 @@ class _Rank:
             world.after(
                 world.rng.uniform(0.0, 0.05), lambda: world.board.__setitem__(at_key(self.rank), message)
             )
-        world.after(min(1.0, world.stall_timeout / 5), self.beat)
+        world.after(min(1.0, world.stall_timeout / 5), lambda: self.beat(call))
 
-    def give_up(self) -> None:
+    def give_up(self, call: int) -> None:
         """What `flow.run` does when the worker does not come back by the deadline."""
-        if self.done or self.rank in self.world.dead:
+        if self.done or self.call != call or self.rank in self.world.dead:
             return
         pause = self.stopped_for()
         if pause:
-            self.world.after(pause + 0.01, self.give_up)
+            self.world.after(pause + 0.01, lambda: self.give_up(call))
             return
         if self.context.phase in SUCCESS:
             self.finish("committed")
             return
-        unsure = self.context.phase in ("written", "committing")
-        error = CommitUnconfirmed("stuck") if unsure else DeadlineExceeded("stuck")
-        self.finish("unconfirmed" if unsure else "failed", error, own=True)
+        self.history.give_up(self.context.key)
+        unsure = self.context.phase in UNSURE
+        error = self.error or (CommitUnconfirmed("stuck") if unsure else DeadlineExceeded("stuck"))
+        self.finish("unconfirmed" if unsure else "failed", error, own=unsure or self.error is None)
 
     def finish(self, state: str, error: HoldfastError | None = None, own: bool = False) -> None:
-        if not self.done:
-            self.done = True
-            self.world.note(self.rank, f"returns {state} {error or ''}")
-            self.world.outcomes[self.rank] = Outcome(state, self.world.clock.time, self.entered, error, own)
+        """The call returns, and the next one begins: at once, mostly."""
+        world = self.world
+        if self.done:
+            return
+        self.done = True
+        world.note(self.rank, f"call {self.call} returns {state} {error or ''}")
+        world.outcomes[self.rank, self.call] = Outcome(state, world.clock.time, self.entered, error, own)
+        late = world.faults.late_call.get((self.rank, self.call + 1), 0.0)
+        world.after(world.rng.choice([0.0, 0.0, 0.01, 0.3]) + late, self.enter)
 
-    def resume(self, go: Callable[[], Effect]) -> None:
+    def resume(self, call: int, go: Callable[[], Effect]) -> None:
         """Run the generator to its next effect, and schedule that."""
         world = self.world
-        if self.done or self.rank in world.dead:
+        if self.done or self.call != call or self.rank in world.dead:
             return
         pause = self.stopped_for()
         if pause:
-            world.after(pause, lambda: self.resume(go))
+            world.after(pause, lambda: self.resume(call, go))
             return
         try:
             effect = go()
@@ -223,13 +277,13 @@ class _Rank:
         except HoldfastError as error:
             self.finish("failed", error, own=isinstance(error, RosterLost) or world.lost(self.rank))
         else:
-            self.perform(effect)
+            self.perform(call, effect)
 
-    def answer(self, seconds: float, make: Callable[[], Any]) -> None:
+    def answer(self, call: int, seconds: float, make: Callable[[], Any]) -> None:
         """Compute a result at its time and send it in, or throw what it raises."""
 
         def at_its_time() -> None:
-            if self.done or self.rank in self.world.dead:
+            if self.done or self.call != call or self.rank in self.world.dead:
                 return
             pause = self.stopped_for()
             if pause:
@@ -239,58 +293,78 @@ class _Rank:
                 value = make()
             except HoldfastError as raised:
                 error = raised
-                self.resume(lambda: self.steps.throw(error))
+                self.resume(call, lambda: self.steps.throw(error))
             else:
-                self.resume(lambda: self.steps.send(value))
+                self.resume(call, lambda: self.steps.send(value))
 
         self.world.after(seconds, at_its_time)
 
-    def over_roster(self, make: Callable[[], Any]) -> None:
+    def over_roster(self, call: int, make: Callable[[], Any]) -> None:
+        """A question to the message store: it comes after what this rank has put there before."""
+
         def ask() -> Any:
             if self.world.lost(self.rank):
                 raise RosterLost("The message store can't be reached.")
             return make()
 
-        self.answer(self.world.rng.uniform(0.0, 0.03), ask)
+        delay = max(self.world.rng.uniform(0.0, 0.03), self.written_at - self.world.clock.time)
+        self.answer(call, delay, ask)
 
-    def perform(self, effect: Effect) -> None:
+    def put(self, key: str, message: Message) -> None:
+        """Applied some time later: a TCPStore client buffers, and a dying sender takes it along."""
+        world = self.world
+
+        def apply() -> None:
+            if not world.lost(self.rank) and (self.rank not in world.dead or world.rng.random() < 0.5):
+                world.board[key] = message
+
+        delay = world.rng.choice([0.0, 0.01, 0.2]) * world.rng.random()
+        self.written_at = max(self.written_at, world.clock.time + delay)
+        world.after(self.written_at - world.clock.time, apply)
+
+    def count(self, key: str) -> int:
+        self.world.board[key] = self.world.board.get(key, 0) + 1
+        return int(self.world.board[key])
+
+    def perform(self, call: int, effect: Effect) -> None:
         world, rng = self.world, self.world.rng
         match effect:
             case Put(key, message):
-                # Applied some time later: a TCPStore client buffers, and a dying sender takes it along.
-                def apply() -> None:
-                    if not world.lost(self.rank) and (self.rank not in world.dead or rng.random() < 0.5):
-                        world.board[key] = message
-
-                world.after(rng.choice([0.0, 0.01, 0.2]) * rng.random(), apply)
-                self.over_roster(lambda: None)
+                self.put(key, message)
+                self.answer(call, rng.uniform(0.0, 0.03), self._reach)
             case Get(keys):
-                self.over_roster(lambda: [world.board.get(key) for key in keys])
+                self.over_roster(call, lambda: [world.board.get(key) for key in keys])
             case Claim(key, message):
-                self.over_roster(lambda: world.board.setdefault(key, message))
+                self.over_roster(call, lambda: world.board.setdefault(key, message))
+            case Count(key):
+                self.over_roster(call, lambda: self.count(key))
+            case Delete(keys):
+                self.over_roster(call, lambda: [world.board.pop(key, None) for key in keys] and None)
             case Pause(_, seconds):
-                self.answer(seconds * rng.random(), lambda: None)
+                self.answer(call, seconds * rng.random(), lambda: None)
             case Alive(message):
                 alive = None if not world.same_host else int(message["rank"]) not in world.dead
-                self.answer(0.0, lambda: alive)
+                self.answer(call, 0.0, lambda: alive)
             case Do(name, action):
                 self.doing = name
                 if world.faults.stuck.get(self.rank) == name:
                     world.note(self.rank, f"stuck in {name}")
                     return
-                seconds = (
-                    0.1 if name in ("look", "rest") else rng.choice([0.0, 0.01, 0.5, 3.0]) * rng.random()
-                )
+                seconds = 0.1 if name in ("look", "rest") else rng.choice(world.durations) * rng.random()
 
                 def act() -> Any:
                     self.doing = ""
                     return action()
 
-                self.answer(seconds, act)
+                self.answer(call, seconds, act)
+
+    def _reach(self) -> None:
+        if self.world.lost(self.rank):
+            raise RosterLost("The message store can't be reached.")
 
 
-def simulate(seed: int, max_ranks: int = 16, turn: bool = False) -> World:
-    """One schedule, run to its end: of a save, or of a turn."""
+def simulate(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1) -> World:
+    """One schedule, run to its end: of a save, of several, or of a turn."""
     rng = random.Random(seed)
     ranks = rng.choice([2, 2, 3, 3, 4, 5, 8, max_ranks])
     world = World(
@@ -299,10 +373,13 @@ def simulate(seed: int, max_ranks: int = 16, turn: bool = False) -> World:
         timeout=rng.choice([4.0, 10.0, 20.0]),
         stall_timeout=rng.choice([2.0, 5.0, 30.0]),
         same_host=rng.random() < 0.5,
-        faults=draw_faults(rng, ranks),
+        faults=draw_faults(rng, ranks, calls),
         rng=rng,
+        calls=calls,
         turn=turn,
     )
+    if calls > 1 and world.faults.only_failures():  # time enough for every call that is well
+        world.timeout, world.stall_timeout, world.durations = 20.0, 5.0, (0.0, 0.01, 0.3)
     for number in range(ranks):
         rank = _Rank(world, number)
         if number not in world.faults.absent:
@@ -315,38 +392,65 @@ def simulate(seed: int, max_ranks: int = 16, turn: bool = False) -> World:
 
 def check(world: World) -> list[str]:
     """The invariants that the schedule broke; none, one hopes."""
-    wrong = []
-    live = {rank: outcome for rank, outcome in world.outcomes.items() if rank not in world.dead}
     everyone = set(range(world.ranks))
-    if world.index is not None and (world.index != everyone or not everyone <= world.durable):
-        wrong.append("1: the index exists, but not every byte that it should name is durable")
-    for rank, outcome in world.outcomes.items():
+    wrong = []
+    for index in world.published:
+        if set(index.versions) != everyone or not set(index.versions.items()) <= world.durable:
+            wrong.append("1: the index exists, but not every byte that it should name is durable")
+        if len(set(index.versions.values())) > 1:
+            wrong.append(f"1: the index holds states of different calls: {index.versions}")
+    for call in range(world.calls):
+        wrong += _check_call(world, call)
+    if world.calls > 1 and world.faults.only_failures():
+        wrong += _check_progress(world)
+    return wrong
+
+
+def _check_call(world: World, call: int) -> list[str]:
+    wrong = []
+    everyone = set(range(world.ranks))
+    ended = {rank: outcome for (rank, number), outcome in world.outcomes.items() if number == call}
+    live = {rank: outcome for rank, outcome in ended.items() if rank not in world.dead}
+    index = next((one for one in world.published if set(one.versions.values()) == {call}), None)
+    for rank, outcome in ended.items():
         if world.turn:
-            if outcome.state == "committed" and not everyone <= world.durable:
+            if outcome.state == "committed" and not {(other, call) for other in everyone} <= world.durable:
                 wrong.append(f"2: rank {rank} reports success, but not all ranks have acted")
             continue
-        if outcome.state == "committed" and (world.index is None or outcome.at < world.index_since):
-            wrong.append(f"2: rank {rank} reports success, but there is no index")
-        if outcome.state == "failed" and world.index is not None:
-            wrong.append(f"4: rank {rank} reports failure, but the index exists")
+        if outcome.state == "committed" and (index is None or outcome.at < index.since):
+            wrong.append(f"2: rank {rank} reports success of call {call}, but there is no index of it")
+        if outcome.state == "failed" and index is not None:
+            wrong.append(f"4: rank {rank} reports failure of call {call}, but its index exists")
     expected = everyone - world.faults.absent - world.dead
     for rank in expected:
         if rank not in live:
-            wrong.append(f"3: rank {rank} never returned")
+            wrong.append(f"3: rank {rank} never returned from call {call}")
             continue
         start, length = world.faults.stopped.get(rank, (0.0, 0.0))
         limit = max(live[rank].entered + world.timeout, start + length if length else 0.0) + SLACK
         if live[rank].at > limit:
-            wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late")
+            wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late from call {call}")
     # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss only.
-    states = {outcome.state for outcome in world.outcomes.values() if not (world.turn and outcome.own)}
+    states = {outcome.state for outcome in ended.values() if not (world.turn and outcome.own)}
     if {"committed", "failed"} <= states:
-        wrong.append("4: some ranks report success, others failure")
+        wrong.append(f"4: some ranks report success of call {call}, others failure")
     told = {
         (type(outcome.error).__name__, outcome.error.message)
         for outcome in live.values()
         if outcome.state == "failed" and outcome.error is not None and not outcome.own
     }
     if len(told) > 1:
-        wrong.append(f"5: ranks raise different errors: {sorted(told)}")
+        wrong.append(f"5: ranks raise different errors of call {call}: {sorted(told)}")
     return wrong
+
+
+def _check_progress(world: World) -> list[str]:
+    """Every call that fails on no rank is committed, and leaves nothing."""
+    failing = {call for _, call in world.faults.fails_at}
+    wrong = [
+        f"6: call {call} of rank {rank} {outcome.state}, though nothing was wrong with it"
+        for (rank, call), outcome in world.outcomes.items()
+        if call not in failing and outcome.state != "committed"
+    ]
+    left = [key for key in world.board if not key.startswith(("at/", "life/"))]
+    return wrong + ([f"7: {len(left)} keys are left, such as {left[0]!r}"] if left else [])

@@ -12,13 +12,18 @@ if TYPE_CHECKING:
 
 
 class SimulatedSave:
-    """The save of one simulated rank."""
+    """The save of one simulated rank, in one of its calls."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
+    def __init__(self, world: World, rank: int, call: int, attempt: str) -> None:
+        self.world, self.rank, self.call, self.attempt = world, rank, call, attempt
         self.plain = world.rng.choice([None, "same", "same", f"own {rank}"])
 
+    def _fail(self, where: str) -> None:
+        if self.world.faults.fails_at.get((self.rank, self.call)) == where:
+            raise StorageError(f"Call {self.call} fails on rank {self.rank} in {where}.")
+
     def claims(self) -> str | None:
+        self._fail("claims")
         return self.plain
 
     def tell(self) -> Message:
@@ -28,23 +33,26 @@ class SimulatedSave:
         return {rank: {"replicas": []} for rank in told}
 
     def write(self, assigned: Message | None) -> Message:
+        self._fail("write")
         if self.rank in self.world.faults.write_fails:
             raise StorageError(f"Writing failed on rank {self.rank}: No space left on device.")
-        self.world.durable.add(self.rank)
-        return {"files": [self.rank]}
+        self.world.durable.add((self.rank, self.call))
+        return {"version": self.call}
 
     def prepare(self, written: dict[int, Message]) -> None:
-        self.named = set(written)
+        self.named = {rank: int(message["version"]) for rank, message in written.items()}
         if self.world.faults.bad_coverage:
             raise CoverageError("Tensor 'w' is not covered.")
 
     def publish(self) -> Message:
+        from holdfast.testing.simulate import PublishedIndex
+
         kind = self.world.faults.publish
         if kind == "refused":
             raise StorageError("Publishing failed: Input/output error.")
         if kind == "conflict":
             raise Conflict("Another save was there first.")
-        self.world.index, self.world.index_since = set(self.named), self.world.clock.time
+        self.world.published.append(PublishedIndex(self.attempt, self.named, self.world.clock.time))
         if kind == "unsynced":
             raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
         return {"state": "committed"}
@@ -54,14 +62,15 @@ class SimulatedSave:
 
     def is_committed(self) -> bool:
         world = self.world
-        return world.index is not None and world.clock.time >= world.index_since + world.faults.lag
+        seen = [index for index in world.published if world.clock.time >= index.since + world.faults.lag]
+        return bool(seen) and seen[-1].attempt == self.attempt
 
 
 class SimulatedTurn:
     """What one simulated rank does in a turn: it goes on beside the protocol, and may fail or never end."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self.world, self.rank = world, rank
+    def __init__(self, world: World, rank: int, call: int) -> None:
+        self.world, self.rank, self.call = world, rank, call
         self.ends = float("inf")
 
     def mine(self) -> Message:
@@ -84,7 +93,7 @@ class SimulatedTurn:
             return None
         if self.rank in self.world.faults.write_fails:
             raise StorageError(f"Acting failed on rank {self.rank}.")
-        self.world.durable.add(self.rank)
+        self.world.durable.add((self.rank, self.call))
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:

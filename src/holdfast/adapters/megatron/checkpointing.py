@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_sav
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.errors import BadInput, LoadFailed, MissingTensors
 from holdfast.flow.async_save import async_save_into
-from holdfast.flow.background import lane
+from holdfast.flow.background import LANE
+from holdfast.flow.call import Call, begin_call
 from holdfast.flow.load import load_from
-from holdfast.flow.operation import agree, read_state, within
+from holdfast.flow.operation import agree, read_state
 from holdfast.flow.retention import INDEX, step_of
 from holdfast.flow.save import Save
 from holdfast.flow.sources import open_source, read_file
 from holdfast.flow.together import Together
-from holdfast.flow.world import find_participants, find_roster
 from holdfast.format import objects
 from holdfast.format.torch_dist import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
@@ -33,6 +34,7 @@ from holdfast.options import Options
 from holdfast.roster.base import Roster
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
+from holdfast.threads import within
 
 log = logging.getLogger("holdfast")
 _warned: set[str] = set()
@@ -71,38 +73,35 @@ def save(
     Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, async_strategy)
-    store, found = open_store(os.fspath(checkpoint_dir)), find_roster(roster, no_dist=False)
+    store = open_store(os.fspath(checkpoint_dir))
     step = step_of(Path(checkpoint_dir).name)
+    begin = partial(
+        begin_call,
+        roster,
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+    )
 
-    def make(roster: Roster) -> Save:
+    def make(call: Call) -> Save:
         return read_state_dict(
             store,
             sharded_state_dict,
             content_metadata,
+            call,
             step=step,
-            roster=roster,
-            participants=participants,
-            process_group=process_group,
-            timeout=timeout,
-            stall_timeout=stall_timeout,
             expected=expected,
             options=options,
             after=lambda: mark(store),
         )
 
     if not async_sharded_save:
-        make(found).run()
+        make(begin()).run()
         return None
-    pending = async_save_into(store, lambda: make(found.lane(lane())), step, None, 0)
-    together = Together(
-        f"choice of the call that finalizes the save of {store.url}",
-        f"{store.url}|finalize",
-        found.lane("finalize"),
-        participants=participants,
-        process_group=process_group,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-    )
+    pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, None, 0)
+    title = f"choice of the call that finalizes the save of {store.url}"
+    together = Together(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, together)])
 
 
@@ -110,14 +109,11 @@ def read_state_dict(
     store: Store,
     sharded_state_dict: dict[str, Any],
     content_metadata: dict[str, Any] | None,
-    *,
-    roster: Roster,
-    participants: Iterable[int] | None,
-    process_group: Any,
+    call: Call,
     **how: Any,
 ) -> Save:
     """A `save` into a store that has yet to run; `how` is that of `Save`."""
-    everyone = find_participants(roster, participants, process_group)
+    everyone = call.participants
 
     def take(rank: int) -> Flat:
         state = _copied(sharded_state_dict)
@@ -134,7 +130,7 @@ def read_state_dict(
 
     notes = {"megatron-core": mcore.VERSION}
     with allowing(mcore.safe_types()):
-        return Save(store, take, roster=roster, participants=everyone, notes=notes, **how)
+        return Save(store, take, call, notes=notes, **how)
 
 
 def load(
@@ -169,11 +165,13 @@ def load(
         open_store(os.fspath(checkpoint_dir)),
         sharded_state_dict,
         strict,
-        roster=find_roster(roster, no_dist=False),
-        participants=participants,
-        process_group=process_group,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
+        begin_call(
+            roster,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        ),
         options=options,
     )
 
@@ -182,18 +180,16 @@ def load_state(
     store: Store,
     sharded_state_dict: dict[str, Any],
     strict: Any,
-    *,
+    call: Call,
     options: Options | None = None,
-    **who: Any,
 ) -> Any:
-    """`load` from a store; `who` says which ranks take part, and how long they wait."""
-    who["participants"] = find_participants(who["roster"], who["participants"], who.pop("process_group"))
+    """`load` from a store."""
     request = _Request(store, mcore.parse_strict_flag(strict))
-    rank, limit = who["roster"].rank, min(who["timeout"], who["stall_timeout"])
+    rank, limit = call.rank, min(call.deadline.left(), call.stall_timeout)
     trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
         lambda: within(limit, f"looking into {store.url}", request.look), rank
     )
-    missing = request.missing(who)
+    missing = request.missing(call)
     common: list[Any] = []
 
     def take(rank: int) -> Flat:
@@ -204,7 +200,7 @@ def load_state(
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with allowing(mcore.safe_types()):
-        load_from(store, take, options=options, signature=request.mode.value, **who)
+        load_from(store, take, call, options=options, signature=request.mode.value)
     try:
         loaded = request.give(common[0] if common else request.common)
     except Exception as error:
@@ -255,7 +251,7 @@ class _Request:
                 self._have = {_key(name) for name in index.names()} - {COMMON}
             self.unexpected = {item.key for item in self.asked} - self._have
 
-    def missing(self, who: dict[str, Any]) -> set[str]:
+    def missing(self, call: Call) -> set[str]:
         """The keys that nobody asks for, where the mode wants to know."""
         if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
             return set()
@@ -266,7 +262,7 @@ class _Request:
         title = f"comparison of the keys in {self.store.url}"
         mine = sorted({item.key for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
-        return set(agree(title, place, unasked, process_group=None, mine=mine, **who))
+        return set(agree(title, place, unasked, call, mine))
 
     def refuse(self, missing: set[str]) -> None:
         """Raise or log the differences, as the mode wants."""

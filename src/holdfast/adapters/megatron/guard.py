@@ -20,8 +20,8 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.errors import BadInput, HoldfastError, from_message
+from holdfast.flow.call import begin_call
 from holdfast.flow.operation import agree
-from holdfast.flow.world import find_roster
 from holdfast.format import objects
 
 
@@ -35,7 +35,6 @@ class _Guard:
         self, kind: str, group: Any, values: list[Any] | None, choose: Callable[[dict[int, Any]], Any]
     ) -> tuple[Any, list[int]] | None:
         """(the lowest rank's choice from what all said, the group's ranks); None outside of the group."""
-        roster = find_roster(None, no_dist=False)
         mine: dict[str, Any] = {}
         try:
             mine["values"] = None if values is None else [_encode(value) for value in values]
@@ -49,19 +48,10 @@ class _Guard:
             return choose({rank: message["values"] for rank, message in said.items()})
 
         ranks = sorted(dist.get_process_group_ranks(group or dist.group.WORLD))
-        if roster.rank not in ranks:
+        if dist.get_rank() not in ranks:
             return None
-        value = agree(
-            f"{kind} in {self.title}",
-            f"guard://{self.title}|{kind}",
-            choose_unless,
-            roster,
-            ranks,
-            None,
-            self.timeout,
-            self.stall_timeout,
-            mine,
-        )
+        call = begin_call(participants=ranks, timeout=self.timeout, stall_timeout=self.stall_timeout)
+        value = agree(f"{kind} in {self.title}", f"guard://{self.title}|{kind}", choose_unless, call, mine)
         return value, dist.get_process_group_ranks(group or dist.group.WORLD)
 
     def barrier(self, group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:

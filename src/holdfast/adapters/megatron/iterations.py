@@ -9,12 +9,12 @@ from holdfast.adapters.megatron import mcore
 from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
 from holdfast.adapters.megatron.metadata import mark
 from holdfast.errors import HoldfastError
+from holdfast.flow.call import Call
 from holdfast.flow.pending import Pending
 from holdfast.flow.retention import INDEX, committed_steps
 from holdfast.flow.save import Save
 from holdfast.flow.steps import Steps
 from holdfast.format.torch_dist import METADATA
-from holdfast.roster.base import Roster
 from holdfast.store.base import replace_file
 
 log = logging.getLogger("holdfast")
@@ -47,17 +47,16 @@ class Checkpoints(Steps):
         What holds for `holdfast.Checkpoints.save` holds here: at most `in_flight` saves are under way.
         """
 
-        def make(roster: Roster) -> Save:
+        def make(call: Call) -> Save:
             return read_state_dict(
                 self._folder(iteration),
                 sharded_state_dict,
                 content_metadata,
+                call,
                 step=iteration,
-                roster=roster,
                 grid=self._grid,
                 options=self._options,
                 after=lambda: self._committed(iteration),
-                **self._who,
             )
 
         return self._save(make, iteration)
@@ -75,10 +74,8 @@ class Checkpoints(Steps):
         All ranks load the same one. One that turns out to be damaged is passed over for the one before it, with a
         warning, unless `fallback=False` or an iteration was named.
         """
-        how = {"options": self._options, **self._who}
-        roster = self._roster()
         return self._load(
-            lambda store: load_state(store, sharded_state_dict, strict, roster=roster, **how),
+            lambda store, call: load_state(store, sharded_state_dict, strict, call, self._options),
             iteration,
             fallback,
         )

@@ -1,0 +1,40 @@
+"""Messages that carry the seal of their job: a keyed hash over the key and the content.
+
+A TCPStore answers whoever reaches its port. A message without the job's seal is not read: what another job, an earlier life of this one
+or somebody who does not know the secret writes can't decide a save. What a seal does not protect from is in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import hmac
+from hashlib import blake2b
+
+from holdfast.errors import RosterLost
+
+_SIZE = 8
+_HEX = 2 * _SIZE
+
+
+class Seal:
+    """Signs and checks messages with a secret of up to 64 bytes that all ranks of a job share."""
+
+    def __init__(self, *secrets: str) -> None:
+        self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
+
+    def sign(self, key: str, data: bytes) -> bytes:
+        """Return the data with its seal in front."""
+        return self._of(key, data) + data
+
+    def check(self, key: str, sealed: bytes) -> bytes:
+        """Return the data without its seal. Raises RosterLost if the seal is not this job's."""
+        seal, data = sealed[:_HEX], sealed[_HEX:]
+        if not hmac.compare_digest(seal, self._of(key, data)):
+            raise RosterLost(
+                f"The message {key!r} in the message store does not carry this job's seal, so it was not read.",
+                hint="Something else writes into the store of this job: another job on the same port, another value of "
+                "HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
+            )
+        return data
+
+    def _of(self, key: str, data: bytes) -> bytes:
+        return blake2b(key.encode() + b"\0" + data, key=self._key, digest_size=_SIZE).hexdigest().encode()
