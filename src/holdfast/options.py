@@ -67,6 +67,8 @@ class Environment:
     """HOLDFAST_SECRET: what seals the messages of a job whose message store strangers can reach."""
     job: str
     """A name that the launcher gives a job, which restarts of it keep; empty if it gives none."""
+    restarts: int
+    """How often the launcher has started this job again."""
 
 
 def read_environment() -> Environment:
@@ -84,6 +86,7 @@ def read_environment() -> Environment:
             env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             env.get("HOLDFAST_SECRET", ""),
             _job_of(env),
+            int(env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"),
         )
     except ValueError as error:
         raise BadInput(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from holdfast.adapters.state import flatten
@@ -21,7 +22,7 @@ class Checkpoints(Steps):
     committed steps stay (None: all); older ones go after a newer one is committed, never before. Use it as a context
     manager, or call `close()`, before the process group is destroyed: both wait for what is under way.
 
-    asynchronous, in_flight, on_busy, on_failure, host_memory_budget: see `holdfast.flow.steps.Steps`.
+    asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see `holdfast.flow.steps.Steps`.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -56,6 +57,7 @@ class Checkpoints(Steps):
                 grid=self._grid,
                 notes=notes,
                 options=self._options,
+                permit=partial(self._permit, call),
                 after=lambda: self._retire(step),
             )
 

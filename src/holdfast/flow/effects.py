@@ -80,7 +80,7 @@ class Context:
     """This rank as errors name it."""
     about: Message = field(default_factory=dict)
     """What its presence message says of this call (`rendezvous.Site`)."""
-    hint: str = "Nothing was committed; what was committed before is untouched."
+    hint: str = ""
     """What an error adds that names ranks which are missing."""
     abandoned: dict[str, int] = field(default_factory=dict)
     """This rank's calls that were abandoned since the last good end (`flow/rendezvous.py`); told with its first message."""

@@ -21,6 +21,11 @@ from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
 
+_HINTS = {
+    "save": "Nothing was committed; what was committed before is untouched.",
+    "load": "The state may be partly overwritten; what is in storage is untouched.",
+}
+
 
 class Operation:
     """A save, load or choice that this rank enters with the other participants of a call.
@@ -64,6 +69,7 @@ class Operation:
             on_phase=self._on_phase,
             on_wait=self.presence.wait_for,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+            hint=_HINTS.get(kind, ""),
             about=self._site.about,
         )
         self.emit("entered")

@@ -97,30 +97,30 @@ class Watch:
         operations: dict[str, Message] = message.get("operations") or {}
         if at.key in operations:
             return ""
-        site, _, number = at.key.rpartition(".")
-        for key, part in [
-            *operations.items(),
-            (str((message.get("last") or {}).get("key")), message.get("last") or {}),
-        ]:
-            other, _, its = key.rpartition(".")
-            if other == site and its.isdecimal() and its != number:
-                behind = int(its) < int(number)
-                return (
-                    f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number {int(its) + 1} of {at.title}, this "
-                    f"one is number {int(number) + 1}"
-                    + (", and the others had given that one up" if behind else "")
-                )
-            if (
-                part.get("site") is not None
-                and part["site"] == at.about.get("site")
-                and other != site
-                and key in operations
-            ):
-                return (
-                    f"it is in another call of {at.title}, with arguments {part.get('arguments')} where rank {at.rank} has "
-                    f"{at.about.get('arguments')}"
-                )
+        last: Message = message.get("last") or {}
+        for key, part in [*operations.items(), (str(last.get("key")), last)]:
+            said = self._other_call(key, part, key in operations)
+            if said:
+                return said
         return f"it has not entered {at.title}"
+
+    def _other_call(self, key: str, part: Message, now: bool) -> str:
+        """What a rank's call has to do with this one, if it is of the same kind and place."""
+        at = self.at
+        site, _, number = at.key.rpartition(".")
+        other, _, its = key.rpartition(".")
+        if other == site and its.isdecimal() and its != number:
+            behind = int(its) < int(number)
+            return (
+                f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number {int(its) + 1} of {at.title}, this one is "
+                f"number {int(number) + 1}" + (", and the others had given that one up" if behind else "")
+            )
+        if part.get("site") is not None and part["site"] == at.about.get("site") and other != site:
+            return (
+                f"{'it is in another call' if now else 'its last call was another one'} of {at.title}, with arguments {part.get('arguments')} "
+                f"where rank {at.rank} has {at.about.get('arguments')}"
+            )
+        return ""
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         at = self.at

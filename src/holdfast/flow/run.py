@@ -43,6 +43,8 @@ class Cancel:
     def __init__(self) -> None:
         self._set = threading.Event()
         self.reason: HoldfastError | None = None
+        self.asking = False
+        """Is the worker in a call into the message store?"""
 
     def set(self, reason: HoldfastError | None = None) -> None:
         self.reason = reason
@@ -70,6 +72,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
         try:
             if not told:
                 cancel.check()
+            cancel.asking = not isinstance(effect, Do)
             match effect:
                 case Put(key, message):
                     roster.put(key, message)
@@ -150,7 +153,7 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
         cancel.set(error)  # the protocol tells it to the others, which takes no thread
         work()
     try:
-        _wait(done, ended, at, presence)
+        _wait(done, ended, at, presence, cancel)
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
@@ -172,13 +175,13 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
     if not ended.known.is_set() and at.phase in SUCCESS:
         return None  # what it still tidies up goes on by itself
     if not ended.known.is_set() or isinstance(ended.error, Cancelled):
-        raise _stuck(at, presence)
+        raise _stuck(at, presence, cancel)
     if ended.error is not None:
         raise ended.error
     return ended.value
 
 
-def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
+def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence, cancel: Cancel) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
@@ -200,13 +203,22 @@ def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence)
         ):
             heard = now
         if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
-            raise _stuck(at, presence)
+            raise _stuck(at, presence, cancel)
 
 
-def _stuck(at: Context, presence: Presence) -> HoldfastError:
+def _stuck(at: Context, presence: Presence, cancel: Cancel) -> HoldfastError:
     """This rank's own work does not come back."""
     if presence.seen and presence.seen["state"] == "abandoned":
         return from_message(presence.seen["error"])
+    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
+    if cancel.asking:
+        return kind(
+            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase {at.phase!r}, asks the message "
+            "store, which does not answer. Which rank is missing can't be known without it.",
+            step=at.step,
+            phase=at.phase,
+            hint="Its host, mostly rank 0's process or the launcher, is stopped or can't be reached.",
+        )
     me = presence.identity
     here = RankInfo(
         at.rank,
@@ -214,9 +226,8 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
         me.pid,
         f"{at.title}: {at.phase}",
         0.0,
-        "its call into storage, the message store or a callback does not return",
+        "its call into storage or a callback does not return",
     )
-    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
     return kind(
         f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {here}.",
         step=at.step,

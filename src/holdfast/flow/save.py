@@ -75,6 +75,7 @@ class Work:
     """Writes this rank's files: here and now, or in another process."""
     make_commit: Callable[[], Commit] | None = None
     """Committer: what it must know of the folder before it starts; it reads from storage."""
+    permit: Callable[[Callable[[], None]], None] = lambda tick: None
     after: Callable[[], None] = lambda: None
     commit: Commit | None = None
     trouble: HoldfastError | None = None
@@ -104,6 +105,7 @@ class Work:
         if self.trouble is not None:
             raise self.trouble
         if self.make_commit is not None:
+            self.permit(self.operation.tick)
             self.commit = self.make_commit()
         rows = self._undeclared()
         if not rows:
@@ -164,6 +166,7 @@ class Work:
 
     def publish(self) -> Message:
         assert self.commit is not None
+        self.permit(self.operation.tick)
         self.operation.still_wanted()
         return self.commit.publish()
 
@@ -250,7 +253,8 @@ class Save:
     """A save of this rank, into a store, of what `take(rank)` yields: read at once; `run` brings it to its end.
 
     What `take` raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
-    here, and calls `after` once the save is committed. The other arguments are those of `save`.
+    here, has `permit(tick)` raise if it may not save, before it begins and before it commits, and calls `after` once the save is
+    committed. The other arguments are those of `save`.
     """
 
     def __init__(
@@ -268,6 +272,7 @@ class Save:
         grid: Grid | None = None,
         notes: Any = None,
         options: Options | None = None,
+        permit: Callable[[Callable[[], None]], None] = lambda tick: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
         if step is not None:
@@ -282,7 +287,7 @@ class Save:
             work = Work(store, held, options or Options(), step, about, notes, operation)
             if operation.at.leads:
                 work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
-                work.after = after
+                work.permit, work.after = permit, after
             return work
 
         self._begin = begin

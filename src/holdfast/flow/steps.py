@@ -24,6 +24,7 @@ from holdfast.errors import (
 from holdfast.flow.background import EXIT_GRACE, LANE, background_of
 from holdfast.flow.call import Call, begin_call
 from holdfast.flow.operation import agree
+from holdfast.flow.owner import lease_of
 from holdfast.flow.pending import Pending, finished
 from holdfast.flow.retention import INDEX, committed_steps, remove_step, step_folder, surplus
 from holdfast.flow.save import Save
@@ -53,6 +54,7 @@ class Steps:
         "warn" of it and go on; "retry(3)": try three times more, then raise.
     host_memory_budget: bytes that copies of asynchronous saves may take on this rank, in equal parts; a state that is larger
         than its part is copied in waves.
+    takeover: save even if another job that is at work, or can't be seen to have ended, saves into this folder; its saves fail then.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -76,6 +78,7 @@ class Steps:
         no_dist: bool = False,
         timeout: float = 1800.0,
         stall_timeout: float = 120.0,
+        takeover: bool = False,
         grid: Grid | None = None,
         options: Options | None = None,
         roster: Roster | None = None,
@@ -109,6 +112,10 @@ class Steps:
         )
         """Begins a call: its deadline counts from then."""
         self._grid, self._options = grid, options
+        self._takeover = takeover
+        self._lease = lease_of(
+            self.store
+        )  # before the slots: at the end of the process it goes after their saves
         self._slots = [background_of(self) for _ in range(in_flight)]
 
     def latest(self) -> int | None:
@@ -137,6 +144,7 @@ class Steps:
                 first = first or error
         for slot in self._slots:
             slot.release()
+        self._lease.leave(self)
         if first is not None:
             raise first
 
@@ -209,8 +217,14 @@ class Steps:
         older = [folder for other, folder in committed_steps(self.store).items() if other != step]
         return self.store.child(older[-1]) if older else None
 
+    def _permit(self, call: Call, tick: Callable[[], None]) -> None:
+        """Committer: the run folder is this job's, or Conflict is raised."""
+        self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
+
     def _retire(self, step: int) -> None:
         """Remove steps beyond `keep`, the one just saved never among them."""
+        if self.keep is None or not self._lease.is_held():
+            return
         with self.tidying:
             found = committed_steps(self.store)
             for old in surplus(found, self.keep):

@@ -45,6 +45,10 @@ class Roster(Protocol):
         """Remove messages and counters; one that is not there is no error."""
         ...
 
+    def job(self) -> str:
+        """A name of this job that all its ranks share, and no other job has."""
+        ...
+
     def second(self) -> Roster:
         """Another client of the same messages, so that one thread's call holds no other up. Kept."""
         ...

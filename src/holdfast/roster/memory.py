@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -15,11 +16,14 @@ class Board:
         self.messages: dict[str, bytes] = {}
         self.counters: dict[str, int] = {}
         self.changed = threading.Condition()
+        self.job = secrets.token_hex(8)
         self._lanes: dict[str, Board] = {}
 
     def lane(self, name: str) -> Board:
         with self.changed:
-            return self._lanes.setdefault(name, Board())
+            made = self._lanes.setdefault(name, Board())
+            made.job = self.job
+            return made
 
 
 class MemoryRoster:
@@ -60,6 +64,9 @@ class MemoryRoster:
             for key in keys:
                 self.board.messages.pop(key, None)
                 self.board.counters.pop(key, None)
+
+    def job(self) -> str:
+        return self.board.job
 
     def second(self) -> MemoryRoster:
         return self

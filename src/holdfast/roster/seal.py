@@ -20,6 +20,8 @@ class Seal:
 
     def __init__(self, *secrets: str) -> None:
         self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
+        self.job = self._of("job", b"").decode()
+        """Equal for those who know the secret."""
 
     def sign(self, key: str, data: bytes) -> bytes:
         """Return the data with its seal in front."""

@@ -160,6 +160,9 @@ class TorchRoster:
             for key in keys:
                 self._store.delete_key(self._prefix + key)
 
+    def job(self) -> str:
+        return self._connections.seal(self._store).job
+
     def second(self) -> TorchRoster:
         return self._like("second client", "beside", self._lane)
 

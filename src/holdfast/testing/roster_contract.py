@@ -23,6 +23,9 @@ class RosterContract:
         assert [roster.rank for roster in rosters] == [0, 1, 2]
         assert {roster.world_size for roster in rosters} == {3}
         assert rosters[2].second().rank == 2
+        assert (
+            len({roster.job() for roster in (*rosters, rosters[1].lane("beside"), rosters[1].second())}) == 1
+        )
 
     def test_what_one_puts_all_get(self, world: Callable[[int], list[Roster]]) -> None:
         first, second = world(2)

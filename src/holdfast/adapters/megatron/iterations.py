@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
@@ -56,6 +57,7 @@ class Checkpoints(Steps):
                 step=iteration,
                 grid=self._grid,
                 options=self._options,
+                permit=partial(self._permit, call),
                 after=lambda: self._committed(iteration),
             )
 

@@ -1,0 +1,437 @@
+"""Calls that fail, come late, are repeated at once, or run side by side: what they save, what they say, and by when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+import holdfast.dcp as dcp
+from holdfast.errors import CommitUnconfirmed, CorruptCheckpoint, HoldfastError, RankFailed
+from holdfast.flow.call import begin_call
+from holdfast.flow.operation import agree
+from holdfast.roster.memory import Board, MemoryRoster
+from holdfast.store.local import LocalReader, LocalStore, LocalWriter
+from holdfast.testing.processes import ProcessWorld
+from tests.docs.threads import on_ranks
+
+SOON: dict[str, Any] = {"timeout": 30.0, "stall_timeout": 1.0}
+
+
+def until(there: Path) -> None:
+    """Wait for another rank, which makes a file."""
+    ends = time.monotonic() + 30
+    while not there.exists():
+        assert time.monotonic() < ends, there
+        time.sleep(0.01)
+
+
+# -- 4: a torn checkpoint ---------------------------------------------------------------------
+
+
+def test_a_late_rank_never_joins_a_newer_call(world: ProcessWorld, tmp_path: Path) -> None:
+    """Ranks 0 and 1 give up on rank 2, change their state and save again; rank 2 arrives with its first call."""
+    ends = world.run(late_job, str(tmp_path), ranks=[0, 1, 2])
+    assert [list(end) for end in ends] == [["RankFailed", "saved", "saved"]] * 3
+    assert world.run(own_value, str(tmp_path / "a"), ranks=[0, 1, 2]) == [3.0] * 3
+
+
+def late_job(rank: int, folder: str) -> list[str]:
+    """Three saves into one folder without a step, as `dcp.save` makes them, each of another state."""
+    group = {"participants": [0, 1, 2]}
+    ends = []
+    if rank == 2:
+        until(Path(folder, "given up"))
+    for value in (1.0, 2.0, 3.0):
+        try:
+            holdfast.save({f"own{rank}": torch.full((3,), value)}, f"{folder}/a", **group, **SOON)
+            ends.append("saved")
+        except HoldfastError as error:
+            ends.append(type(error).__name__)
+            Path(folder, "given up").touch()
+        if ends[-1] == "saved":
+            found = {f"own{rank}": torch.zeros(3)}
+            holdfast.load(found, f"{folder}/a", **group, **SOON)
+            assert found[f"own{rank}"].tolist() == [value] * 3, "what was committed is of this very call"
+    return ends
+
+
+def own_value(rank: int, path: str) -> float:
+    found = {f"own{rank}": torch.zeros(3)}
+    holdfast.load(found, path, participants=[0, 1, 2], **SOON)
+    return float(found[f"own{rank}"][0])
+
+
+def test_a_rank_that_is_one_call_behind_is_named_so(tmp_path: Path) -> None:
+    """It came for the call that had been given up, and has not called again."""
+    heard = threading.Event()
+
+    def job(roster: MemoryRoster) -> str:
+        how = {"roster": roster, "timeout": 20.0, "stall_timeout": 0.6}
+        if roster.rank == 1:
+            assert heard.wait(20)
+        try:
+            holdfast.save({f"own{roster.rank}": torch.ones(3)}, tmp_path / "a", **how)
+        except RankFailed:
+            heard.set()
+        if roster.rank == 1:
+            return ""
+        with pytest.raises(RankFailed) as raised:
+            holdfast.save({f"own{roster.rank}": torch.ones(3)}, tmp_path / "a", **how)
+        return str(raised.value)
+
+    said = on_ranks(2, job)[0]
+    assert "rank 1" in said
+    assert "its last call of this kind is its number 1 of save of" in said
+    assert "this one is number 2, and the others had given that one up" in said
+
+
+def test_ranks_with_other_arguments_are_told_so(tmp_path: Path) -> None:
+    def job(roster: MemoryRoster) -> str:
+        include = ["w"] if roster.rank == 0 else ["v"]
+        state = {"w": torch.ones(3), "v": torch.ones(3)}
+        with pytest.raises(RankFailed) as raised:
+            holdfast.save(
+                state, tmp_path / "a", include=include, roster=roster, timeout=20.0, stall_timeout=0.6
+            )
+        return str(raised.value)
+
+    first, second = on_ranks(2, job)
+    assert "with arguments step=None, include=('v',), exclude=None where rank 0 has" in first
+    assert "with arguments step=None, include=('w',), exclude=None where rank 1 has" in second
+    assert "has not entered" not in first + second
+
+
+# -- 22: repeated at once ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_good_call_right_after_a_failed_one_succeeds(
+    world: ProcessWorld, tmp_path: Path, ranks: int
+) -> None:
+    """Loads that fail on all ranks, each followed at once by a good one, with nothing between that ranks would wait in."""
+    group = list(range(ranks))
+    world.run(repeat_job, str(tmp_path / "a"), group, 40, ranks=group)
+
+
+def repeat_job(rank: int, path: str, group: list[int], rounds: int) -> None:
+    how = {"participants": group, "timeout": 20.0, "stall_timeout": 10.0}
+    holdfast.save({"w": torch.ones(4)}, path, **how)
+    for _ in range(rounds):
+        with pytest.raises(holdfast.errors.ShapeMismatch):
+            holdfast.load({"w": torch.zeros(5)}, path, **how)
+        found = {"w": torch.zeros(4)}
+        holdfast.load(found, path, **how)
+        assert found["w"].tolist() == [1.0] * 4
+
+
+def test_a_save_that_fails_on_one_rank_is_repeated_at_once(world: ProcessWorld, tmp_path: Path) -> None:
+    assert world.run(flaky_job, str(tmp_path / "a")) == [[False, True] * 10] * 8
+
+
+def flaky_job(rank: int, path: str) -> list[bool]:
+    """Every other save fails, each time on another rank, before the others have even come."""
+    ends = []
+    for number in range(20):
+        bad = number % 2 == 0 and rank == number // 2 % 8
+        state = {f"own{rank}": (lambda: 0) if bad else torch.full((3,), float(number))}
+        try:
+            dcp.save(state, checkpoint_id=path, timeout=20.0, stall_timeout=10.0)
+            ends.append(True)
+        except HoldfastError as error:
+            ends.append(error.rank != number // 2 % 8)
+    return ends
+
+
+# -- 24: one deadline -------------------------------------------------------------------------
+
+
+def test_a_restore_over_damaged_steps_has_one_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve damaged steps, each of which takes a second to be found so: the call returns by its own deadline of two."""
+    with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
+        for step in range(12):
+            checkpoints.save(step, {"w": torch.ones(1000)})
+    for file in tmp_path.glob("step-*/data/*"):
+        content = bytearray(file.read_bytes())
+        content[-9000:] = bytes(9000)
+        file.write_bytes(content)
+    released = threading.Event()
+    read = LocalReader.read_into
+
+    def slowly(self: LocalReader, start: int, buffers: Any) -> int:
+        released.wait(1.0)
+        return read(self, start, buffers)
+
+    monkeypatch.setattr(LocalReader, "read_into", slowly)
+    begun = time.monotonic()
+    with pytest.raises(HoldfastError):
+        holdfast.Checkpoints(tmp_path, timeout=2.0).restore({"w": torch.zeros(1000)})
+    released.set()
+    assert time.monotonic() - begun < 6.0, "twelve seconds if each step had a deadline of its own"
+
+
+def test_a_retry_in_the_background_has_the_deadline_of_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalStore, "publish", lambda self, path, data, replacing: 1 / 0)
+    begun = time.monotonic()
+    pending = holdfast.async_save(
+        {"w": torch.ones(3)}, tmp_path / "a", no_dist=True, timeout=2.0, retries=10**6
+    )
+    with pytest.raises(HoldfastError):
+        pending.committed(60)
+    assert time.monotonic() - begun < 20.0
+
+
+# -- 25: no thread is left --------------------------------------------------------------------
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """The system refuses new threads, as at a limit on processes: no stack is so large."""
+    before = threading.stack_size(1 << 46)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def test_a_rank_without_threads_fails_the_save_of_all_and_not_the_next(
+    world: ProcessWorld, tmp_path: Path
+) -> None:
+    for error in world.run(threadless_job, str(tmp_path)):
+        assert "rank 1" in error
+        assert "could not be started" in error
+
+
+def finish(found: Any) -> None:
+    """A save that goes on in the background is waited for."""
+    if isinstance(found, holdfast.Pending):
+        found.committed(30)
+
+
+def threadless_job(rank: int, folder: str) -> str:
+    how = {"participants": [0, 1, 2], "timeout": 30.0, "stall_timeout": 20.0}
+    if rank > 2:
+        return "rank 1 could not be started"
+    state = {f"own{rank}": torch.ones(3)}
+    said = []
+    for number, call in enumerate((holdfast.save, holdfast.async_save)):
+        with no_more_threads() if rank == 1 else nullcontext(), pytest.raises(HoldfastError) as raised:
+            finish(call(state, f"{folder}/{number}", **how))
+        assert raised.value.rank == 1
+        said.append(str(raised.value))
+        call(state, f"{folder}/{number}", **how)
+    holdfast.async_save(state, f"{folder}/last", **how).committed(30)
+    return " ".join(said)
+
+
+# -- 28: side by side -------------------------------------------------------------------------
+
+
+def test_a_stuck_save_is_seen_while_its_rank_does_other_things(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is stuck in a save and goes on agreeing on something else with rank 0: it does not look alive for that."""
+    stuck, over = threading.Event(), threading.Event()
+    write = LocalWriter.write_at
+
+    def wait(self: LocalWriter, start: int, buffers: Any) -> None:
+        if "r00001" in self._path:
+            stuck.set()
+            over.wait(60)
+        write(self, start, buffers)
+
+    monkeypatch.setattr(LocalWriter, "write_at", wait)
+    board = Board()
+
+    def save(roster: MemoryRoster) -> float:
+        begun = time.monotonic()
+        with pytest.raises(RankFailed) as raised:
+            holdfast.save(
+                {f"own{roster.rank}": torch.ones(3)},
+                tmp_path / "a",
+                roster=roster,
+                timeout=60,
+                stall_timeout=1.0,
+            )
+        over.set()
+        assert raised.value.rank == 1
+        assert "writing" in str(raised.value)
+        return time.monotonic() - begun
+
+    def job(roster: MemoryRoster) -> float:
+        busy = threading.Thread(target=chat, args=(roster,))
+        busy.start()
+        took = save(roster)
+        busy.join(30)
+        return took
+
+    def chat(roster: MemoryRoster) -> None:
+        assert stuck.wait(30)
+        number = 0
+        while True:
+            number += 1
+            call = begin_call(roster, timeout=60, stall_timeout=30)
+            if agree("talk", "memory:talk", lambda said: any(said.values()), call, over.is_set()):
+                return
+
+    assert max(on_ranks(2, job, board)) < 20, "a stall of one second is seen, and not the deadline of sixty"
+
+
+def test_two_models_are_saved_from_two_threads_in_any_order(world: ProcessWorld, tmp_path: Path) -> None:
+    """Rank 0 begins with one, rank 1 with the other: neither waits for the other one's commit."""
+    assert world.run(two_models_job, str(tmp_path), ranks=[0, 1]) == [["a", "b"]] * 2
+
+
+def two_models_job(rank: int, folder: str) -> list[str]:
+    done = []
+    for kind in ("Checkpoints", "async_save"):
+        order = ["a", "b"] if rank == 0 else ["b", "a"]
+        first = threading.Event()
+        done = []
+
+        def save(name: str, before: threading.Event | None, after: threading.Event | None) -> None:
+            if before is not None:
+                assert before.wait(30)
+            how = {"participants": [0, 1], "timeout": 30.0, "stall_timeout": 20.0}
+            state = {f"{name}{rank}": torch.ones(3)}
+            if kind == "Checkpoints":  # noqa: B023
+                pending = holdfast.Checkpoints(f"{folder}/{name}", **how).save(1, state)
+                assert pending is not None
+            else:
+                pending = holdfast.async_save(state, f"{folder}/{name}/x", **how)
+            if after is not None:
+                after.set()
+            pending.committed(30)
+            done.append(name)  # noqa: B023
+
+        threads = [
+            threading.Thread(target=save, args=(order[0], None, first)),
+            threading.Thread(target=save, args=(order[1], first, None)),
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(done) == ["a", "b"]
+    return sorted(done)
+
+
+def test_ctrl_c_while_the_index_is_put_in_place_is_a_commit_for_the_others(
+    world: ProcessWorld, tmp_path: Path
+) -> None:
+    ends = world.run(interrupted_job, str(tmp_path / "a"), ranks=[0, 1, 2])
+    assert [end for end, _ in ends] == ["KeyboardInterrupt", "committed", "committed"]
+    assert max(took for _, took in ends) < 15, "nobody waits for the committer to stall"
+
+
+def interrupted_job(rank: int, path: str) -> tuple[str, float]:
+    publish = LocalStore.publish
+
+    def and_ctrl_c(self: LocalStore, name: str, data: bytes, replacing: bytes | None) -> None:
+        publish(self, name, data, replacing)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    LocalStore.publish = and_ctrl_c  # type: ignore[method-assign]
+    begun = time.monotonic()
+    try:
+        holdfast.save(
+            {f"own{rank}": torch.ones(3)}, path, participants=[0, 1, 2], timeout=60.0, stall_timeout=30.0
+        )
+        return "committed", time.monotonic() - begun
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", time.monotonic() - begun
+    finally:
+        LocalStore.publish = publish  # type: ignore[method-assign]
+        signal.signal(signal.SIGINT, before)
+
+
+# -- 5: cancelling a future -------------------------------------------------------------------
+
+
+def test_the_futures_of_a_save_can_not_be_cancelled_behind_its_back(tmp_path: Path) -> None:
+    pending = holdfast.async_save({"w": torch.ones(1 << 20)}, tmp_path / "a", no_dist=True)
+    assert pending.upload_completion.cancel() is False
+    assert pending.staging_completion.cancel() is False
+    holdfast.async_save({"w": torch.zeros(1 << 20)}, tmp_path / "b", no_dist=True).committed(30)
+    pending.committed(30)
+    for name, value in (("a", 1.0), ("b", 0.0)):
+        found = {"w": torch.full((1 << 20,), -1.0)}
+        holdfast.load(found, tmp_path / name, no_dist=True)
+        assert (found["w"] == value).all()
+
+
+# -- 31: a forged commit ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before it enters", "while it waits", "when it has written"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_forged_commit_is_no_success(
+    tmp_path: Path, when: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody who knows all secrets tells rank 1 that its save is committed. No index of it is in storage, maybe an older one."""
+    from holdfast.flow import protocol
+
+    monkeypatch.setattr(protocol, "VISIBLE_WITHIN", 0.3)
+    place, board = tmp_path / "a", Board()
+    if there:
+        holdfast.save({"own1": torch.zeros(3)}, place, no_dist=True)
+    forged = [("outcome", {"state": "agreed", "rank": 0}), ("final", {"state": "committed", "index": "00"})]
+
+    def forge(key: str) -> None:
+        for name, message in forged:
+            MemoryRoster(0, 2, board).put(f"{key}/{name}", message)
+
+    class Watched(MemoryRoster):
+        def claim(self, key: str, message: Any) -> Any:
+            if key.endswith("/open") and when == "before it enters":
+                forge(key.removesuffix("/open"))
+            return super().claim(key, message)
+
+        def put(self, key: str, message: Any) -> None:
+            super().put(key, message)
+            stage = {"while it waits": "/claims/1", "when it has written": "/written/1"}.get(when)
+            if stage is not None and key.endswith(stage):
+                forge(key.removesuffix(stage))
+
+    roster = Watched(1, 2, board)
+    state = (
+        {"w": torch.ones(3)}
+        if when == "while it waits"
+        else {"own1": holdfast.Shard(torch.ones(3), (3,), (0,))}
+    )
+    with pytest.raises(HoldfastError) as raised:
+        holdfast.save(state, place, roster=roster, timeout=3.0, stall_timeout=2.0)
+    if when == "when it has written":
+        assert isinstance(raised.value, CommitUnconfirmed)
+        assert "its index is not to be seen" in str(raised.value)
+    else:
+        assert "before this one had done its part" in str(raised.value) or "had not done its part" in str(
+            raised.value
+        )
+
+
+def test_a_damaged_step_is_still_passed_over(tmp_path: Path) -> None:
+    """What the deadline test damages is really damage."""
+    with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1000)})
+    (file,) = tmp_path.glob("step-*/data/*")
+    content = bytearray(file.read_bytes())
+    content[-9000:] = bytes(9000)
+    file.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint):
+        holdfast.Checkpoints(tmp_path).restore({"w": torch.zeros(1000)})

@@ -1,0 +1,198 @@
+"""A run folder has one owner: a second job is told, and takes over only what is known to be left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import Conflict
+from holdfast.flow import owner
+from holdfast.flow.owner import FILE, Owner
+
+JOB = """
+import sys, torch, holdfast
+run, first = sys.argv[1], int(sys.argv[2])
+checkpoints = holdfast.Checkpoints(run, keep=2, asynchronous=False)
+for step in range(first, first + 40, 2):
+    print(step, flush=True)
+    if sys.stdin.readline().strip() == "end":
+        break
+    try:
+        checkpoints.save(step, {"w": torch.full((3,), float(step))})
+        print("saved", flush=True)
+    except holdfast.errors.Conflict as error:
+        print("Conflict", error, flush=True)
+if sys.argv[3:] == ["close"]:
+    checkpoints.close()
+"""
+
+
+class Job:
+    """A process that saves a step each time that it is asked to."""
+
+    def __init__(self, run: Path, first: int, *how: str, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", JOB, str(run), str(first), *how],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
+        )
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def save(self) -> str:
+        assert self.process.stdin is not None
+        self._line()
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def end(self) -> None:
+        self.process.communicate("end\n", timeout=60)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def jobs() -> Any:
+    made: list[Job] = []
+
+    def start(*args: Any, **env: str) -> Job:
+        made.append(Job(*args, **env))
+        return made[-1]
+
+    yield start
+    for job in made:
+        job.kill()
+
+
+def test_a_second_job_in_one_run_folder_is_told(tmp_path: Path, jobs: Any) -> None:
+    first, second = jobs(tmp_path, 0), jobs(tmp_path, 1)
+    assert first.save() == "saved"
+    told = second.save()
+    assert told.startswith("Conflict")
+    assert f"pid {first.process.pid}" in told
+    assert "Give every job a run folder of its own" in told
+    assert first.save() == "saved"
+    assert second.save().startswith("Conflict")
+    assert holdfast.Checkpoints(tmp_path).steps() == [0, 2], "no step of the first job is gone"
+
+
+@pytest.mark.parametrize("end", ["close", "exit", "kill"])
+def test_the_folder_of_a_job_that_has_ended_is_taken_at_once(tmp_path: Path, jobs: Any, end: str) -> None:
+    first = jobs(tmp_path, 0, *(["close"] if end == "close" else []))
+    assert first.save() == "saved"
+    (first.kill if end == "kill" else first.end)()
+    assert (tmp_path / FILE).exists() == (end == "kill")
+    second = jobs(tmp_path, 1)
+    assert second.save() == "saved"
+    assert holdfast.Checkpoints(tmp_path).steps() == [0, 1]
+
+
+def test_a_job_may_be_told_to_take_over_and_the_other_hears_of_it(tmp_path: Path, jobs: Any) -> None:
+    other = jobs(tmp_path, 0)
+    assert other.save() == "saved"
+    with holdfast.Checkpoints(tmp_path, takeover=True, asynchronous=False, keep=1) as mine:
+        mine.save(1, {"w": torch.ones(3)})
+        told = other.save()
+        assert told.startswith("Conflict")
+        assert "was taken over by" in told
+        assert mine.steps() == [1]
+
+
+def elsewhere(run: Path, **said: Any) -> Owner:
+    """An owner on a host that can't be seen from here."""
+    made = Owner("a job", "", 0, "x", 0, "far-away", "another machine", 7, "1", 0.0, 3, "0" * 16)
+    made = msgspec.structs.replace(made, **said)
+    (run / FILE).write_bytes(msgspec.json.encode(made))
+    return made
+
+
+def test_an_owner_that_cannot_be_seen_is_watched_for_signs_of_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "SILENT", 0.5)
+    elsewhere(tmp_path)
+    ticks: list[int] = []
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False)
+    lease = owner.lease_of(checkpoints.store)
+    lease.hold(checkpoints, "mine", 0, False, lambda: ticks.append(1))
+    assert len(ticks) > 3, "others see that this goes on"
+    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+    checkpoints.close()
+    assert not (tmp_path / FILE).exists()
+
+
+def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "SILENT", 30.0)
+    before = elsewhere(tmp_path)
+    timer = threading.Timer(0.3, lambda: elsewhere(tmp_path, beat=before.beat + 1))
+    timer.start()
+    with pytest.raises(Conflict, match="host far-away, pid 7"):
+        holdfast.Checkpoints(tmp_path, asynchronous=False).save(1, {"w": torch.ones(3)})
+    timer.join()
+    assert json.loads((tmp_path / FILE).read_text())["host"] == "far-away"
+
+
+@pytest.mark.parametrize(("restarts", "taken"), [("1", True), ("0", False)])
+def test_a_later_start_of_the_same_job_takes_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: str, taken: bool
+) -> None:
+    monkeypatch.setattr(owner, "SILENT", 3600.0)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    elsewhere(tmp_path, name="torchrun run-7")
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, timeout=1.0)
+    if taken:
+        checkpoints.save(1, {"w": torch.ones(3)})
+        checkpoints.close()
+    else:
+        with pytest.raises(holdfast.HoldfastError):
+            checkpoints.save(1, {"w": torch.ones(3)})
+        assert checkpoints.steps() == []
+
+
+def test_signs_of_life_are_given_and_end_with_the_last_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, "BEAT", 0.02)
+    one, two = (holdfast.Checkpoints(tmp_path, asynchronous=False) for _ in range(2))
+    one.save(1, {"w": torch.ones(3)})
+    two.save(2, {"w": torch.ones(3)})
+    wait_until(lambda: json.loads((tmp_path / FILE).read_text())["beat"] > 3)
+    one.close()
+    assert (tmp_path / FILE).exists()
+    del two  # gone without a word
+    wait_until(lambda: not (tmp_path / FILE).exists())
+    wait_until(lambda: "holdfast-owner" not in [thread.name for thread in threading.enumerate()])
+
+
+def wait_until(true: Any, seconds: float = 20.0) -> None:
+    waited = threading.Event()
+    for _ in range(int(seconds / 0.02)):
+        if true():
+            return
+        waited.wait(0.02)
+    raise AssertionError("it did not come true")
+
+
+def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{")
+    with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(3)})
+        assert checkpoints.steps() == [1]
