@@ -41,6 +41,7 @@ class Pending:
         self.noticed = False
         """Has anybody seen how it ended?"""
         self._save: Save | None = None
+        self._last = Progress("staging", 0, 0)
         self.cancelled: HoldfastError | None = None
 
     def __repr__(self) -> str:
@@ -54,9 +55,11 @@ class Pending:
             try:
                 report = run()
             except BaseException as error:
+                self._let_go()
                 self.has_staged()
                 self.upload_completion.set_exception(error)
             else:
+                self._let_go()
                 self.upload_completion.set_result(report)
 
         try:
@@ -65,6 +68,11 @@ class Pending:
             if self._save is not None:
                 self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
             work()
+
+    def _let_go(self) -> None:
+        """It is over: what it has needed is not held on to by whoever keeps this object."""
+        self._last = self.progress()
+        self._save = None
 
     def attempt(self, save: Save) -> None:
         """It is this save that goes on now."""
@@ -125,7 +133,7 @@ class Pending:
         """Where it is."""
         save = self._save
         if save is None:
-            return Progress("staging", 0, 0)
+            return self._last
         return Progress(save.operation.at.phase, save.operation.presence.progress, save.work.total)
 
     def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
