@@ -18,6 +18,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from holdfast.adapters.optimizer import get_state_dict, set_state_dict
     from holdfast.adapters.tensors import PerRank, Shard

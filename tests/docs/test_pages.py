@@ -6,7 +6,9 @@ import ast
 import inspect
 import os
 import re
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +176,25 @@ def test_pages_are_for_everybody(page: Path) -> None:
 @pytest.mark.parametrize("name", ["demo", "test", "soak"])
 def test_words_of_the_makefile(name: str) -> None:
     assert f"\n{name}:" in text("Makefile")
+
+
+def test_no_page_installs_a_package_that_is_somebody_elses() -> None:
+    """`holdfast` on PyPI is not this library; the distribution is called torch-holdfast."""
+    project = tomllib.loads(text("pyproject.toml"))["project"]
+    assert project["name"] == "torch-holdfast"
+    pages = [*PAGES, *ROOT.glob("src/**/*.py"), ROOT / "CHANGELOG.md", ROOT / "Makefile"]
+    asked = [
+        (page.name, found[0])
+        for page in pages
+        for found in re.finditer(
+            r"install[^\n]*?[\s'\"`](holdfast)(?=[\[=<>~'\"`\s]|$)", page.read_text(encoding="utf-8")
+        )
+    ]
+    assert not [(page, said) for page, said in asked if "pip" in said or "[" in said], asked
+    assert "pip install torch-holdfast" in text("README.md")
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert metadata.version("torch-holdfast") == holdfast.__version__
+    assert f"## {holdfast.__version__}" in text("CHANGELOG.md")
+    assert "Apache License" in text("LICENSE")

@@ -38,13 +38,18 @@ def test_a_call_leaves_nothing_behind(tmp_path: Path) -> None:
         run = holdfast.Checkpoints(
             tmp_path / "run", asynchronous=False, roster=roster, options=holdfast.Options(writer_threads=2)
         )
+        closed.append(run)
         state = {"w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "step": 1}
         run.save(1, state)
         run.restore(state)
         with pytest.raises(HoldfastError):
             holdfast.load(state, tmp_path / "nothing", roster=roster)
 
+    closed: list[holdfast.Checkpoints] = []
     on_ranks(3, job)
+    assert ours() <= {"holdfast-owner"}, "until close() the run folder is shown to be in use"
+    for run in closed:
+        run.close()
     assert ours() == set()
     assert descriptors() <= before
 

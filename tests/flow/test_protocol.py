@@ -103,9 +103,7 @@ def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest
     release = threading.Event()
     monkeypatch.setattr(LocalWriter, "write_at", lambda self, start, buffers: release.wait(20))
     begun = time.monotonic()
-    with pytest.raises(
-        DeadlineExceeded, match="its call into storage, the message store or a callback does not return"
-    ):
+    with pytest.raises(DeadlineExceeded, match="its call into storage or a callback does not return"):
         holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", timeout=1.0, no_dist=True)
     assert time.monotonic() - begun < 1.0 + 2.0
     release.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -185,6 +186,7 @@ def test_signs_of_life_are_given_and_end_with_the_last_user(
 def wait_until(true: Any, seconds: float = 20.0) -> None:
     waited = threading.Event()
     for _ in range(int(seconds / 0.02)):
+        gc.collect()
         if true():
             return
         waited.wait(0.02)

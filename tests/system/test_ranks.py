@@ -166,6 +166,16 @@ def _plain(state: dict) -> None:  # type: ignore[type-arg]
         del state["model"][name]
 
 
+def test_a_failed_load_says_nothing_of_a_commit(world: ProcessWorld, tmp_path: Path) -> None:
+    path = str(tmp_path / "step-1")
+    world.run(save_job, path, 1, {})
+    world.start(load_job, path, 1, FAST, ranks=range(7))
+    for error in errors_of(world.collect(30)):
+        assert error.rank == 7
+        assert "what is in storage is untouched" in str(error)
+        assert "committed" not in error.hint
+
+
 def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
     """A store host that is stopped, not dead: every call into it blocks, and still all come back."""
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
@@ -183,6 +193,9 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
     assert took < 4.0 + 2.5
     for error in errors:
         assert isinstance(error, DeadlineExceeded | CommitUnconfirmed | RankFailed), error
+        assert "asks the message store, which does not answer" in str(error)
+        assert error.rank is None, "nobody can be named without the message store"
+        assert error.missing == ()
     no_checkpoint(path)
 
 

@@ -78,7 +78,7 @@ class Background:
             save = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead from then on.
             save.work.trouble = save.work.trouble or read_state(self._writer.start, save.work.held.rank)
-            into = DeviceCopies(save.work.held).into
+            into = DeviceCopies(save.work.streams).into
             staged = self._stage(save, budget, into)
             pending.attempt(save)
             self._pending = pending
@@ -195,6 +195,7 @@ class Background:
         held, limit = work.held, min(work.options.max_file_bytes, budget)
         options = replace(work.options, columns=(), max_file_bytes=limit)
         plan = plan_save(held, replicas, options)
+        work.streams.wait()
         cuts, digests = split_files(plan, options), witnessed(held, plan)
         made: list[WrittenFile] = []
         for part, cut in enumerate(cuts):

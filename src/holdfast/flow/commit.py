@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from holdfast import events
+from holdfast import __version__, events
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     CommitUnconfirmed,
@@ -64,12 +65,13 @@ def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
     return lambda at, length: reader.read(start + at, length)
 
 
+@cache
 def versions() -> dict[str, str]:
     """What wrote a checkpoint; for people."""
     from importlib.metadata import version  # slow to import, and only a save wants it
 
-    found = {"python": platform.python_version()}
-    for name in ("holdfast", "torch", "numpy"):
+    found = {"python": platform.python_version(), "holdfast": __version__}
+    for name in ("torch", "numpy"):
         try:
             found[name] = version(name)
         except Exception:

@@ -10,22 +10,18 @@ from typing import Any
 import torch
 
 from holdfast.adapters.memory import not_waiting
+from holdfast.adapters.streams import CallerStreams
 from holdfast.flow.arena import Arena
-from holdfast.plan.holding import Holding
 
 log = logging.getLogger("holdfast")
 _side: dict[Any, Any] = {}
 
 
 class DeviceCopies:
-    """Where the tensors of a save lie, and the streams that training has at the time of the call."""
+    """Copies of a save's tensors, which come after what the streams of training have been given at the time of the call."""
 
-    def __init__(self, held: Holding) -> None:
-        self._training: list[Any] = []
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            found = (getattr(memory, "tensor", None) for memory in held.memory)
-            devices = {tensor.device for tensor in found if tensor is not None and tensor.is_cuda}
-            self._training = [torch.cuda.current_stream(device) for device in devices]
+    def __init__(self, caller: CallerStreams) -> None:
+        self._training = caller.streams
 
     @contextmanager
     def into(self, arena: Arena) -> Iterator[None]:

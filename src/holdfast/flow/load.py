@@ -14,6 +14,7 @@ import torch
 
 from holdfast.adapters.memory import BytesMemory, TensorMemory
 from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
+from holdfast.adapters.streams import CallerStreams
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -75,6 +76,7 @@ class _Work:
     owner: list[int] = field(default_factory=list)
     """Per row of `held`, its leaf."""
     trouble: HoldfastError | None = None
+    streams: CallerStreams = field(default_factory=lambda: CallerStreams(Holding()))
     step: int | None = None
     needed: int = 0
     bytes_read: int = 0
@@ -128,6 +130,7 @@ class _Work:
             self._take(held, row, columns, int(position[place]))
         plan = plan_read(held, position, columns, index.where)
         self.needed = plan.bytes_needed
+        self.streams.wait()
         read = read_into(
             self.store,
             held,
@@ -136,6 +139,7 @@ class _Work:
             self.options.writer_threads,
             lambda moved: self.operation.progress(moved, self.needed),
         )
+        self.streams.finish()
         self.bytes_read = read + index.bytes_read
         self.prefix = index.object_prefix
         self.filled = [self.owner[row] for row in keep]
@@ -376,6 +380,7 @@ def load_from(
         flat.after = taken.after
         work.leaves = select(taken.leaves, include, exclude)
         work.held, work.owner = hold(work.leaves, call.rank, call.participants, for_load=True)
+        work.streams = CallerStreams(work.held)
         if lengths is not None:
             put_in_place(work.held, lengths)
 

@@ -82,7 +82,8 @@ class Operation:
         self.presence.phase = phase
         with suppress(HoldfastError):  # a beat that is late is no reason to fail
             self.presence.send()
-        self.emit(phase)
+        with self.presence.working():
+            self.emit(phase)
 
     def progress(self, moved: int, total: int = 0) -> None:
         """Note `moved` bytes; raises if the operation was given up meanwhile."""

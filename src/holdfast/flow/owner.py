@@ -73,6 +73,7 @@ class Lease:
         self._users: WeakSet[object] = WeakSet()
         self._lock = threading.Lock()
         self._mine: Owner | None = None
+        self._thread: threading.Thread | None = None
         self._stop = threading.Event()
 
     def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
@@ -96,9 +97,10 @@ class Lease:
                 found, tail = self._read()
             self._write(_me(job, rank), tail)
             self._stop = threading.Event()
-            start_thread(
-                threading.Thread(target=self._beat, args=(self._stop,), name="holdfast-owner", daemon=True)
+            self._thread = threading.Thread(
+                target=self._beat, args=(self._stop,), name="holdfast-owner", daemon=True
             )
+            start_thread(self._thread)
 
     def is_held(self) -> bool:
         """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
@@ -111,8 +113,11 @@ class Lease:
         """This user needs it no more; the last one gives the folder back."""
         with self._lock:
             self._users.discard(user)
-            if not self._users and self._mine is not None:
-                self._give_up()
+            if self._users or self._mine is None:
+                return
+            self._give_up()
+        if self._thread is not None:
+            self._thread.join(1.0)
 
     def _give_up(self) -> None:
         self._mine = None

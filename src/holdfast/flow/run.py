@@ -43,8 +43,6 @@ class Cancel:
     def __init__(self) -> None:
         self._set = threading.Event()
         self.reason: HoldfastError | None = None
-        self.asking = False
-        """Is the worker in a call into the message store?"""
 
     def set(self, reason: HoldfastError | None = None) -> None:
         self.reason = reason
@@ -72,7 +70,6 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
         try:
             if not told:
                 cancel.check()
-            cancel.asking = not isinstance(effect, Do)
             match effect:
                 case Put(key, message):
                     roster.put(key, message)
@@ -89,7 +86,8 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
                 case Alive(message):
                     result = presence.identity.alive(message)
                 case Do(_, action):
-                    result = action()
+                    with presence.working():
+                        result = action()
         except Cancelled:
             if cancel.reason is None or told:
                 steps.close()
@@ -153,7 +151,7 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
         cancel.set(error)  # the protocol tells it to the others, which takes no thread
         work()
     try:
-        _wait(done, ended, at, presence, cancel)
+        _wait(done, ended, at, presence)
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
@@ -175,13 +173,13 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
     if not ended.known.is_set() and at.phase in SUCCESS:
         return None  # what it still tidies up goes on by itself
     if not ended.known.is_set() or isinstance(ended.error, Cancelled):
-        raise _stuck(at, presence, cancel)
+        raise _stuck(at, presence)
     if ended.error is not None:
         raise ended.error
     return ended.value
 
 
-def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence, cancel: Cancel) -> None:
+def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
@@ -203,15 +201,15 @@ def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence,
         ):
             heard = now
         if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
-            raise _stuck(at, presence, cancel)
+            raise _stuck(at, presence)
 
 
-def _stuck(at: Context, presence: Presence, cancel: Cancel) -> HoldfastError:
+def _stuck(at: Context, presence: Presence) -> HoldfastError:
     """This rank's own work does not come back."""
     if presence.seen and presence.seen["state"] == "abandoned":
         return from_message(presence.seen["error"])
     kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
-    if cancel.asking:
+    if not presence.is_working:
         return kind(
             f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase {at.phase!r}, asks the message "
             "store, which does not answer. Which rank is missing can't be known without it.",

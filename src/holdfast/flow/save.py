@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from holdfast.adapters.state import Flat, flatten, hold, select
+from holdfast.adapters.streams import CallerStreams
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.call import Call, begin_call, one_folder
 from holdfast.flow.commit import Commit, is_of_attempt, present_tail
@@ -56,6 +57,7 @@ class SaveReport(msgspec.Struct, frozen=True):
 
 def _write_here(work: Work, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
     plan = plan_save(work.held, replicas, work.options)
+    work.streams.wait()
     work.total = int(plan.chunks.nbytes.sum())
     return write_files(work.store, work.held, plan, about, work.options, work.moved)
 
@@ -79,6 +81,7 @@ class Work:
     after: Callable[[], None] = lambda: None
     commit: Commit | None = None
     trouble: HoldfastError | None = None
+    streams: CallerStreams = field(default_factory=lambda: CallerStreams(Holding()))
     made: list[str] = field(default_factory=list)
     bytes_written: int = 0
     total: int = 0
@@ -296,6 +299,7 @@ class Save:
         def read() -> None:
             leaves = select(take(call.rank).leaves, include, exclude)
             self.work.held, _ = hold(leaves, call.rank, call.participants)
+            self.work.streams = CallerStreams(self.work.held)
 
         self.work.trouble = read_state(read, call.rank)
 

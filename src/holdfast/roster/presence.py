@@ -12,8 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, ref
 
 from holdfast.errors import RankInfo, RosterLost
@@ -90,12 +90,22 @@ class Presence:
         """What tells this operation from others of the rank."""
         self.phase, self.progress = "entered", 0
         self.waiting_for: list[int] | None = None
+        self.is_working = False
         self.more: Callable[[], Message] = dict
         """What else the message says: `doing`, as errors quote it, and values for programs."""
         self.watched: str | None = None
         self.seen: Message | None = None
         """The message under `watched`, once the beat has found it."""
         self.noticed = threading.Event()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside, this rank's thread works or calls back; outside it asks the message store, if it does not come on."""
+        self.is_working = True
+        try:
+            yield
+        finally:
+            self.is_working = False
 
     def wait_for(self, ranks: Sequence[int] | None) -> None:
         """Note whom this rank waits for; None: nobody, it works."""

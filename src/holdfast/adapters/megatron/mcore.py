@@ -40,7 +40,7 @@ try:
     from megatron.core.package_info import __version__ as VERSION
 except ImportError as error:
     raise ImportError(
-        f"holdfast.adapters.megatron needs megatron-core ({error}). Install it: pip install 'holdfast[megatron]'."
+        f"holdfast.adapters.megatron needs megatron-core ({error}). Install it: pip install 'torch-holdfast[megatron]'."
     ) from error
 
 try:
