@@ -5,8 +5,10 @@ It is made once, at the public function, and handed on whole, so that nothing in
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -115,6 +117,16 @@ def find_participants(
             hint="Call only on participants, or add this rank to participants= on every rank.",
         )
     return ranks
+
+
+def whole_step(step: Any) -> int:
+    """A step as a whole number; NumPy's and other integers count, booleans don't."""
+    if not isinstance(step, bool) and hasattr(step, "__index__"):
+        with suppress(TypeError):  # a tensor of several elements
+            number = operator.index(step)
+            if number >= 0:
+                return number
+    raise BadInput(f"step must be a whole number from 0 on, not {step!r}.")
 
 
 def one_folder(path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None) -> str:

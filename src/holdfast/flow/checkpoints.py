@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from holdfast.adapters.state import flatten
-from holdfast.flow.call import Call
+from holdfast.flow.call import Call, whole_step
 from holdfast.flow.load import LoadReport, load_from
 from holdfast.flow.pending import Pending
 from holdfast.flow.save import PREVIOUS, Save
@@ -42,6 +42,8 @@ class Checkpoints(Steps):
         If the save that it waits for failed, this raises its error, on all ranks, and begins nothing.
         `expected="previous"` compares names with the newest committed step's.
         """
+
+        step = whole_step(step)
 
         def make(call: Call) -> Save:
             return Save(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,11 @@ import numpy as np
 from holdfast.adapters.state import Flat, flatten, hold, select
 from holdfast.adapters.streams import CallerStreams
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
-from holdfast.flow.call import Call, begin_call, one_folder
+from holdfast.flow.call import Call, begin_call, one_folder, whole_step
 from holdfast.flow.commit import Commit, is_of_attempt, present_tail
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import TRANSITIONS
 from holdfast.flow.protocol import save_steps
-from holdfast.flow.retention import step_folder
 from holdfast.flow.sources import open_index
 from holdfast.flow.write import WrittenFile, discard, write_files
 from holdfast.format import objects
@@ -278,8 +278,14 @@ class Save:
         permit: Callable[[Callable[[], None]], None] = lambda tick: None,
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        if step is not None:
-            step_folder(step)  # refuses what is not a step
+        step = None if step is None else whole_step(step)
+        try:
+            json.dumps(notes)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(
+                f"notes= must be a JSON value (text, numbers, lists, dicts): {error}.",
+                hint="Put tensors and other objects into the state.",
+            ) from None
         title = f"save of {store.url}" + (f" (step {step})" if step is not None else "")
         about = grid.describe() if grid else None
 

@@ -22,7 +22,7 @@ from holdfast.errors import (
     Replaced,
 )
 from holdfast.flow.background import EXIT_GRACE, LANE, background_of
-from holdfast.flow.call import Call, begin_call
+from holdfast.flow.call import Call, begin_call, whole_step
 from holdfast.flow.operation import agree
 from holdfast.flow.owner import lease_of
 from holdfast.flow.pending import Pending, finished
@@ -234,6 +234,7 @@ class Steps:
 
     def _load(self, load: Callable[[Store, Call], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""
+        step = None if step is None else whole_step(step)
         self._settle()
         call = self._call()
         rejected: tuple[int, ...] = ()

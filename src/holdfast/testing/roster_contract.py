@@ -102,6 +102,7 @@ class RosterContract:
         assert second.lane("beside").rank == 1
         assert second.lane("beside").get(["a"]) == [None]
         first.lane("beside").put("a", {"x": 2})
+        assert second.lane("beside").wait("a", 5.0)
         assert second.lane("beside").get(["a"]) == second.lane("beside").second().get(["a"]) == [{"x": 2}]
         assert second.lane("other").get(["a"]) == [None]
         assert second.get(["a"]) == [{"x": 1}]

@@ -10,7 +10,7 @@ from holdfast.adapters.megatron import mcore
 from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
 from holdfast.adapters.megatron.metadata import mark
 from holdfast.errors import HoldfastError
-from holdfast.flow.call import Call
+from holdfast.flow.call import Call, whole_step
 from holdfast.flow.pending import Pending
 from holdfast.flow.retention import INDEX, committed_steps
 from holdfast.flow.save import Save
@@ -47,6 +47,8 @@ class Checkpoints(Steps):
 
         What holds for `holdfast.Checkpoints.save` holds here: at most `in_flight` saves are under way.
         """
+
+        iteration = whole_step(iteration)
 
         def make(call: Call) -> Save:
             return read_state_dict(
