@@ -7,12 +7,11 @@ collective for it, training waits for nothing but the copy, and a failed save is
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +22,7 @@ from holdfast.adapters.memory import BytesMemory
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.flow.arena import Arena
 from holdfast.flow.devices import DeviceCopies
+from holdfast.flow.exits import ENDED_BY_INTERRUPT, Failure, Stage, at_exit, uncaught
 from holdfast.flow.helper import WriterProcess
 from holdfast.flow.operation import read_state
 from holdfast.flow.pending import Pending
@@ -99,8 +99,7 @@ class Background:
 
     def _wait_for_the_last(self) -> None:
         if self._pending is not None:
-            with suppress(Exception):  # whoever holds it is told
-                self._pending.upload_completion.result()
+            self._pending.wait()  # whoever holds it is told how it ended
             self._pending = None
 
     def _stage(self, save: Save, budget: int | None, into: Into) -> Staged | None:
@@ -227,19 +226,35 @@ class Background:
                 _sweep(store, about["attempt"], held.rank)
             raise
 
-    def drain(self) -> None:
-        """At the end of the process: wait for what is under way, and say if it failed and nobody asked."""
-        pending = self._pending
-        if self._pid != os.getpid() or pending is None:
-            return
-        raised = getattr(sys, "last_value", None) is not None
-        timeout = EXIT_GRACE if raised else None
+    def drain(self) -> Failure | None:
+        """At the end of the process: wait for what is under way; that it failed is the process's failure, unless somebody has asked."""
         try:
-            pending.upload_completion.result(timeout)
-        except Exception as error:
-            if not pending.noticed:
-                log.error("%r at the end of the process: %s", pending, error)
-        self._writer.kill()
+            return None if self._pending is None else _outcome(self._pending)
+        finally:
+            self._writer.kill()
+
+
+def _outcome(pending: Pending) -> Failure | None:
+    """Wait for a save at the end of the process; why the process must not end as if it were committed."""
+    # After an exception nobody is to wait for long; otherwise the save's own deadline bounds it.
+    timeout = EXIT_GRACE if uncaught() is not None else None
+    try:
+        ended = pending.wait(timeout)
+    except KeyboardInterrupt:
+        said = f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of the process."
+        return Failure(said, ENDED_BY_INTERRUPT)
+    met = (
+        pending.upload_completion.failure() if ended else HoldfastError(f"It took longer than {timeout:g} s.")
+    )
+    if met is None or pending.upload_completion.seen or pending.cancelled is not None:
+        return None
+    if pending.only_warns:
+        log.warning("A save in the background failed: %s", met)
+        return None
+    said = f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or committed()):"
+    if log.hasHandlers():
+        log.error("%s %s", said, met)
+    return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
 
 
 def _forget(work: Work) -> None:
@@ -269,19 +284,23 @@ def background(slot: int = 0) -> Background:
         known = _slots.get(slot)
         if known is None or known._pid != os.getpid():
             known = _slots[slot] = Background()
-            atexit.register(known.drain)
+            at_exit(Stage.SAVES, known.drain)
         return known
 
 
 def wait_for_saves(timeout: float) -> list[Pending]:
     """Wait for what is under way in this process; returns those that are not done by then."""
     ends = time.monotonic() + timeout
+    last = last_saves()
+    for pending in last:
+        pending.wait(max(0.0, ends - time.monotonic()))  # whoever holds it is told how it ended
+    return [pending for pending in last if not pending.done()]
+
+
+def last_saves() -> list[Pending]:
+    """The last save of each slot of this process, under way or not."""
     known = [found._pending for found in list(_slots.values()) if found._pid == os.getpid()]
-    under_way = [pending for pending in known if pending is not None]
-    for pending in under_way:
-        with suppress(Exception):  # whoever holds it is told
-            pending.upload_completion.result(max(0.0, ends - time.monotonic()))
-    return [pending for pending in under_way if not pending.done()]
+    return [pending for pending in known if pending is not None]
 
 
 def lane(slot: int = 0) -> str:

@@ -13,6 +13,8 @@ from holdfast.errors import DeadlineExceeded, HoldfastError
 from holdfast.flow.save import Save, SaveReport
 
 T = TypeVar("T")
+CANCELLED = "cancelled"
+"""Among the details of an error: some rank gave the save up; it did not fail by itself."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -25,6 +27,30 @@ class Progress(msgspec.Struct, frozen=True):
     """0 until it is known."""
 
 
+class Outcome(concurrent.futures.Future[SaveReport]):
+    """The future of a save; it knows whether anybody has seen how the save ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def failure(self) -> BaseException | None:
+        """Its error, if it has ended with one; that counts as nobody's having seen it."""
+        return super().exception() if self.done() else None
+
+
 class Pending:
     """An asynchronous save. `staged` and `committed` wait; everything else answers at once.
 
@@ -34,9 +60,9 @@ class Pending:
     def __init__(self, path: str, step: int | None) -> None:
         self.path, self.step = path, step
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.upload_completion: concurrent.futures.Future[SaveReport] = concurrent.futures.Future()
-        self.noticed = False
-        """Has anybody seen how it ended?"""
+        self.upload_completion = Outcome()
+        self.only_warns = False
+        """Is a failure to be logged, and no more?"""
         self._save: Save | None = None
         self.cancelled: HoldfastError | None = None
 
@@ -82,7 +108,6 @@ class Pending:
 
         timeout: seconds; by default those of the save itself, which end it in any case.
         """
-        self.noticed = True
         return self._wait(self.upload_completion, timeout, "committed")
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -99,6 +124,11 @@ class Pending:
             return error
         return None
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, well or not; has it? A failure that nobody has seen goes on to be nobody's."""
+        concurrent.futures.wait([self.upload_completion], timeout)
+        return self.done()
+
     def add_done_callback(self, callback: Callable[[concurrent.futures.Future[SaveReport]], object]) -> None:
         """Call `callback` with `upload_completion` once it has ended; at once if it has."""
         self.upload_completion.add_done_callback(callback)
@@ -107,11 +137,17 @@ class Pending:
         """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed` tells."""
         if self.done():
             return False
-        who = self._save.operation.at.who if self._save is not None else "a rank"
-        self.cancelled = HoldfastError(f"The save of {self.path} was cancelled on {who}.", step=self.step)
+        self.cancelled = HoldfastError(
+            f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
+        )
         if self._save is not None:
             self._save.operation.cancel.set(self.cancelled)
         return True
+
+    @property
+    def who(self) -> str:
+        """The rank that saves, as messages name it."""
+        return self._save.operation.at.who if self._save is not None else "a rank"
 
     def progress(self) -> Progress:
         """Where it is."""
@@ -138,7 +174,7 @@ class Pending:
 def finished(report: SaveReport, step: int | None) -> Pending:
     """A save that was not asynchronous, as if it had been."""
     pending = Pending(report.path, step)
-    pending.noticed = True
+    pending.upload_completion.seen = True
     pending.staging_completion.set_result(None)
     pending.upload_completion.set_result(report)
     return pending

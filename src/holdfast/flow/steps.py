@@ -175,6 +175,7 @@ class Steps:
             pending = async_save_into(
                 self._folder(step), lambda: make(beside), step, self._budget, self._retries, slot
             )
+            pending.only_warns = self._warns
             self._pending.append(pending)
             return pending
         return finished(make(self._roster()).run(), step)
