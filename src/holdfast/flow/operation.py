@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,6 +19,7 @@ from holdfast.flow.run import Cancel, run
 from holdfast.flow.world import find_participants, meeting_key, rounds
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
+from holdfast.threads import start_thread
 
 
 class Operation:
@@ -170,9 +170,7 @@ def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
         else:
             ended.append(None)
 
-    thread = threading.Thread(target=work, name="holdfast-look", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    start_thread(work, "holdfast-look").join(seconds)
     if not ended:
         raise DeadlineExceeded(
             f"{doing} took longer than {seconds:g} s: a call into storage does not return.",

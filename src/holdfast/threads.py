@@ -1,0 +1,23 @@
+"""Threads of Holdfast's own: daemons with a name; one sentence where the system allows no more of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import HoldfastError
+
+
+def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
+    """Start a daemon thread. HoldfastError if there can't be one more: the limit of processes is reached, memory is short, or the
+    interpreter is about to end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise HoldfastError(
+            f"The thread {name!r} could not be started in this process, which has {threading.active_count()}: {error}.",
+            rank=rank,
+            hint="Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run fewer of them.",
+        ) from error
+    return thread
