@@ -23,8 +23,6 @@ class Ended(NamedTuple):
     codes: list[int]
     seconds: float
     """From the start of the first process to the end of the last."""
-    order: list[int]
-    """Ranks in the order in which they ended."""
     said: str
     """By all of them, as on one terminal."""
 
@@ -79,4 +77,4 @@ def launch(
     stuck.cancel()
     said = terminal.read_text()
     assert seconds < limit, f"ranks were still there after {limit} s\n{said}"
-    return Ended([codes[rank] for rank in ranks], seconds, list(codes), said)
+    return Ended([codes[rank] for rank in ranks], seconds, said)
