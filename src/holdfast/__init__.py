@@ -18,8 +18,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
-
 if TYPE_CHECKING:
     from holdfast.adapters.optimizer import get_state_dict, set_state_dict
     from holdfast.adapters.tensors import PerRank, Shard
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from holdfast.groups.warm_up import warm_up
     from holdfast.layout.grid import Grid
     from holdfast.options import Options
+    from holdfast.version import __version__
 
 _WHERE = {
     "Checkpoints": "holdfast.flow.checkpoints",
@@ -49,6 +48,7 @@ _WHERE = {
     "Preemption": "holdfast.flow.preemption",
     "SaveReport": "holdfast.flow.save",
     "Shard": "holdfast.adapters.tensors",
+    "__version__": "holdfast.version",
     "async_save": "holdfast.flow.async_save",
     "audit": "holdfast.groups.audit",
     "get_state_dict": "holdfast.adapters.optimizer",

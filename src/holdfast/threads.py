@@ -1,4 +1,4 @@
-"""Threads of our own: started with an error that can be told, and waited for with a bound."""
+"""Threads of Holdfast's own: daemons with a name, waited for with a bound; one sentence where the system allows no more of them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ from collections.abc import Callable
 from holdfast.errors import DeadlineExceeded, HoldfastError
 
 
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread. Raises HoldfastError if the system has none left, so that the other ranks can be told."""
+def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
+    """Start a daemon thread. HoldfastError if there can't be one more: the limit of processes is reached, memory is short, or the
+    interpreter is about to end."""
+    thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         raise HoldfastError(
-            f"The thread {thread.name!r} could not be started: {error}.",
-            hint="The limit on processes of this user or container is reached (ulimit -u, pids.max).",
+            f"The thread {name!r} could not be started in this process, which has {threading.active_count()}: {error}.",
+            rank=rank,
+            hint="Raise the limit of processes and threads (ulimit -u, pids.max of the container), or run fewer of them.",
         ) from error
+    return thread
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
@@ -31,9 +35,7 @@ def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
         else:
             ended.append(None)
 
-    thread = threading.Thread(target=work, name="holdfast-look", daemon=True)
-    start_thread(thread)
-    thread.join(seconds)
+    start_thread(work, "holdfast-look").join(seconds)
     if not ended:
         raise DeadlineExceeded(
             f"{doing} took longer than {seconds:g} s: a call into storage does not return.",

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import holdfast
 from holdfast.groups.session import Session
+from tests.groups.after_end import AMPLE, after_the_session, caught_sessions
 from tests.groups.jobs import end_with
+from tests.groups.unseen_saves import save_in_vain
 
-LIMITS = {"timeout": 40.0, "stall_timeout": 5.0, "grace": 5.0}
+LIMITS: dict[str, Any] = {"timeout": 40.0, "stall_timeout": 5.0, "grace": 5.0}
 
 
 def in_a_block(mode: str, rank: int, folder: str) -> None:
@@ -20,8 +23,8 @@ def in_a_block(mode: str, rank: int, folder: str) -> None:
     with holdfast.session(grid, backend="gloo", **LIMITS) as s:
         checkpoints = s.checkpoints(folder, timeout=20, stall_timeout=5)
         for _ in range(3):
-            dist.all_reduce(torch.ones(1), group=s.groups["tp"])
-            dist.all_reduce(torch.ones(1), group=s.groups["dp"])
+            for name in sorted({"tp", "dp"} & set(s.groups)):
+                dist.all_reduce(torch.ones(1), group=s.groups[name])
         end_with(mode, rank, checkpoints)
 
 
@@ -29,7 +32,7 @@ def to_the_end(mode: str, rank: int, folder: str, destroys: bool) -> None:
     """As a framework does it: groups are its own, and it may destroy them itself."""
     dist.init_process_group("gloo")
     dist.new_group([0, 1])
-    Session(**LIMITS, owns_world=True).until_exit()
+    Session(**LIMITS, after_end=AMPLE if mode == "late" else 120.0, owns_world=True).until_exit()
     dist.all_reduce(torch.ones(1))
     end_with(mode, rank, holdfast.Checkpoints(folder, timeout=20, stall_timeout=5))
     if destroys:
@@ -42,6 +45,12 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     if how == "block":
         in_a_block(mode, rank, folder)
+    elif how == "caught":
+        caught_sessions(rank, folder, LIMITS)
+    elif how == "save in vain":
+        save_in_vain(mode, folder)
+    elif how == "after":
+        after_the_session(mode.split(",")[rank], rank, folder, LIMITS)
     else:
         to_the_end(mode, rank, folder, how == "destroys")
     print(f"rank {rank} is through", flush=True)

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -155,8 +156,14 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
     """What happens at the end of a session's body."""
     if mode == "busy" and rank == 0:
         time.sleep(11)
+    if mode == "late" and rank == 0:
+        time.sleep(6.5)
+    if mode == "fork":
+        _fork_and_train_on(rank)
     if mode == "save":
         checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
+    if mode == "save fails":
+        checkpoints.save(1, {"lock": threading.Lock()})
     if mode == "save and raise":
         checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
         if rank == 2:
@@ -179,6 +186,23 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
         time.sleep(60)  # one call that Python can't be interrupted in
     if mode in ("raise on 0", "raise on 2", "save and raise", "kill", "exit"):
         dist.all_reduce(torch.ones(1))  # waits for the one that does not come
+
+
+def _fork_and_train_on(rank: int) -> None:
+    """Children end in one way or another, while their parent trains on."""
+    for how in ("raise", "exit", "end"):
+        child = os.fork()
+        if not child and how == "raise":
+            raise ValueError("the child has no data")
+        if not child and how == "exit":
+            sys.exit(3)
+        if not child:
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"a child of rank {rank} ended with {code}", flush=True)
+    for _ in range(20):  # as long as it takes to hear of a failure
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
 
 
 def megatron_groups(

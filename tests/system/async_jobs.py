@@ -64,9 +64,17 @@ def mishap(
         elif what == "kill":
             os.kill(writer.pid, signal.SIGSTOP)  # so that it dies in the middle of the save, not before
 
+            stopped = writer.pid
+
+            def kill() -> None:
+                while not writer.busy:  # one that dies before it has the job is replaced
+                    time.sleep(0.001)
+                if writer.pid == stopped:
+                    os.kill(stopped, signal.SIGKILL)
+
             def watch(event: events.Event) -> None:
-                if event.name == "save.writing" and writer.pid is not None:
-                    os.kill(writer.pid, signal.SIGKILL)
+                if event.name == "save.writing":
+                    threading.Thread(target=kill, daemon=True).start()
 
             stop = events.subscribe(watch)
     begun = time.monotonic()

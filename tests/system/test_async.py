@@ -16,6 +16,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
+from holdfast.flow import helper
 from holdfast.flow.arena import Arena, ArenaMemory
 from holdfast.flow.background import background_of_this_thread
 from holdfast.layout.box import Box
@@ -160,10 +161,9 @@ os.pwritev = slow
 def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The next writer process runs this first."""
     background_of_this_thread()._writer.kill()
-    hook = tmp_path / "hook"
-    hook.mkdir()
-    (hook / "sitecustomize.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(hook))
+    begun = tmp_path / "writer.py"
+    begun.write_text(f"{code}\nimport runpy\nrunpy.run_path({str(helper.START)!r}, run_name='__main__')\n")
+    monkeypatch.setattr(helper, "START", begun)
 
 
 @pytest.fixture

@@ -7,12 +7,11 @@ collective for it, training waits for nothing but the copy, and a failed save is
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from holdfast.adapters.memory import BytesMemory
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.flow.arena import Arena
 from holdfast.flow.devices import DeviceCopies
+from holdfast.flow.exits import ENDED_BY_INTERRUPT, Failure, Stage, at_exit, not_at_exit, uncaught
 from holdfast.flow.helper import WriterProcess
 from holdfast.flow.operation import read_state
 from holdfast.flow.pending import Pending
@@ -110,8 +110,9 @@ class Background:
             arena, self._arena = self._arena, None
             if arena is not None and not self._copying:
                 arena.close()
-            if self._retired:
-                atexit.unregister(self.drain)
+            unheard = self._pending is not None and self._pending.failed_unseen()
+            if self._retired and not unheard:  # what nobody has heard of is told at the end of the process
+                not_at_exit(self.drain)
                 _known.discard(self)
 
     def retire(self) -> None:
@@ -124,8 +125,13 @@ class Background:
 
     def _wait_for_the_last(self) -> None:
         if self._pending is not None:
-            with suppress(Exception):  # whoever holds it is told
-                self._pending.upload_completion.result()
+            self._pending.wait()  # whoever holds it is told how it ended
+            if self._pending.failed_unseen():
+                log.warning(
+                    "%r failed, and nobody has asked: %s",
+                    self._pending,
+                    self._pending.upload_completion.failure(),
+                )
             self._pending = None
 
     def _stage(self, save: Save, budget: int | None, into: Into) -> Staged | None:
@@ -148,6 +154,7 @@ class Background:
         return found[0] if found else Staged([])
 
     def _run(self, pending: Pending, save: Save, put_down: PutDown, retries: int) -> SaveReport:
+        pause = 0.1
         for left in range(retries, -1, -1):
             save.work.put_down = put_down
             try:
@@ -158,6 +165,8 @@ class Background:
                 if not left or pending.cancelled or save.operation.call.deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
+                save.operation.call.deadline.clock.sleep(min(pause, save.operation.call.deadline.left()))
+                pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
                 save.begin_again()
                 pending.attempt(save)
         raise AssertionError("unreachable")
@@ -257,19 +266,35 @@ class Background:
         """Was it made before this process was forked?"""
         return self._pid != os.getpid()
 
-    def drain(self) -> None:
-        """At the end of the process: wait for what is under way, and say if it failed and nobody asked."""
-        pending = self._pending
-        if self.is_of_another_process() or pending is None:
-            return
-        raised = getattr(sys, "last_value", None) is not None
-        timeout = EXIT_GRACE if raised else None
+    def drain(self) -> Failure | None:
+        """At the end of the process: wait for what is under way; that it failed is the process's failure, unless somebody has asked."""
         try:
-            pending.upload_completion.result(timeout)
-        except Exception as error:
-            if not pending.noticed:
-                log.error("%r at the end of the process: %s", pending, error)
-        self._writer.kill()
+            return None if self._pending is None else _outcome(self._pending)
+        finally:
+            self._writer.kill()
+
+
+def _outcome(pending: Pending) -> Failure | None:
+    """Wait for a save at the end of the process; why the process must not end as if it were committed."""
+    # After an exception nobody is to wait for long; otherwise the save's own deadline bounds it.
+    timeout = EXIT_GRACE if uncaught() is not None else None
+    try:
+        ended = pending.wait(timeout)
+    except KeyboardInterrupt:
+        said = f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of the process."
+        return Failure(said, ENDED_BY_INTERRUPT)
+    met = pending.upload_completion.failure()
+    if not ended:
+        met = HoldfastError(f"It took longer than {timeout:g} s.")
+    elif not pending.failed_unseen():
+        if met is not None and pending.only_warns:
+            log.warning("A save in the background failed: %s", met)
+        return None
+    assert met is not None
+    said = f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or committed()):"
+    if log.hasHandlers():
+        log.error("%s %s", said, met)
+    return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
 
 
 def _forget(work: Work) -> None:
@@ -302,7 +327,7 @@ def background_of(owner: object) -> Background:
     """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
     made = Background()
     _known.add(made)
-    atexit.register(made.drain)
+    at_exit(Stage.SAVES, made.drain)
     finalize(owner, made.retire).atexit = False
     return made
 
@@ -320,9 +345,13 @@ def background_of_this_thread() -> Background:
 def wait_for_saves(timeout: float) -> list[Pending]:
     """Wait for what is under way in this process; returns those that are not done by then."""
     ends = time.monotonic() + timeout
+    last = last_saves()
+    for pending in last:
+        pending.wait(max(0.0, ends - time.monotonic()))  # whoever holds it is told how it ended
+    return [pending for pending in last if not pending.done()]
+
+
+def last_saves() -> list[Pending]:
+    """The last asynchronous save of each thread or run folder of this process, under way or not."""
     known = [found._pending for found in list(_known) if not found.is_of_another_process()]
-    under_way = [pending for pending in known if pending is not None]
-    for pending in under_way:
-        with suppress(Exception):  # whoever holds it is told
-            pending.upload_completion.result(max(0.0, ends - time.monotonic()))
-    return [pending for pending in under_way if not pending.done()]
+    return [pending for pending in known if pending is not None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from holdfast import __version__, events
+from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     CommitUnconfirmed,
@@ -32,6 +32,7 @@ from holdfast.format.index import Index, encode
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store
+from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
 from weakref import WeakSet
 
 from holdfast.errors import HoldfastError, from_message
@@ -17,7 +19,10 @@ from holdfast.flow.arena import Arena
 from holdfast.flow.wire import Attach, Done, Failed, FromWriter, Job, Moved, Planned, Wire
 from holdfast.flow.write import WrittenFile
 
-_START = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from holdfast.flow.writer import main; main(int(sys.argv[1]))"
+START = Path(__file__).absolute().with_name("writer_start.py")
+"""What the writer process runs."""
+PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
+"""What it imports beside the standard library."""
 LOOK = 0.25
 """Seconds after which a wait looks whether it is still wanted."""
 
@@ -32,6 +37,29 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def _isolated_python() -> list[str]:
+    """This interpreter, without the working directory, the environment's and the user's folders, and without site-packages."""
+    flags = ["-I", "-S"]
+    if sys.dont_write_bytecode:
+        flags.append("-B")
+    if sys.pycache_prefix is not None:
+        flags += ["-X", f"pycache_prefix={sys.pycache_prefix}"]
+    if sys.flags.utf8_mode:  # names of files are to be the same on both sides
+        flags += ["-X", "utf8"]
+    return [sys.executable, *flags]
+
+
+def _places() -> dict[str, str]:
+    """The folder that this process has imported each package from."""
+    found = {}
+    for name in PACKAGES:
+        module = import_module(name)
+        assert module.__file__ is not None, f"{name} lies in a file"
+        folder = Path(module.__file__).absolute().parent
+        found[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+    return found
 
 
 class WriterDied(HoldfastError):
@@ -63,7 +91,7 @@ class WriterProcess:
         try:
             # No fork of this process's memory: a new interpreter, in a session of its own, so that Ctrl-C does not reach it.
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, str(theirs.fileno()), json.dumps(sys.path)],
+                [*_isolated_python(), str(START), str(theirs.fileno()), json.dumps(_places())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,

@@ -11,7 +11,6 @@ Clocks of hosts are not compared. An owner that was taken over although it lives
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
@@ -25,6 +24,7 @@ from weakref import WeakSet
 import msgspec
 
 from holdfast.errors import Conflict, HoldfastError
+from holdfast.flow.exits import Stage, at_exit
 from holdfast.options import read_environment
 from holdfast.roster.presence import Identity
 from holdfast.store.base import TAIL, NotFound, Store
@@ -97,10 +97,7 @@ class Lease:
                 found, tail = self._read()
             self._write(_me(job, rank), tail)
             self._stop = threading.Event()
-            self._thread = threading.Thread(
-                target=self._beat, args=(self._stop,), name="holdfast-owner", daemon=True
-            )
-            start_thread(self._thread)
+            self._thread = start_thread(partial(self._beat, self._stop), "holdfast-owner", rank)
 
     def is_held(self) -> bool:
         """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
@@ -228,7 +225,7 @@ def lease_of(store: Store) -> Lease:
     """This process's view of who owns a folder."""
     with _known:
         if not _leases:
-            atexit.register(_give_back)
+            at_exit(Stage.FOLDERS, _give_back)
         return _leases.setdefault(store.url, Lease(store))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -14,6 +13,8 @@ from holdfast.flow.save import Save, SaveReport
 from holdfast.threads import start_thread
 
 T = TypeVar("T")
+CANCELLED = "cancelled"
+"""Among the details of an error: some rank gave the save up; it did not fail by itself."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -26,6 +27,30 @@ class Progress(msgspec.Struct, frozen=True):
     """0 until it is known."""
 
 
+class Outcome(concurrent.futures.Future[SaveReport]):
+    """The future of a save; it knows whether anybody has seen how the save ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def failure(self) -> BaseException | None:
+        """Its error, if it has ended with one; that counts as nobody's having seen it."""
+        return super().exception() if self.done() else None
+
+
 class Pending:
     """An asynchronous save. `staged` and `committed` wait; everything else answers at once.
 
@@ -35,12 +60,13 @@ class Pending:
     def __init__(self, path: str, step: int | None) -> None:
         self.path, self.step = path, step
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.upload_completion: concurrent.futures.Future[SaveReport] = concurrent.futures.Future()
+        self.upload_completion = Outcome()
         for future in (self.staging_completion, self.upload_completion):
             future.set_running_or_notify_cancel()  # `cancel` of a future can't end a save; that of this object can
-        self.noticed = False
-        """Has anybody seen how it ended?"""
+        self.only_warns = False
+        """Is a failure to be logged, and no more?"""
         self._save: Save | None = None
+        self._who = "a rank"
         self._last = Progress("staging", 0, 0)
         self.cancelled: HoldfastError | None = None
 
@@ -63,7 +89,7 @@ class Pending:
                 self.upload_completion.set_result(report)
 
         try:
-            start_thread(threading.Thread(target=work, name="holdfast-async-save", daemon=True))
+            start_thread(work, "holdfast-async-save")
         except HoldfastError as error:
             if self._save is not None:
                 self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
@@ -76,7 +102,7 @@ class Pending:
 
     def attempt(self, save: Save) -> None:
         """It is this save that goes on now."""
-        self._save = save
+        self._save, self._who = save, save.operation.at.who
         if self.cancelled is not None:
             save.operation.cancel.set(self.cancelled)
 
@@ -98,7 +124,6 @@ class Pending:
 
         timeout: seconds; by default those of the save itself, which end it in any case.
         """
-        self.noticed = True
         return self._wait(self.upload_completion, timeout, "committed")
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -115,6 +140,18 @@ class Pending:
             return error
         return None
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, well or not; has it? A failure that nobody has seen goes on to be nobody's."""
+        concurrent.futures.wait([self.upload_completion], timeout)
+        return self.done()
+
+    def failed_unseen(self) -> bool:
+        """Has it ended with an error that nobody has asked for, and that is not expected?"""
+        met = self.upload_completion.failure()
+        return not (
+            met is None or self.upload_completion.seen or self.cancelled is not None or self.only_warns
+        )
+
     def add_done_callback(self, callback: Callable[[concurrent.futures.Future[SaveReport]], object]) -> None:
         """Call `callback` with `upload_completion` once it has ended; at once if it has."""
         self.upload_completion.add_done_callback(callback)
@@ -123,11 +160,17 @@ class Pending:
         """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed` tells."""
         if self.done():
             return False
-        who = self._save.operation.at.who if self._save is not None else "a rank"
-        self.cancelled = HoldfastError(f"The save of {self.path} was cancelled on {who}.", step=self.step)
+        self.cancelled = HoldfastError(
+            f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
+        )
         if self._save is not None:
             self._save.operation.cancel.set(self.cancelled)
         return True
+
+    @property
+    def who(self) -> str:
+        """The rank that saves, as messages name it."""
+        return self._who
 
     def progress(self) -> Progress:
         """Where it is."""
@@ -154,7 +197,7 @@ class Pending:
 def finished(report: SaveReport, step: int | None) -> Pending:
     """A save that was not asynchronous, as if it had been."""
     pending = Pending(report.path, step)
-    pending.noticed = True
+    pending.upload_completion.seen = True
     pending.staging_completion.set_result(None)
     pending.upload_completion.set_result(report)
     return pending

@@ -144,9 +144,9 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
             done.set()
             presence.leave()
 
-    thread = threading.Thread(target=work, name="holdfast-operation", daemon=True)
+    thread: threading.Thread | None = None
     try:
-        start_thread(thread)
+        thread = start_thread(work, "holdfast-operation", at.rank)
     except HoldfastError as error:
         cancel.set(error)  # the protocol tells it to the others, which takes no thread
         work()
@@ -168,7 +168,7 @@ def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel:
         raise
     finally:
         presence.stop()
-    if done.is_set() and thread.ident is not None:
+    if done.is_set() and thread is not None:
         thread.join(timeout=LAST_CALL)
     if not ended.known.is_set() and at.phase in SUCCESS:
         return None  # what it still tidies up goes on by itself

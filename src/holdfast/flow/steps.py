@@ -197,6 +197,7 @@ class Steps:
                 self._budget,
                 self._retries,
             )
+            pending.only_warns = self._warns
             self._pending.append(pending)
             return pending
         return finished(make(self._call()).run(), step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 import threading
 import traceback
@@ -13,6 +11,7 @@ from typing import Any
 
 from holdfast.errors import HoldfastError
 from holdfast.flow.call import Call
+from holdfast.flow.exits import Failure, Stage, at_exit
 from holdfast.flow.operation import Operation
 from holdfast.flow.phases import TURN_TRANSITIONS
 from holdfast.flow.protocol import turn_steps
@@ -24,12 +23,9 @@ _started: list[threading.Thread] = []
 """Threads of turns; those that are over are dropped."""
 
 
-def _end_with_stuck_threads() -> None:
+def _fail_with_stuck_threads() -> Failure | None:
     """A thread that is in a collective when the interpreter ends has torch abort the process: end it before, with a plain code."""
-    if any(thread.is_alive() for thread in _started):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    return Failure("") if any(thread.is_alive() for thread in _started) else None
 
 
 class Turn:
@@ -97,11 +93,8 @@ class Turn:
                 self._ended.append((None, error))
             self._over.set()
 
-        self._thread = threading.Thread(target=work, name="holdfast-groups", daemon=True)
-        start_thread(self._thread)
-        if not _started:
-            atexit.unregister(_end_with_stuck_threads)
-            atexit.register(_end_with_stuck_threads)
+        self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
+        at_exit(Stage.THREADS, _fail_with_stuck_threads)
         _started.append(self._thread)
 
     def explain(self, error: HoldfastError) -> HoldfastError:

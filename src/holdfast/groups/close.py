@@ -6,17 +6,18 @@ are here, and on a thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.errors import GroupsFailed
+from holdfast.errors import GroupsFailed, HoldfastError
 from holdfast.flow.call import Call
 from holdfast.flow.turn import Turn
 from holdfast.groups.device import Device
 from holdfast.roster.base import Message
+from holdfast.threads import start_thread
 from holdfast.torch_private import abort, known_groups
 
 ABORT_TIME = 5.0
@@ -55,6 +56,5 @@ def abort_all() -> None:
         for found in reversed(known_groups()):
             abort(found.group)
 
-    thread = threading.Thread(target=work, name="holdfast-abort", daemon=True)
-    thread.start()
-    thread.join(ABORT_TIME)
+    with suppress(HoldfastError):  # without a thread nobody could bound it; groups end with the process then
+        start_thread(work, "holdfast-abort").join(ABORT_TIME)

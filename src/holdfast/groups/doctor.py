@@ -17,8 +17,9 @@ from contextlib import suppress
 
 import msgspec
 
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, HoldfastError
 from holdfast.groups.hazards import ProcessFacts
+from holdfast.threads import start_thread
 
 log = logging.getLogger("holdfast")
 LARGEST = 64 << 20
@@ -43,7 +44,11 @@ def serve(facts: Callable[[], ProcessFacts]) -> None:
             sock.bind(_address(os.getpid()))
             sock.listen(4)
             _serving[os.getpid()] = sock
-            threading.Thread(target=_answer, args=(sock, facts), name="holdfast-doctor", daemon=True).start()
+            try:
+                start_thread(lambda: _answer(sock, facts), "holdfast-doctor")
+            except HoldfastError as error:  # training needs no doctor
+                log.warning("`holdfast doctor` can't be answered: %s", error)
+                _serving.pop(os.getpid()).close()
 
 
 def stop() -> None:

@@ -6,9 +6,8 @@ the others say in one line why they end. All waits share one deadline, which beg
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-import faulthandler
+import logging
 import os
 import sys
 import threading
@@ -20,11 +19,15 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import HoldfastError, RankFailed, RosterLost, from_message
-from holdfast.flow.background import wait_for_saves
+from holdfast.flow.background import last_saves, wait_for_saves
+from holdfast.flow.pending import CANCELLED
 from holdfast.groups.close import Closing, abort_all
 from holdfast.groups.doctor import stop
 from holdfast.groups.monitor import PATIENCE, Monitor
 from holdfast.roster.base import Message, Roster
+from holdfast.threads import start_thread
+
+log = logging.getLogger("holdfast")
 
 EXIT_STUCK = 86
 """Exit code of a process that was ended because a call of it, a collective mostly, did not return after another rank had failed."""
@@ -46,11 +49,18 @@ class Leaving:
         self.watch = Monitor(lane, key, host, stall_timeout, self.on_failure)
         self.left, self.over = threading.Event(), threading.Event()
         """Is the body over, and the session?"""
+        self._ending = threading.Event()
+        """Has the session's end begun?"""
         self.closing: Closing | None = None
         """What a failure elsewhere is to interrupt."""
         self._grace, self._thread = grace, threading.get_ident()
         self._gate, self._said = threading.Lock(), False
         self._ends: float | None = None
+
+    def begin(self) -> None:
+        """Watch, from here to the end; what ends the process by force is there before it is needed."""
+        self.watch.start()
+        start_thread(self._end_by_force, "holdfast-session-end", self.watch.roster.rank)
 
     def come_back(self) -> None:
         """The body is over: from here on nothing is raised into this thread."""
@@ -66,6 +76,13 @@ class Leaving:
         self.watch.say("left")
         if not self.watch.roster.rank:
             self.watch.wait_for("left", self._others(), ends)
+        self.watch.ask_no_more()
+
+    def end_in_order(self, ends: float) -> None:
+        """Nothing failed."""
+        self.leave_in_order(ends)
+        self.over.set()
+        self._ending.set()
 
     def _others(self) -> list[int]:
         """Ranks that may still say something."""
@@ -80,9 +97,8 @@ class Leaving:
 
     def end(self, error: BaseException | None) -> None:
         """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
-        atexit.register(faulthandler.dump_traceback_later, self._grace + 30.0, exit=True)
         self._set_end()
-        threading.Thread(target=self._end_by_force, name="holdfast-session-end", daemon=True).start()
+        self._ending.set()
         try:
             self._after(error)
         finally:
@@ -95,7 +111,8 @@ class Leaving:
         return self._ends
 
     def _end_by_force(self) -> None:
-        """Whatever holds this process up on its way out."""
+        """Whatever holds this process up on its way out of the session."""
+        self._ending.wait()
         if not self.over.wait(2 * self._grace + PATIENCE):
             self._say_stuck("it could not be left in order")
             os._exit(EXIT_STUCK)
@@ -156,10 +173,17 @@ class Leaving:
             time.sleep(0.02)
 
     def _let_go_of_saves(self, ends: float) -> None:
-        """What is under way may still become a checkpoint; what does not is given up, on all ranks."""
+        """What is under way may still become a checkpoint; what does not is given up, on all ranks, and part of the session's failure."""
+        last = last_saves()
+        under_way = [pending for pending in last if not pending.done()]
         for pending in wait_for_saves(max(0.0, ends - time.monotonic()) / 2):
             pending.cancel()
         wait_for_saves(min(1.0, max(0.0, ends - time.monotonic())))
+        for pending in last:
+            error = pending.upload_completion.failure()
+            if pending in under_way or _is_consequence(error):
+                pending.upload_completion.seen = True
+                log.info("%r ended with the session: %s", pending, error or "committed")
 
     def _hear(self, failure: HoldfastError) -> None:
         with self._gate:
@@ -192,8 +216,9 @@ class Leaving:
         frame = sys._current_frames().get(self._thread)
         calls = traceback.extract_stack(frame)[-4:]
         at = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+        first = "" if self.watch.failure is None else f" {self.watch.failure.message}"
         print(
-            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {at}.",
+            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {at}.{first}",
             file=sys.stderr,
             flush=True,
         )
@@ -214,6 +239,12 @@ _BROKEN = (
     "gloo",
     "nccl",
 )
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Is it what a save meets when other ranks have failed, or given it up?"""
+    given_up = isinstance(error, HoldfastError) and CANCELLED in error.details
+    return given_up or isinstance(error, RankFailed | RosterLost)
 
 
 def _may_be_echo(error: BaseException | None) -> bool:

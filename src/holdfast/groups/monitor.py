@@ -4,7 +4,7 @@ Each rank beats on a lane of the roster, and looks at the rank before and the ra
 there are. Who sees that one has died or fallen silent, and who raises, puts that under one key; the first is everyone's.
 
 The message store may stop answering, and a call of its client never returns then. So nothing here is called on the caller's thread
-but through `within`, and a thread that asks nobody notices when the one that asks is stuck.
+but through `Questions`, and a thread that asks nobody notices when the one that asks is stuck.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from holdfast.deadline import REAL_CLOCK, StallTimer
 from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.groups.questions import Questions
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import Presence, at_key, describe
-from holdfast.threads import within
+from holdfast.threads import start_thread
+
+T = TypeVar("T")
 
 AT_ONCE = 256
 """Ranks that are asked for in one question."""
@@ -50,6 +53,7 @@ class Monitor:
         self._neighbours = sorted({(rank + 1) % world, (rank - 1) % world} - {rank})
         self._timers: dict[int, StallTimer] = {}
         self._seen = {0: host}  # which can't be asked for once the message store is gone
+        self._questions = Questions()
         self._lost = False
         """Does the message store answer no more?"""
         self._beats = threading.Event()
@@ -59,9 +63,10 @@ class Monitor:
         self._lock = threading.Lock()
 
     def start(self) -> None:
+        self._questions.start("holdfast-session-ask", self.roster.rank)
         self.presence.begin(self.key, None)
         for work, name in ((self._run, "holdfast-session"), (self._guard, "holdfast-session-guard")):
-            threading.Thread(target=work, name=name, daemon=True).start()
+            start_thread(work, name, self.roster.rank)
 
     def hand_over(self) -> None:
         """An operation of the session tells from now on where this rank is."""
@@ -71,6 +76,11 @@ class Monitor:
     def stop(self) -> None:
         """No more beats. Whoever waits for this rank from now on waits for what it says."""
         self._stop.set()
+
+    def ask_no_more(self) -> None:
+        """This rank has nothing more to say or to hear."""
+        self._lost = True
+        self._questions.stop()
 
     # -- on any thread, in bounded time ---------------------------------------------------------
 
@@ -97,31 +107,29 @@ class Monitor:
         waiting = list(ranks)
         while waiting and not self._lost and time.monotonic() < ends:
             some = waiting[:AT_ONCE]
-            done = self._ask(lambda: self._have_said(what, some), set())  # noqa: B023
+            nobody: set[int] = set()
+            done = self._ask(lambda: self._have_said(what, some), nobody)  # noqa: B023
             waiting = [rank for rank in waiting if rank not in done]
             if not done:
                 time.sleep(0.05)
 
     def known(self, rank: int) -> Message | None:
         """What a rank has last said of itself."""
-        found: Message | None = self._ask(lambda: self.roster.get([at_key(rank)])[0], self._seen.get(rank))
-        return found
+        return self._ask(lambda: self.roster.get([at_key(rank)])[0], self._seen.get(rank))
 
     def is_alive(self, message: Message) -> bool:
         """Is the process behind a message seen to be alive from here?"""
         return self.presence.identity.alive(message) is True
 
-    def _ask(self, question: Callable[[], Any], otherwise: Any) -> Any:
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         """An answer of the message store, if there is one in time; it is not asked again after it gave none."""
         if self._lost:
             return otherwise
-        found: list[Any] = []
         try:
-            within(min(PATIENCE, self._stall), "the message store", lambda: found.append(question()))
+            return self._questions.ask(question, min(PATIENCE, self._stall))
         except (RosterLost, DeadlineExceeded):
             self._lost = True
             return otherwise
-        return found[0]
 
     # -- on the threads -------------------------------------------------------------------------
 

@@ -8,14 +8,13 @@ terminal.
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch.distributed as dist
 
@@ -24,15 +23,17 @@ from holdfast.errors import HoldfastError
 from holdfast.flow.background import wait_for_saves
 from holdfast.flow.call import begin_call, find_roster
 from holdfast.flow.checkpoints import Checkpoints
+from holdfast.flow.exits import Failure, Stage, at_exit, given_code
 from holdfast.flow.turn import Turn
 from holdfast.groups.close import Closing
+from holdfast.groups.exit_bound import bound_exit
 from holdfast.groups.leaving import TOLD, Leaving
 from holdfast.groups.open import Groups, open_groups
 from holdfast.groups.start import start_world
 from holdfast.groups.warm_up import WarmUpReport, warm_up
 from holdfast.layout.grid import Grid
 from holdfast.roster.base import Message
-from holdfast.torch_private import known_groups
+from holdfast.torch_private import default_store, known_groups
 
 _open: list[Session] = []
 """Sessions that have begun, and not come to their end."""
@@ -62,21 +63,26 @@ class Session:
         timeout: float = 600.0,
         stall_timeout: float = 60.0,
         grace: float = 10.0,
+        after_end: float | None = 120.0,
         warm: bool = True,
         operations: Sequence[str] = ("all_reduce",),
         memory_budget: int | None = None,
         owns_world: bool | None = None,
     ) -> None:
-        for name, value in {"timeout": timeout, "stall_timeout": stall_timeout, "grace": grace}.items():
+        bounds = {"timeout": timeout, "stall_timeout": stall_timeout, "grace": grace}
+        for name, value in bounds.items():
             check_seconds(name, value)
+        if after_end is not None:
+            check_seconds("after_end", after_end)
         self.grid = grid
         self.groups: Groups | None = None
         self.warmed: WarmUpReport | None = None
         self._backend, self._timeout, self._stall, self._grace = backend, timeout, stall_timeout, grace
         self._warm, self._operations, self._budget = warm, tuple(operations), memory_budget
-        self._owns_world = owns_world
-        self._exit_code: object = None
+        self._after_end, self._owns_world = after_end, owns_world
+        self._pid = os.getpid()
         self._leaving: Leaving | None = None
+        self._store: Any = None
         self._checkpoints: list[Checkpoints] = []
 
     # -- in the body ----------------------------------------------------------------------------
@@ -98,6 +104,9 @@ class Session:
             start_world(self._backend, self._timeout, self._stall)
         self._owns_world = started if self._owns_world is None else self._owns_world
         self._roster = find_roster(None, False)
+        self._store = (
+            default_store()
+        )  # also after the body has destroyed the default group: ranks still tell each other
         lane = self._roster.lane("session")
         timeout, stall = self._timeout, self._stall
         beginning = _Beginning(
@@ -107,10 +116,13 @@ class Session:
         )
         beginning.run()
         self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
-        self._leaving.watch.start()
+        self._pid = os.getpid()
         _open.append(self)
         _install_hook()
         try:
+            self._leaving.begin()
+            if self._after_end is not None:
+                bound_exit(self._after_end, f"rank {self._roster.rank}")
             if self.grid is not None:
                 self.groups = open_groups(
                     self.grid, backend=self._backend, timeout=timeout, stall_timeout=stall
@@ -130,19 +142,14 @@ class Session:
     def until_exit(self) -> Self:
         """Instead of a `with` block: from here to the end of the process, for a program whose body is somebody else's."""
         self.__enter__()
-        exits = sys.exit
-
-        def leave(code: object = None) -> NoReturn:
-            self._exit_code = code
-            exits(code)  # type: ignore[arg-type]
-
-        sys.exit = leave
-        atexit.register(self._at_exit)
+        at_exit(Stage.SESSIONS, self._at_exit)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._is_inherited:
+            return
         self._way.come_back()
         clean = error is None or (isinstance(error, SystemExit) and not error.code)
         if clean and self.failure is None:
@@ -156,17 +163,17 @@ class Session:
 
     # -- the end --------------------------------------------------------------------------------
 
-    def _at_exit(self) -> None:
+    def _at_exit(self) -> Failure | None:
         if self._way.left.is_set():
-            return
-        code = self._exit_code
+            return None
+        code = given_code()
         try:
             self.__exit__(None, SystemExit(code) if code else None, None)
         except BaseException as error:
             if not hasattr(error, TOLD):
                 print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(1)  # the interpreter would say that all is well
+            return Failure("")
+        return None
 
     def _raised(self, error: BaseException) -> BaseException:
         """Nobody has caught this; returns what is to be printed at the end."""
@@ -197,8 +204,8 @@ class Session:
         if self.failure is not None:
             raise self.failure
         closing.run()
-        self._way.leave_in_order(time.monotonic() + self._grace)
-        self._way.over.set()
+        self._way.end_in_order(time.monotonic() + self._grace)
+        self._store = None
         _open.remove(self)
 
     def _end(self, error: BaseException | None) -> None:
@@ -207,8 +214,14 @@ class Session:
         try:
             self._way.end(error)
         finally:
+            self._store = None
             if self in _open:
                 _open.remove(self)
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Is this a fork of the process that has the session? It leaves the job alone, however it ends."""
+        return self._pid != os.getpid()
 
     @property
     def _way(self) -> Leaving:
@@ -223,6 +236,7 @@ def session(
     timeout: float = 600.0,
     stall_timeout: float = 60.0,
     grace: float = 10.0,
+    after_end: float | None = 120.0,
     warm: bool = True,
     operations: Sequence[str] = ("all_reduce",),
     memory_budget: int | None = None,
@@ -238,7 +252,9 @@ def session(
     timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a rank that is busy alone
         before it included. stall_timeout: seconds that a rank's process may be silent, at any time.
     grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a call exits with code 86
-        then. What else holds one up is ended by force after twice that and five seconds.
+        then. What else holds it up in the session's end is ended by force after twice that and five seconds.
+    after_end: seconds that a process may still be there after its end, that of its main thread: then its stacks are written, what keeps it
+        alive is named, and it exits with code 87. None: without a bound. A program that goes on after the session is not touched.
     warm, operations, memory_budget: see `warm_up`; all groups that torch knows are warmed up.
 
     If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it, on all others, also those
@@ -250,6 +266,7 @@ def session(
         timeout=timeout,
         stall_timeout=stall_timeout,
         grace=grace,
+        after_end=after_end,
         warm=warm,
         operations=operations,
         memory_budget=memory_budget,
@@ -265,10 +282,9 @@ def _install_hook() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown = error
         for session in tuple(reversed(_open)):  # ending one takes it off the list
-            if (
-                not session._way.left.is_set()
-            ):  # also one whose block was left by an interruption of its very end
-                shown = session._raised(shown)
+            if session._is_inherited or session._way.left.is_set():
+                continue
+            shown = session._raised(shown)  # also one whose block was left by an interruption of its very end
         if not hasattr(shown, TOLD):
             before(type(shown), shown, shown.__traceback__)
 

@@ -163,6 +163,8 @@ class Beacon:
         self._beats = 0
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._ended: threading.Thread | None = None
+        """The last one, which may not be quite through."""
 
     def message(self) -> Message:
         who = self.identity
@@ -193,9 +195,7 @@ class Beacon:
             if presence.watched is None or self._thread is not None:
                 self._changed.notify_all()  # its interval may be a shorter one
                 return
-            thread = threading.Thread(target=self._beat, name="holdfast-beat", daemon=True)
-            start_thread(thread)
-            self._thread = thread
+            self._thread = start_thread(self._beat, "holdfast-beat", self.identity.rank)
 
     def remove(self, presence: Presence) -> None:
         with self._changed:
@@ -206,7 +206,7 @@ class Beacon:
     def join(self, seconds: float) -> None:
         """Wait for the beat to end, if there is nothing left to beat for."""
         with self._changed:
-            thread = self._thread if not self._beating() else None
+            thread = (self._thread or self._ended) if not self._beating() else None
         if thread is not None:
             thread.join(seconds)
 
@@ -240,7 +240,7 @@ class Beacon:
             while True:
                 beating = self._beating()
                 if not beating:
-                    self._thread = None
+                    self._ended, self._thread = self._thread, None
                     return False
                 left = begun + min(presence.interval for presence in beating) - time.monotonic()
                 if left <= 0:

@@ -1,0 +1,67 @@
+"""Processes that do not end after their session, and those that only seem not to; forks of a rank."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.errors import BadInput
+from tests.groups.launch import launch
+
+pytestmark = pytest.mark.usefixtures("forks")
+
+HELD = {
+    "thread": "threads that are no daemons: 'uploader'",
+    "pool": "threads that are no daemons: 'loader_0'",
+    "handler": "its main thread is in no Python code",
+    "child": "child processes: ",
+    "in a child of multiprocessing": "child processes: ",
+}
+"""What keeps a process, and how it is named."""
+BEYOND_PYTHON = ("finalisation", "C exit handler", "GIL")
+HEALTHY = ("ends", "goes on in a thread", "save")
+
+
+def test_what_keeps_a_process_after_its_session_is_ended_with_it_and_named(tmp_path: Path) -> None:
+    modes = [*HELD, *BEYOND_PYTHON, *HEALTHY]
+    ended = launch(",".join(modes), tmp_path, "after", limit=50, world=len(modes))
+    codes = dict(zip(modes, ended.codes, strict=True))
+    assert codes == {mode: 0 if mode in HEALTHY else 87 for mode in modes}, ended.said
+    for rank, (mode, holder) in enumerate(HELD.items()):
+        (line,) = re.findall(f"rank {rank} ends with (.*)", ended.said)
+        assert line.startswith("exit code 87: its process was still there 1.5 s after its end"), line
+        assert holder in line, (mode, line)
+    assert ended.said.count("most recent call first") >= len(HELD), "stacks are written"
+    assert "Timeout (" in ended.said, "also where no Python thread runs any more"
+    assert "the program went on" in ended.said
+    assert (tmp_path / "run" / "after" / "index.safetensors").exists()
+
+
+def test_a_session_that_fails_and_is_caught_ends_no_later_life(tmp_path: Path) -> None:
+    ended = launch("caught", tmp_path, "caught", world=3)
+    assert ended.codes == [0] * 3, ended.said
+    assert ended.said.count("is through") == 3, ended.said
+
+
+def test_a_session_without_a_block_is_waited_for_at_the_end_beyond_the_bound(tmp_path: Path) -> None:
+    ended = launch("late", tmp_path, "to the end", world=2)
+    assert ended.codes == [0] * 2, ended.said
+
+
+@pytest.mark.parametrize("how", ["block", "to the end"])
+def test_a_fork_of_a_rank_leaves_the_job_alone_however_it_ends(how: str, tmp_path: Path) -> None:
+    ended = launch("fork", tmp_path, how, world=2)
+    assert ended.codes == [0] * 2, ended.said
+    for rank in range(2):
+        for code in (0, 1, 3):
+            assert f"a child of rank {rank} ended with {code}" in ended.said, ended.said
+    assert "ends:" not in ended.said, ended.said
+
+
+def test_seconds_that_are_none_are_refused_and_no_bound_is_a_choice() -> None:
+    holdfast.session(after_end=None)
+    with pytest.raises(BadInput, match="after_end must be a positive, finite number of seconds, not 0"):
+        holdfast.session(after_end=0)
