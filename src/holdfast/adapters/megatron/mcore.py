@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -64,9 +65,22 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Global ranks of this rank's data-parallel group (with context parallel) and of its expert one, in the
     order of their replica numbers; empty where Megatron's own groups are not set up."""
     return (
-        _ranks(lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        _ranks(lambda: parallel_state.get_expert_data_parallel_group()),
+        _copies(functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
+        _copies(functools.partial(parallel_state.get_expert_data_parallel_group)),
     )
+
+
+def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
+    """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
+
+    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism): their copies are
+    numbered over the rest of it, those of other tensors over all of it.
+    """
+    ranks = _ranks(find)
+    cuts_weights = "with_gtp_remat" in inspect.signature(find.func).parameters and (
+        _ranks(functools.partial(find, with_gtp_remat=False)) != ranks
+    )
+    return () if cuts_weights else ranks
 
 
 def _ranks(find: Any) -> tuple[int, ...]:
