@@ -76,6 +76,10 @@ class Work:
     make_commit: Callable[[], Commit] | None = None
     """Committer: what it must know of the folder before it starts; it reads from storage."""
     after: Callable[[], None] = lambda: None
+    say: Callable[[], Message] = dict
+    """What this rank tells with what it has written."""
+    hear: Callable[[dict[int, Message]], Message] = lambda said: {}
+    """Committer: what it makes of what all ranks told; goes into the notes."""
     commit: Commit | None = None
     trouble: HoldfastError | None = None
     made: list[str] = field(default_factory=list)
@@ -153,13 +157,17 @@ class Work:
         files = self.put_down(self, self._settled(assigned), about)
         self.made = [file.name for file in files]
         self.bytes_written = sum(file.size for file in files)
-        return {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
+        told = {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
+        return told | ({"said": said} if (said := self.say()) else {})
 
     def moved(self, moved: int) -> None:
         self.operation.progress(moved, self.total)
 
     def prepare(self, written: dict[int, Message]) -> None:
         assert self.commit is not None
+        heard = self.hear({rank: message.get("said", {}) for rank, message in written.items()})
+        if heard:
+            self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **heard}
         self.commit.prepare(written)
 
     def publish(self) -> Message:
@@ -246,7 +254,9 @@ class Save:
     """A save of this rank, into a store, of what `take(rank)` yields: read at once; `run` brings it to its end.
 
     What `take` raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
-    here, and calls `after` once the save is committed. The other arguments are those of `save`.
+    here, and calls `after` once the save is committed. What `say` returns on each rank when it has written is what the committer
+    gives to `hear`, by rank, before it commits; what that returns is added to the notes. Neither may raise.
+    The other arguments are those of `save`.
     """
 
     def __init__(
@@ -269,6 +279,8 @@ class Save:
         notes: Any = None,
         options: Options | None = None,
         after: Callable[[], None] = lambda: None,
+        say: Callable[[], Message] = dict,
+        hear: Callable[[dict[int, Message]], Message] = lambda said: {},
     ) -> None:
         if step is not None:
             step_folder(step)  # refuses what is not a step
@@ -289,7 +301,7 @@ class Save:
                 stall_timeout,
                 TRANSITIONS,
             )
-            work = Work(store, held, options or Options(), step, about, notes, operation)
+            work = Work(store, held, options or Options(), step, about, notes, operation, say=say, hear=hear)
             if operation.at.leads:
                 work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
                 work.after = after

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.adapters.megatron import mcore
+from holdfast.adapters.megatron import mcore, steps
 from holdfast.adapters.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast.adapters.megatron.queue import Committed
-from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
+from holdfast.adapters.megatron.saving import State, own_containers, read_state_dict
+from holdfast.adapters.megatron.shards import take_data, to_load
 from holdfast.adapters.state import Flat, Leaf
-from holdfast.errors import BadInput, LoadFailed, MissingTensors
+from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
 from holdfast.flow.async_save import async_save_into
 from holdfast.flow.background import lane
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree, read_state, within
-from holdfast.flow.retention import INDEX, step_of
+from holdfast.flow.retention import step_of
 from holdfast.flow.save import Save
-from holdfast.flow.sources import open_source, read_file
+from holdfast.flow.sources import open_index, open_source
 from holdfast.flow.together import Together
 from holdfast.flow.world import find_participants, find_roster
-from holdfast.format import objects
 from holdfast.format.torch_dist import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.layout.tensor import listed
@@ -74,11 +74,12 @@ def save(
     store, found = open_store(os.fspath(checkpoint_dir)), find_roster(roster, no_dist=False)
     step = step_of(Path(checkpoint_dir).name)
 
+    state = State(sharded_state_dict, content_metadata)
+
     def make(roster: Roster) -> Save:
         return read_state_dict(
             store,
-            sharded_state_dict,
-            content_metadata,
+            state,
             step=step,
             roster=roster,
             participants=participants,
@@ -104,37 +105,6 @@ def save(
         stall_timeout=stall_timeout,
     )
     return mcore.AsyncRequest(None, (), [Committed(pending, together)])
-
-
-def read_state_dict(
-    store: Store,
-    sharded_state_dict: dict[str, Any],
-    content_metadata: dict[str, Any] | None,
-    *,
-    roster: Roster,
-    participants: Iterable[int] | None,
-    process_group: Any,
-    **how: Any,
-) -> Save:
-    """A `save` into a store that has yet to run; `how` is that of `Save`."""
-    everyone = find_participants(roster, participants, process_group)
-
-    def take(rank: int) -> Flat:
-        state = _copied(sharded_state_dict)
-        mcore.apply_factories(state)
-        _, state = mcore.extract_nonpersistent(state)
-        sharded, common = mcore.extract_sharded_base(state)
-        parts = list(mcore.nested_values(sharded))
-        del state, sharded  # dicts of tens of thousands of entries
-        if content_metadata is not None:
-            common[mcore.CONTENT_METADATA] = _clean(content_metadata, common)
-        if rank == everyone[0]:
-            _check_storable(common)
-        return Flat(to_save(parts, common, Copies(rank, everyone)))
-
-    notes = {"megatron-core": mcore.VERSION}
-    with allowing(mcore.safe_types()):
-        return Save(store, take, roster=roster, participants=everyone, notes=notes, **how)
 
 
 def load(
@@ -232,10 +202,12 @@ class _Request:
         self.common: dict[str, Any] = {}
         """Its common state, if it is."""
         self._have: set[str] = set()
+        self._steps: Any = None
+        """What its index notes of optimizers' steps."""
 
     def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
-        state = _copied(sharded_state_dict)
+        state = own_containers(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
             state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
         )
@@ -247,7 +219,11 @@ class _Request:
 
     def look(self) -> None:
         """Into the checkpoint, at what must be known before it is read."""
-        if read_file(self.store, INDEX) is None:
+        try:
+            with open_index(self.store) as index:
+                notes = index.about.get("notes")
+                self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+        except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)
         if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
@@ -305,6 +281,7 @@ class _Request:
             self._factories, is_unexpected, return_lists_as_dicts=True
         )
         mcore.dict_list_map_inplace(take_data, state)
+        steps.complete(loaded, self._steps)
         mcore.merge(loaded, self._local)
         mcore.merge(loaded, state)
         mcore.apply_factory_merges(loaded, factories)
@@ -338,39 +315,3 @@ def _note_strategies(*strategies: Any) -> None:
                 kind.__module__,
                 kind.__qualname__,
             )
-
-
-def _copied(state: Any) -> Any:
-    """Dicts and lists of their own, empty ones among them; everything else as it is."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
-
-
-def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
-    """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for."""
-    from torch.distributed import ProcessGroup
-
-    found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
-    if _is_ours(common):
-        found[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
-    return found
-
-
-def _is_ours(common: Any, depth: int = 3) -> bool:
-    """Is optimizer state in it that `optimizer.sharded_state_dict` described?"""
-    if not isinstance(common, dict) or not depth:
-        return False
-    if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE:
-        return True
-    return any(_is_ours(value, depth - 1) for value in common.values())
-
-
-def _check_storable(common: Mapping[str, Any]) -> None:
-    """Name the part of the common state that can't be stored."""
-    try:
-        objects.encode(dict(common), COMMON)
-    except BadInput:
-        for key, value in common.items():
-            objects.encode(value, f"{COMMON}[{key!r}]")
-        raise

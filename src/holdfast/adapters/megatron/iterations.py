@@ -6,8 +6,9 @@ import logging
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
+from holdfast.adapters.megatron.checkpointing import load_state
 from holdfast.adapters.megatron.metadata import mark
+from holdfast.adapters.megatron.saving import State, read_state_dict
 from holdfast.errors import HoldfastError
 from holdfast.flow.pending import Pending
 from holdfast.flow.retention import INDEX, committed_steps
@@ -50,8 +51,7 @@ class Checkpoints(Steps):
         def make(roster: Roster) -> Save:
             return read_state_dict(
                 self._folder(iteration),
-                sharded_state_dict,
-                content_metadata,
+                State(sharded_state_dict, content_metadata),
                 step=iteration,
                 roster=roster,
                 grid=self._grid,

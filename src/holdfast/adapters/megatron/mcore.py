@@ -35,7 +35,7 @@ try:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
     from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
-    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys as GROUP_KEYS
     from megatron.core.package_info import __version__ as VERSION
@@ -151,12 +151,33 @@ def parameter_state(optimizer: Any, param: Any) -> dict[str, Any]:
     return dict(optimizer._get_main_param_and_optimizer_states(param))
 
 
+@torch.no_grad()  # the main parameter may be a view of a model parameter
 def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
     optimizer._set_main_param_and_optimizer_states(param, tensors)
 
 
+def counts_per_parameter() -> bool:
+    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those of Transformer
+    Engine and Apex count in their parameter groups; megatron-core uses them wherever one of them is installed."""
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def state_without_parameters(optimizer: Any) -> dict[str, Any]:
+    """`state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
+    inner = optimizer.optimizer.state_dict()
+    state: dict[str, Any] = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
+    if optimizer.grad_scaler:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
 ORIGINAL_LOAD = DistributedOptimizer.load_state_dict
 """Megatron's own, also after `install()`."""
+
+
+def has_master_weights(optimizer: Any) -> bool:
+    """Does the inner optimizer keep the main parameters, and not megatron-core?"""
+    return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def is_offloaded(optimizer: Any) -> bool:
@@ -199,6 +220,7 @@ __all__ = [
     "StrictHandling",
     "apply_factories",
     "apply_factory_merges",
+    "counts_per_parameter",
     "dict_list_map_inplace",
     "dist_checkpointing",
     "extract_matching_values",
@@ -206,6 +228,7 @@ __all__ = [
     "extract_sharded_base",
     "force_all_tensors_to_non_fp8",
     "groups",
+    "has_master_weights",
     "is_main_replica",
     "is_offloaded",
     "load_strategies",
@@ -217,5 +240,6 @@ __all__ = [
     "parse_strict_flag",
     "safe_types",
     "serialization",
+    "state_without_parameters",
     "synchronize_steps",
 ]
