@@ -74,7 +74,12 @@ def save(
     store, found = open_store(os.fspath(checkpoint_dir)), find_roster(roster, no_dist=False)
     step = step_of(Path(checkpoint_dir).name)
 
-    state = State(sharded_state_dict, content_metadata)
+    state = State(
+        sharded_state_dict,
+        content_metadata,
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
+    )
 
     def make(roster: Roster) -> Save:
         return read_state_dict(
@@ -300,7 +305,7 @@ def _key(name: str) -> str:
 
 
 def _note_strategies(*strategies: Any) -> None:
-    """Say once of each strategy that is not megatron-core's own that it has no effect."""
+    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks for."""
     for strategy in strategies:
         kind = type(strategy)
         known = (
@@ -308,10 +313,19 @@ def _note_strategies(*strategies: Any) -> None:
             or isinstance(strategy, str | tuple)
             or kind.__module__.startswith("megatron.core")
         )
-        if not known and kind.__qualname__ not in _warned:
-            _warned.add(kind.__qualname__)
-            log.warning(
-                "The strategy %s.%s has no effect: Holdfast saves and loads in one way.",
-                kind.__module__,
-                kind.__qualname__,
+        if not known:
+            _warn_once(
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads in one way."
             )
+        inner = getattr(strategy, "base_strategy", strategy)  # FullyParallelSaveStrategyWrapper has it in it
+        hint = getattr(inner, "separation_hint", None)
+        if hint is not None:
+            _warn_once(
+                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
+            )
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)

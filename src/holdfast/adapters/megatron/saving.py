@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from holdfast.adapters.megatron import mcore, steps
+from holdfast.adapters.megatron.common import Comparison
 from holdfast.adapters.megatron.shards import Copies, to_save
 from holdfast.adapters.state import Flat
 from holdfast.errors import BadInput
@@ -23,6 +24,9 @@ class State(NamedTuple):
 
     sharded_state_dict: dict[str, Any]
     content_metadata: dict[str, Any] | None = None
+    validate: bool = False
+    """Compare common state between ranks, `preprocess` making of it what is compared."""
+    preprocess: Callable[[Any], Any] | None = None
 
 
 def read_state_dict(
@@ -36,13 +40,13 @@ def read_state_dict(
 ) -> Save:
     """A `save` into a store that has yet to run; `how` is that of `Save`."""
     everyone = find_participants(roster, participants, process_group)
-    told = _Told()
+    told = _Told(Comparison(state.preprocess) if state.validate and len(everyone) > 1 else None)
 
     def take(rank: int) -> Flat:
         parts, common = _take_apart(state)
         if rank == everyone[0]:
             _check_storable(common)
-        told.read(common)
+        told.read(common, len(everyone))
         return Flat(to_save(parts, common, Copies(rank, everyone)))
 
     notes = {"megatron-core": mcore.VERSION}
@@ -73,19 +77,26 @@ def _take_apart(state: State) -> tuple[list[Any], dict[str, Any]]:
 class _Told:
     """What a rank tells with what it has written, and what the committer makes of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, comparison: Comparison | None) -> None:
+        self._comparison = comparison
         self._steps: dict[str, float] | None = None
         """Of each optimizer; None where no optimizer's state is saved."""
 
-    def read(self, common: dict[str, Any]) -> None:
+    def read(self, common: dict[str, Any], ranks: int) -> None:
         if any(True for _ in steps.optimizers(common)):
             self._steps = steps.counted(common)
+        if self._comparison is not None:
+            self._comparison.read(own_containers(common), ranks, steps.comparable)
 
     def say(self) -> Message:
-        return {"steps": self._steps} if self._steps else {}
+        said: Message = {"steps": self._steps} if self._steps else {}
+        common = self._comparison.say() if self._comparison is not None else ""
+        return said | ({"common": common} if common else {})
 
     def hear(self, said: dict[int, Message]) -> Message:
         """What goes into the notes of the index."""
+        if self._comparison is not None:
+            self._comparison.compare({rank: message.get("common", "") for rank, message in said.items()})
         if self._steps is None:
             return {}
         told = {rank: message.get("steps", {}) for rank, message in said.items()}

@@ -92,6 +92,18 @@ def complete(common: Any, noted: Any) -> None:
                 group["step"] = int(step)
 
 
+def comparable(common: Any, depth: int = 3) -> Any:
+    """What of a common state is the same on all ranks: groups that are empty on a rank have no step there, and an optimizer
+    without parameters leaves an empty container where the state of others is sharded."""
+    if not isinstance(common, dict) or not depth:
+        return common
+    if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE and groups_of(common):
+        groups = [{k: v for k, v in group.items() if k != "step"} for group in groups_of(common)]
+        rest = {key: value for key, value in common.items() if key != "param_state"}
+        return {**rest, "optimizer": {**common["optimizer"], "param_groups": groups}}
+    return {key: comparable(value, depth - 1) for key, value in common.items()}
+
+
 class Steps:
     """The steps in a checkpoint, from its parameter groups; the same on all ranks, and so is what it raises."""
 
