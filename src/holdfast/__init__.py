@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from holdfast.groups.warm_up import warm_up
     from holdfast.layout.grid import Grid
     from holdfast.options import Options
-    from holdfast.version import __version__
+    from holdfast.version import __version__ as __version__
 
 _WHERE = {
     "Checkpoints": "holdfast.flow.checkpoints",

@@ -17,12 +17,15 @@ import torch.distributed as dist
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors, RankFailed
 from tests.megatron.cpu import use_cpu, with_a_device
+from tests.megatron.fused import use_fused_adam
 from tests.megatron.models import Layout, Recipe, Training, parallel
 
 
 @contextlib.contextmanager
 def training(layout: Layout, recipe: Recipe, seed: int = 1) -> Iterator[Training]:
     use_cpu()
+    if recipe.fused:
+        use_fused_adam()
     device = with_a_device() if recipe.offload is not None else contextlib.nullcontext()
     with parallel(layout), device:
         yield Training(layout, recipe, seed)

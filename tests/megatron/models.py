@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.megatron.fused import importable
+
 VOCAB, LENGTH, BATCH = 104, 16, 8
 
 
@@ -51,6 +53,11 @@ class Recipe:
     latent: bool = False
     """Multi-latent attention, as DeepSeek has it."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """More settings of the model."""
+    fused: bool = False
+    """The optimizer keeps its state as Transformer Engine's does (tests/megatron/fused.py)."""
+    precise: bool = False
+    """It has the master weights, too, and moments in another precision (`use_precision_aware_optimizer`)."""
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -59,67 +66,48 @@ class Recipe:
     def name(self) -> str:
         if self.offload is not None:
             return "offloaded"
-        return "deepseek" if self.per_layer else "qwen"
+        name = "deepseek" if self.per_layer else "qwen"
+        return name + "-fused" * self.fused + "-precise" * self.precise
 
 
 class Training:
     """Model chunks, optimizer, and steps on data that is the same in every layout."""
 
     def __init__(self, layout: Layout, recipe: Recipe, seed: int = 1) -> None:
-        from megatron.core import parallel_state as ps
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-        from megatron.core.models.gpt import GPTModel
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.layout, self.recipe = layout, recipe
         self.config = _config(layout, recipe)
         self.config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(seed)
-        self.chunks = []
-        for chunk in range(layout.vpp or 1):
-            stage = chunk if layout.vpp else None
-            self.chunks.append(
-                GPTModel(
-                    self.config,
-                    _spec(self.config, recipe, stage),
-                    vocab_size=recipe.vocab,
-                    max_sequence_length=LENGTH,
-                    pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-                    post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-                    share_embeddings_and_output_weights=recipe.tied,
-                    position_embedding_type="rope",
-                    vp_stage=stage,
-                )
-            )
-        for model in self.chunks:
-            model.eval()  # an MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway
+        self.chunks = build(self.config, layout, recipe)
         dtype = torch.bfloat16 if recipe.bf16 else torch.float32
-        if recipe.bf16:
-            self.chunks = [chunk.bfloat16() for chunk in self.chunks]
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, overlap_grad_reduce=False, bucket_size=20_000
         )
         self.models = [DistributedDataParallel(self.config, ddp, chunk) for chunk in self.chunks]
-        offload: dict[str, Any] = {}
+        more: dict[str, Any] = {}
         if recipe.offload is not None:
-            offload = {
+            more = {
                 "optimizer_cpu_offload": True,
                 "optimizer_offload_fraction": recipe.offload,
                 "use_precision_aware_optimizer": True,
             }
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
+        if recipe.precise:
+            more = {"use_precision_aware_optimizer": True, "exp_avg_dtype": torch.bfloat16}
+        with importable() if recipe.fused else contextlib.nullcontext():
+            config = OptimizerConfig(
                 optimizer="adam",
                 lr=1e-3,
                 clip_grad=1.0,
                 bf16=recipe.bf16,
                 params_dtype=dtype,
                 use_distributed_optimizer=True,
-                **offload,
-            ),
-            self.models,
-        )
+                **more,
+            )
+        self.optimizer = get_megatron_optimizer(config, self.models)
         self.iteration = 0
 
     def step(self) -> float:
@@ -173,27 +161,62 @@ class Training:
     # -- state, as Megatron's training loop makes it
 
     def metadata(self, **more: Any) -> dict[str, Any]:
-        from megatron.core import parallel_state as ps
-
-        return {
-            "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
-            "singleton_local_shards": False,
-            "chained_optim_avoid_prefix": True,
-            "distrib_optim_sharding_type": "fully_reshardable",
-            **more,
-        }
+        return {**metadata(), **more}
 
     def model_state(self, **more: Any) -> dict[str, Any]:
-        many = len(self.chunks) > 1
-        return {
-            f"model{number}" if many else "model": chunk.sharded_state_dict(metadata=self.metadata(**more))
-            for number, chunk in enumerate(self.chunks)
-        }
+        return describe(self.chunks, **more)
 
     def load_model(self, state: dict[str, Any]) -> None:
         many = len(self.chunks) > 1
         for number, chunk in enumerate(self.chunks):
             chunk.load_state_dict(state[f"model{number}" if many else "model"], strict=False)
+
+
+def metadata() -> dict[str, Any]:
+    """How Megatron's training loop asks for state."""
+    from megatron.core import parallel_state as ps
+
+    return {
+        "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+
+
+def describe(chunks: list[Any], **more: Any) -> dict[str, Any]:
+    """The sharded state dict of a model."""
+    many = len(chunks) > 1
+    return {
+        f"model{number}" if many else "model": chunk.sharded_state_dict(metadata={**metadata(), **more})
+        for number, chunk in enumerate(chunks)
+    }
+
+
+def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
+    """The model chunks of this rank."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+
+    chunks = []
+    for chunk in range(layout.vpp or 1):
+        stage = chunk if layout.vpp else None
+        spec = _spec(config, recipe, stage)
+        model = GPTModel(
+            config,
+            spec,
+            mtp_block_spec=_predicting(config, spec, stage) if config.mtp_num_layers else None,
+            vocab_size=recipe.vocab,
+            max_sequence_length=LENGTH,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=recipe.tied,
+            position_embedding_type="rope",
+            vp_stage=stage,
+        )
+        model.eval()  # an MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway
+        chunks.append(model.bfloat16() if recipe.bf16 else model)
+    return chunks
 
 
 def _config(layout: Layout, recipe: Recipe) -> Any:
@@ -268,6 +291,15 @@ def _spec(config: Any, recipe: Recipe, stage: int | None) -> Any:
     return get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
+
+
+def _predicting(config: Any, spec: Any, stage: int | None) -> Any:
+    """Layers that predict further tokens, on the rank that has them."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+
+    here = mtp_on_this_rank(config, vp_stage=stage)
+    return get_gpt_mtp_block_spec(config, spec, False, stage) if here else None
 
 
 def _latent_attention() -> Any:

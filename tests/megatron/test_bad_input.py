@@ -101,6 +101,23 @@ def test_a_strategy_of_somebody_else_is_noted_once(tmp_path: Path, caplog: pytes
     assert sum("has no effect" in record.message for record in caplog.records) == 1
 
 
+def test_a_strategy_that_would_part_files_by_key_is_noted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    asking = TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="optimizer")
+    silent = TorchDistSaveShardedStrategy("torch_dist", 1)
+    for number, strategy in enumerate((silent, asking, FullyParallelSaveStrategyWrapper(asking), asking)):
+        save({"w": shard("w", 2)}, tmp_path / str(number), sharded_strategy=strategy)
+        said = [record.message for record in caplog.records if "separation_hint" in record.message]
+        assert len(said) == min(number, 1)
+    assert said == [
+        "separation_hint='optimizer' has no effect: each rank writes one file, whatever the keys in it."
+    ]
+
+
 def test_an_asynchronous_save_is_finalized_once_it_is_committed(tmp_path: Path) -> None:
     """By the stock queue, too, which calls the finalize functions: the first of them waits."""
     request = save({"w": shard("w", 2)}, tmp_path / "a", async_sharded_save=True)

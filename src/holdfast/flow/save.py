@@ -79,6 +79,10 @@ class Work:
     """Committer: what it must know of the folder before it starts; it reads from storage."""
     permit: Callable[[Callable[[], None]], None] = lambda tick: None
     after: Callable[[], None] = lambda: None
+    say: Callable[[], Message] = dict
+    """What this rank tells with what it has written."""
+    hear: Callable[[dict[int, Message]], Message] = lambda said: {}
+    """Committer: what it makes of what all ranks told; goes into the notes."""
     commit: Commit | None = None
     trouble: HoldfastError | None = None
     streams: CallerStreams = field(default_factory=lambda: CallerStreams(Holding()))
@@ -158,13 +162,17 @@ class Work:
         files = self.put_down(self, self._settled(assigned), about)
         self.made = [file.name for file in files]
         self.bytes_written = sum(file.size for file in files)
-        return {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
+        told = {"step": self.step, "grid": self.grid, "files": [list(file) for file in files]}
+        return told | ({"said": said} if (said := self.say()) else {})
 
     def moved(self, moved: int) -> None:
         self.operation.progress(moved, self.total)
 
     def prepare(self, written: dict[int, Message]) -> None:
         assert self.commit is not None
+        heard = self.hear({rank: message.get("said", {}) for rank, message in written.items()})
+        if heard:
+            self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **heard}
         self.commit.prepare(written)
 
     def publish(self) -> Message:
@@ -257,7 +265,8 @@ class Save:
 
     What `take` raises is told to the other ranks. The committer asks `previous` where the names to compare with are, if not
     here, has `permit(tick)` raise if it may not save, before it begins and before it commits, and calls `after` once the save is
-    committed. The other arguments are those of `save`.
+    committed. What `say` returns on each rank when it has written is what the committer gives to `hear`, by rank, before it commits; what
+    that returns is added to the notes. Neither may raise. The other arguments are those of `save`.
     """
 
     def __init__(
@@ -277,6 +286,8 @@ class Save:
         options: Options | None = None,
         permit: Callable[[Callable[[], None]], None] = lambda tick: None,
         after: Callable[[], None] = lambda: None,
+        say: Callable[[], Message] = dict,
+        hear: Callable[[dict[int, Message]], Message] = lambda said: {},
     ) -> None:
         step = None if step is None else whole_step(step)
         try:
@@ -293,7 +304,7 @@ class Save:
             operation = Operation(
                 "save", title, store.url, call, TRANSITIONS, step, include=include, exclude=exclude
             )
-            work = Work(store, held, options or Options(), step, about, notes, operation)
+            work = Work(store, held, options or Options(), step, about, notes, operation, say=say, hear=hear)
             if operation.at.leads:
                 work.make_commit = lambda: _commit(work, expected, previous, overwrite, include, exclude)
                 work.permit, work.after = permit, after

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from holdfast.adapters.megatron import mcore
+from holdfast.adapters.megatron import mcore, steps
 from holdfast.adapters.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast.adapters.megatron.queue import Committed
-from holdfast.adapters.megatron.shards import Copies, take_data, to_load, to_save
+from holdfast.adapters.megatron.saving import State, own_containers, read_state_dict
+from holdfast.adapters.megatron.shards import take_data, to_load
 from holdfast.adapters.state import Flat, Leaf
-from holdfast.errors import BadInput, LoadFailed, MissingTensors
+from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
 from holdfast.flow.async_save import async_save_into
 from holdfast.flow.background import LANE
 from holdfast.flow.call import Call, begin_call
 from holdfast.flow.load import load_from
 from holdfast.flow.operation import agree, read_state
-from holdfast.flow.retention import INDEX, step_of
+from holdfast.flow.retention import step_of
 from holdfast.flow.save import Save
-from holdfast.flow.sources import open_source, read_file
+from holdfast.flow.sources import open_index, open_source
 from holdfast.flow.together import Together
-from holdfast.format import objects
 from holdfast.format.torch_dist import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.layout.tensor import listed
@@ -84,11 +84,17 @@ def save(
         stall_timeout=stall_timeout,
     )
 
+    state = State(
+        sharded_state_dict,
+        content_metadata,
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
+    )
+
     def make(call: Call) -> Save:
         return read_state_dict(
             store,
-            sharded_state_dict,
-            content_metadata,
+            state,
             call,
             step=step,
             expected=expected,
@@ -103,34 +109,6 @@ def save(
     title = f"choice of the call that finalizes the save of {store.url}"
     together = Together(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, together)])
-
-
-def read_state_dict(
-    store: Store,
-    sharded_state_dict: dict[str, Any],
-    content_metadata: dict[str, Any] | None,
-    call: Call,
-    **how: Any,
-) -> Save:
-    """A `save` into a store that has yet to run; `how` is that of `Save`."""
-    everyone = call.participants
-
-    def take(rank: int) -> Flat:
-        state = _copied(sharded_state_dict)
-        mcore.apply_factories(state)
-        _, state = mcore.extract_nonpersistent(state)
-        sharded, common = mcore.extract_sharded_base(state)
-        parts = list(mcore.nested_values(sharded))
-        del state, sharded  # dicts of tens of thousands of entries
-        if content_metadata is not None:
-            common[mcore.CONTENT_METADATA] = _clean(content_metadata, common)
-        if rank == everyone[0]:
-            _check_storable(common)
-        return Flat(to_save(parts, common, Copies(rank, everyone)))
-
-    notes = {"megatron-core": mcore.VERSION}
-    with allowing(mcore.safe_types()):
-        return Save(store, take, call, notes=notes, **how)
 
 
 def load(
@@ -228,10 +206,12 @@ class _Request:
         self.common: dict[str, Any] = {}
         """Its common state, if it is."""
         self._have: set[str] = set()
+        self._steps: Any = None
+        """What its index notes of optimizers' steps."""
 
     def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
-        state = _copied(sharded_state_dict)
+        state = own_containers(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
             state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
         )
@@ -243,7 +223,11 @@ class _Request:
 
     def look(self) -> None:
         """Into the checkpoint, at what must be known before it is read."""
-        if read_file(self.store, INDEX) is None:
+        try:
+            with open_index(self.store) as index:
+                notes = index.about.get("notes")
+                self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+        except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)
         if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
@@ -301,6 +285,7 @@ class _Request:
             self._factories, is_unexpected, return_lists_as_dicts=True
         )
         mcore.dict_list_map_inplace(take_data, state)
+        steps.complete(loaded, self._steps)
         mcore.merge(loaded, self._local)
         mcore.merge(loaded, state)
         mcore.apply_factory_merges(loaded, factories)
@@ -319,7 +304,7 @@ def _key(name: str) -> str:
 
 
 def _note_strategies(*strategies: Any) -> None:
-    """Say once of each strategy that is not megatron-core's own that it has no effect."""
+    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks for."""
     for strategy in strategies:
         kind = type(strategy)
         known = (
@@ -327,46 +312,19 @@ def _note_strategies(*strategies: Any) -> None:
             or isinstance(strategy, str | tuple)
             or kind.__module__.startswith("megatron.core")
         )
-        if not known and kind.__qualname__ not in _warned:
-            _warned.add(kind.__qualname__)
-            log.warning(
-                "The strategy %s.%s has no effect: Holdfast saves and loads in one way.",
-                kind.__module__,
-                kind.__qualname__,
+        if not known:
+            _warn_once(
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads in one way."
+            )
+        inner = getattr(strategy, "base_strategy", strategy)  # FullyParallelSaveStrategyWrapper has it in it
+        hint = getattr(inner, "separation_hint", None)
+        if hint is not None:
+            _warn_once(
+                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
             )
 
 
-def _copied(state: Any) -> Any:
-    """Dicts and lists of their own, empty ones among them; everything else as it is."""
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list) else state
-
-
-def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
-    """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for."""
-    from torch.distributed import ProcessGroup
-
-    found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
-    if _is_ours(common):
-        found[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
-    return found
-
-
-def _is_ours(common: Any, depth: int = 3) -> bool:
-    """Is optimizer state in it that `optimizer.sharded_state_dict` described?"""
-    if not isinstance(common, dict) or not depth:
-        return False
-    if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE:
-        return True
-    return any(_is_ours(value, depth - 1) for value in common.values())
-
-
-def _check_storable(common: Mapping[str, Any]) -> None:
-    """Name the part of the common state that can't be stored."""
-    try:
-        objects.encode(dict(common), COMMON)
-    except BadInput:
-        for key, value in common.items():
-            objects.encode(value, f"{COMMON}[{key!r}]")
-        raise
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)

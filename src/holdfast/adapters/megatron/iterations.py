@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from holdfast.adapters.megatron import mcore
-from holdfast.adapters.megatron.checkpointing import load_state, read_state_dict
+from holdfast.adapters.megatron.checkpointing import load_state
 from holdfast.adapters.megatron.metadata import mark
+from holdfast.adapters.megatron.saving import State, read_state_dict
 from holdfast.errors import HoldfastError
 from holdfast.flow.call import Call, whole_step
 from holdfast.flow.pending import Pending
@@ -53,8 +54,7 @@ class Checkpoints(Steps):
         def make(call: Call) -> Save:
             return read_state_dict(
                 self._folder(iteration),
-                sharded_state_dict,
-                content_metadata,
+                State(sharded_state_dict, content_metadata),
                 call,
                 step=iteration,
                 grid=self._grid,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ try:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
     from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
-    from megatron.core.optimizer import ChainedOptimizer
+    from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import param_group_identifier_keys as GROUP_KEYS
     from megatron.core.package_info import __version__ as VERSION
@@ -64,9 +65,22 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Global ranks of this rank's data-parallel group (with context parallel) and of its expert one, in the
     order of their replica numbers; empty where Megatron's own groups are not set up."""
     return (
-        _ranks(lambda: parallel_state.get_data_parallel_group(with_context_parallel=True)),
-        _ranks(lambda: parallel_state.get_expert_data_parallel_group()),
+        _copies(functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
+        _copies(functools.partial(parallel_state.get_expert_data_parallel_group)),
     )
+
+
+def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
+    """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
+
+    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism): their copies are
+    numbered over the rest of it, those of other tensors over all of it.
+    """
+    ranks = _ranks(find)
+    cuts_weights = "with_gtp_remat" in inspect.signature(find.func).parameters and (
+        _ranks(functools.partial(find, with_gtp_remat=False)) != ranks
+    )
+    return () if cuts_weights else ranks
 
 
 def _ranks(find: Any) -> tuple[int, ...]:
@@ -137,12 +151,33 @@ def parameter_state(optimizer: Any, param: Any) -> dict[str, Any]:
     return dict(optimizer._get_main_param_and_optimizer_states(param))
 
 
+@torch.no_grad()  # the main parameter may be a view of a model parameter
 def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
     optimizer._set_main_param_and_optimizer_states(param, tensors)
 
 
+def counts_per_parameter() -> bool:
+    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those of Transformer
+    Engine and Apex count in their parameter groups; megatron-core uses them wherever one of them is installed."""
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def state_without_parameters(optimizer: Any) -> dict[str, Any]:
+    """`state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
+    inner = optimizer.optimizer.state_dict()
+    state: dict[str, Any] = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
+    if optimizer.grad_scaler:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
 ORIGINAL_LOAD = DistributedOptimizer.load_state_dict
 """Megatron's own, also after `install()`."""
+
+
+def has_master_weights(optimizer: Any) -> bool:
+    """Does the inner optimizer keep the main parameters, and not megatron-core?"""
+    return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def is_offloaded(optimizer: Any) -> bool:
@@ -185,6 +220,7 @@ __all__ = [
     "StrictHandling",
     "apply_factories",
     "apply_factory_merges",
+    "counts_per_parameter",
     "dict_list_map_inplace",
     "dist_checkpointing",
     "extract_matching_values",
@@ -192,6 +228,7 @@ __all__ = [
     "extract_sharded_base",
     "force_all_tensors_to_non_fp8",
     "groups",
+    "has_master_weights",
     "is_main_replica",
     "is_offloaded",
     "load_strategies",
@@ -203,5 +240,6 @@ __all__ = [
     "parse_strict_flag",
     "safe_types",
     "serialization",
+    "state_without_parameters",
     "synchronize_steps",
 ]

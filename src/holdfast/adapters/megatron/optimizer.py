@@ -23,6 +23,7 @@ import torch
 
 from holdfast.adapters.megatron import mcore
 from holdfast.adapters.megatron.shards import Copies
+from holdfast.adapters.megatron.steps import Steps, groups_of, step_of
 from holdfast.errors import BadInput
 from holdfast.layout.box import from_flat_range
 
@@ -63,14 +64,7 @@ def sharded_state_dict(
     if _is_stub(optimizer):
         return {}
     allocate(optimizer, is_loading)
-    state = dict(optimizer.state_dict())
-    state["optimizer"] = {
-        **state["optimizer"],
-        "param_groups": [
-            {key: value for key, value in group.items() if not isinstance(value, type)}
-            for group in state["optimizer"]["param_groups"]
-        ],
-    }
+    state = _common_part(optimizer)
     state["param_state"] = _describe(optimizer, model_sharded_state_dict)
     state["param_state_sharding_type"] = mcore.FULLY_RESHARDABLE  # what it converts to
     if is_loading:
@@ -83,23 +77,53 @@ def _is_stub(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
+def _common_part(optimizer: Any) -> dict[Any, Any]:
+    """What isn't state of parameters. A group has a step where megatron-core says so: never one of an optimizer that has no
+    parameters on this rank, which counts none. (megatron-core's `state_dict` fails for such a one with PyTorch's Adam, and
+    repeats what was loaded once with Transformer Engine's.)"""
+    counts = bool(mcore.local_ranges(optimizer))
+    state = dict(optimizer.state_dict()) if counts else mcore.state_without_parameters(optimizer)
+    left_out = ("params",) if counts else ("params", "step")
+    groups = [
+        {key: value for key, value in group.items() if key not in left_out and not isinstance(value, type)}
+        for group in state["optimizer"]["param_groups"]
+    ]
+    state["optimizer"] = {**state["optimizer"], "param_groups": groups}
+    return state
+
+
 def allocate(optimizer: Any, is_loading: bool = True) -> None:
     """Give an optimizer that has not stepped yet its moments, zeros: there must be something to load into, and to save."""
-    if len(optimizer.optimizer.state):
+    if len(optimizer.optimizer.state) or not mcore.local_ranges(optimizer):
         return
     if not is_loading and mcore.is_offloaded(
         optimizer
     ):  # megatron-core gives it state by a step, on random gradients
         raise BadInput("An offloaded optimizer has no state before its first step: save after it.")
-    groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "step": group.get("step") or 0}
-        for group in optimizer.optimizer.state_dict()["param_groups"]
-    ]
-    mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": groups}})
-    for param, _, _ in mcore.local_ranges(optimizer):
-        for key, value in mcore.parameter_state(optimizer, param).items():
+    groups = optimizer.optimizer.state_dict()["param_groups"]
+    _load_groups(optimizer, groups, [step_of(group) for group in groups])
+    for param, start, stop in mcore.local_ranges(optimizer):
+        values = mcore.parameter_state(optimizer, param)
+        for key, value in values.items():
             if key.startswith("exp_avg") and isinstance(value, torch.Tensor):
                 value.zero_()
+        if not is_loading and mcore.has_master_weights(optimizer):
+            values["param"] = param.detach().view(-1)[start:stop].float()
+        mcore.set_parameter_state(optimizer, param, values)  # they may be copies in another precision
+
+
+def _load_groups(optimizer: Any, groups: list[dict[str, Any]], steps: list[float], **more: Any) -> None:
+    """Give the inner optimizer parameter groups in its own order, with steps where it keeps them, and its state memory."""
+    made = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
+    if mcore.counts_per_parameter():
+        step = max(steps, default=0.0)  # megatron-core takes it from the groups, all of which must have it
+        made = [{**group, "step": step} for group in made]
+    else:
+        own = optimizer.optimizer.param_groups
+        for group, step, inner in zip(made, steps, own, strict=True):
+            if step and inner["params"]:
+                group["step"] = int(step)
+    mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": made}, **more})
 
 
 def is_ours(state: Any) -> bool:
@@ -118,9 +142,10 @@ def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
     mine = [state] if len(parts) == 1 else [state.get(number, {}) for number in range(len(parts))]
     saved = [value for key, value in sorted(state.items(), key=str) if isinstance(key, int)]
     saved = [part for part in [state, *saved] if "optimizer" in part]
+    steps = Steps(saved)  # on every rank, so that none goes on alone where others raise
     for part, own in zip(parts, mine, strict=True):
         if MARK in own:
-            _restore(part, saved, own.get("param_state", {}))
+            _restore(part, saved, steps, own.get("param_state", {}))
         elif not _is_stub(part):
             part.load_state_dict(own)
     if len(parts) > 1:
@@ -128,18 +153,17 @@ def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def _restore(
-    optimizer: Any, saved: list[dict[str, Any]], param_state: dict[int, dict[str, list[Any]]]
+    optimizer: Any, saved: list[dict[str, Any]], steps: Steps, param_state: dict[int, dict[str, list[Any]]]
 ) -> None:
     if not saved:
         raise BadInput(
             "The loaded state has no parameter groups for the optimizer: the checkpoint has no optimizer state."
         )
-    groups = [group for part in saved for group in part["optimizer"]["param_groups"]]
+    groups = [group for part in saved for group in groups_of(part)]
     own = optimizer.optimizer.state_dict()["param_groups"]
+    found = [_group(group, groups) for group in own]
     scaler = {key: saved[0][key] for key in ("grad_scaler",) if key in saved[0]}
-    mcore.ORIGINAL_LOAD(
-        optimizer, {"optimizer": {"param_groups": [_group(group, groups) for group in own]}, **scaler}
-    )
+    _load_groups(optimizer, found, [steps.of(group) for group in found], **scaler)
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
         present, loaded = mcore.parameter_state(optimizer, param), param_state.get(number, {})
         if all(_is_view(pieces, present[key]) for key, pieces in loaded.items()):
@@ -160,10 +184,7 @@ def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
         for group in groups:
             if all(group.get(key, own[key]) == own[key] for key in wanted):
                 classes = {key: value for key, value in own.items() if isinstance(value, type)}
-                # Where the rank that saved the groups has no parameter of this one, it did not count its steps.
-                steps = [other["step"] for other in (group, *groups) if other.get("step") is not None]
-                step = {"step": steps[0]} if steps else {}
-                return {**group, **step, **classes, **{key: own[key] for key in keys}}
+                return {**group, **classes, **{key: own[key] for key in keys}}
     raise BadInput(
         f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
         hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was saved.",

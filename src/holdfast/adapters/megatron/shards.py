@@ -1,10 +1,16 @@
 """Megatron's sharded state as leaves of a Holdfast state, and what was loaded back in its place.
 
 A `ShardedTensor` names a global tensor by its key; its offset and shape, with the prepended axes (layer, expert)
-as axes of length one, are a box of it. The main replica, whose `replica_id` is all zeros, exists always; of the
-others only the data-parallel ones, (0, 0, i), are sure to hold the same and to be as many as their group, so these share
-the writing (`plan/replicas.py`) and tensor- and pipeline-parallel copies write nothing. What isn't cut regularly
-(an optimizer's buckets) has no other data-parallel copies, whatever its `replica_id` says: the main replica writes it.
+as axes of length one, are a box of it.
+
+Who writes a box. Each rank decides alone, so the rule must give the same answer on all ranks that hold a copy; the main
+replica in particular cannot see whether there are others. Its own numbers do not tell: under FSDP2 each data-parallel
+rank is the main replica of a slice, and a user may describe a tensor on the main rank only. megatron-core describes
+a parameter on every rank of its data-parallel group, numbered (0, 0, i) in the group's order. So copies (0, 0, i) of a
+parameter share the writing (`plan/replicas.py`). Anything else is written by the main replica, and by no other copy:
+buffers (a router's expert bias), detached parameters, FSDP2's slices, optimizer state, what isn't cut regularly (an
+optimizer's buckets), tensors that megatron-core numbers over another group. Tensor- and pipeline-parallel copies never
+write. Both halves of the rule look at the same facts, which the code that made the state dict set alike on all ranks.
 """
 
 from __future__ import annotations
@@ -36,6 +42,8 @@ class _Group:
         present = set(participants)
         sharing = [other for other in ranks if other in present]
         self.share = (sharing.index(rank), len(sharing)) if rank in sharing else _SOLE
+        self.is_first = not self.share[0]
+        """Is this rank the first that takes part?"""
 
 
 class Copies:
@@ -48,17 +56,19 @@ class Copies:
         self._unknown = _Group(rank, (), ())
 
     def replica(self, tensor: Any) -> tuple[int, int] | None:
-        """(index, count) of this rank among those that share the writing, None if it isn't one of them."""
+        """(index, count) of this rank among those that share the writing, None if it writes nothing of the tensor."""
         said = tensor.replica_id
         if isinstance(said, int) or not said:
             return _SOLE if mcore.is_main_replica(said) else None
         *others, number = said
         if any(others):
             return None
-        group = self._group(tensor) if number or _is_weight(tensor.data) else self._unknown
+        group = self._group(tensor)
         if group.number != number:
             return _SOLE if number == 0 else None
-        return group.share
+        if _is_parameter(tensor.data):
+            return group.share
+        return _SOLE if group.is_first else None  # the main replica, or who stands for it if it takes no part
 
     def writes_state(self, tensor: Any, holders: Collection[int]) -> bool:
         """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one of?
@@ -77,12 +87,12 @@ class Copies:
     def _group(self, tensor: Any) -> _Group:
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
             return self._unknown
-        return self._expert if ".experts." in tensor.key else self._dense
+        # An expert layer that is described alone has no prefix.
+        return self._expert if ".experts." in f".{tensor.key}" else self._dense
 
 
-def _is_weight(data: Any) -> bool:
-    """Is it a parameter, or a view of one? Of what else a user makes a ShardedTensor with the main replica's numbers, there
-    need be no other copy."""
+def _is_parameter(data: Any) -> bool:
+    """Is it a parameter, or a view of one (a part of a fused weight)?"""
     return isinstance(data, torch.nn.Parameter) or isinstance(
         getattr(data, "_base", None), torch.nn.Parameter
     )
