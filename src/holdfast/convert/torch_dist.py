@@ -11,8 +11,6 @@ import json
 import os
 import pickle
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +28,7 @@ from holdfast.flow.save import Save, SaveReport
 from holdfast.flow.sources import TorchDist, open_index, open_source, read_file
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
+from holdfast.format.archive import Archive, BadArchive
 from holdfast.format.columns import Columns, unpad
 from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
 from holdfast.format.torch_objects import allowing
@@ -161,10 +160,9 @@ def import_torch_dist(
 def _intact(data: bytes, name: str) -> bytes:
     """An archive of torch.save, if the CRCs of all its members are right."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
-        damaged = str(error)
+        damaged = Archive(lambda start, length: data[start : start + length], 0, len(data)).damaged()
+    except BadArchive as error:
+        raise CorruptCheckpoint(f"{name!r} is damaged: {error}.") from None
     if damaged is not None:
         raise CorruptCheckpoint(f"{name!r} is damaged: {damaged} in its archive is not what was written.")
     return data

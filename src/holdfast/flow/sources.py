@@ -10,10 +10,11 @@ import numpy as np
 
 from holdfast.errors import CorruptCheckpoint, NotCommitted
 from holdfast.flow.retention import INDEX
-from holdfast.format import torch_dist
+from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
+from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 
@@ -66,21 +67,34 @@ def open_source(store: Store) -> Iterator[Source]:
         try:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
-            metadata = read_file(store, torch_dist.METADATA)
+            metadata = read_file(store, torch_dist.METADATA, METADATA_BYTES)
             if metadata is None:
                 raise
+            if torch_dist.is_marker(metadata):
+                raise only_marker(store) from None
             source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source
 
 
-def read_file(store: Store, name: str) -> bytes | None:
-    """The content of a small file, or None if it is not there."""
+def only_marker(store: Store) -> NotCommitted:
+    return NotCommitted(
+        f"{store.url} holds no committed Holdfast checkpoint, only the marker that holdfast.dcp.save leaves beside one: "
+        f"there is a {torch_dist.METADATA} and no {INDEX}.",
+        hint="Its files were removed or not copied; `holdfast reindex` makes a lost index from the data files.",
+    )
+
+
+def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
+    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit` is damage."""
     try:
         reader = store.open(name)
     except NotFound:
         return None
     try:
-        return reader.read(0, reader.size)
+        where = f"{store.url}/{name}"
+        check_size(where, reader.size, limit)
+        with bounded_memory(where):
+            return reader.read(0, reader.size)
     finally:
         reader.close()
 
@@ -143,7 +157,7 @@ class TorchDist:
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
         read = self._reader(chunk.file).read
-        return torch_dist.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
+        return tensor_archive.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
 
     def _reader(self, name: str) -> Reader:
         if name not in self._readers:

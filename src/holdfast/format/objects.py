@@ -67,6 +67,10 @@ _BUILD: dict[str, Any] = {
 }
 
 
+_UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
+"""What JSON that means nothing raises; an OverflowError is a number that no float holds."""
+
+
 def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [_from_json(v) for v in value]
@@ -93,8 +97,8 @@ def decode(data: bytes, name: str) -> Any:
     if data[:1] == PLAIN:
         try:
             return _from_json(json.loads(data[1:]))
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {error!r}.") from None
+        except _UNREADABLE as error:
+            raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {repr(error)[:200]}.") from None
     if data[:1] == TORCH:
         from holdfast.format import torch_objects
 
@@ -110,7 +114,7 @@ def preview(data: bytes, limit: int = 60) -> str:
         return f"<{len(data) - 1} bytes, weights-only format>"
     try:
         text = repr(_from_json(json.loads(data[1:])))
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except _UNREADABLE:
         return "<damaged>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
