@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.format.archive import Archive, BadArchive
+from holdfast.format.known_calls import check_call, check_state
 from holdfast.format.limits import OBJECT_BYTES
 from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record
 from holdfast.layout.tensor import DTYPES
 
 WORTH = 8
-SOME = 10_000
-"""What may be said in any pickle."""
+SOME = 4_000_000
+"""What may be said in any pickle; it takes a second to look at."""
 DEPTH = 1000
 _ITEMSIZE = {
     "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4,
@@ -46,16 +47,19 @@ class _Check(Reader):
         return Global(module, name)  # torch decides
 
     def call(self, kind: Any, args: Any) -> Any:
-        self._charge(args)
         found = super().call(kind, args)
+        self._charge(args)
+        check_call(kind, args)
         return {} if (kind.module, kind.name) == ("collections", "OrderedDict") and not args else found
 
     def build(self, target: Any, state: Any) -> None:
         self._charge(state)
+        if isinstance(target, Record):
+            check_state(target, state)
         super().build(target, state)
 
     def put(self, target: Any, items: list[Any]) -> None:
-        if type(target) not in (dict, Record) or len(items) % 2:
+        if not isinstance(target, dict | Record) or len(items) % 2:
             raise BadPickle("it puts items into what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
@@ -112,6 +116,6 @@ def _parts(value: Any) -> Any:
     kind = type(value)
     if kind is dict:
         return [part for pair in value.values() for part in pair]
-    if kind is Record:
+    if isinstance(value, Record):
         return value.args, value.state
     return value if kind in (tuple, list, str, bytes) else ()

@@ -86,7 +86,7 @@ class Reader:
 
     def build(self, target: Any, state: Any) -> None:
         """Give an instance its state; attributes of a dict are dropped."""
-        if type(target) is Record:
+        if isinstance(target, Record):
             target.state = state
         elif type(target) is not dict:
             raise BadPickle("it gives a state to what has none")
