@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from holdfast.flow.retention import INDEX, step_folders
-from holdfast.flow.sources import nothing_there
+from holdfast.flow.sources import absent
 from holdfast.format.index import Index
 from holdfast.store.local import LocalStore, open_store
 
@@ -21,7 +21,7 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
         return store, False
     if step_folders(store):
         return store, True
-    raise nothing_there(store)
+    raise absent(store)
 
 
 def about(index: Index) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.errors import CorruptCheckpoint, NotCommitted, StorageError
 from holdfast.flow.retention import INDEX
 from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
@@ -46,13 +46,32 @@ def nothing_there(store: Store) -> NotCommitted:
     )
 
 
+def absent(store: Store) -> NotCommitted:
+    """Why a folder without an index is no committed Holdfast checkpoint."""
+    try:
+        reader = store.open(torch_dist.METADATA)
+    except StorageError:
+        return nothing_there(store)
+    try:
+        head = reader.read(0, torch_dist.MARKER_HEAD)
+    finally:
+        reader.close()
+    if not torch_dist.is_marker(head):
+        return nothing_there(store)
+    return NotCommitted(
+        f"{store.url} holds no committed checkpoint, only the marker that holdfast.dcp.save leaves beside one: there is a "
+        f"{torch_dist.METADATA} and no {INDEX}.",
+        hint="The index was removed or not copied; `holdfast reindex` makes one from the data files, if they are there.",
+    )
+
+
 @contextmanager
 def open_index(store: Store) -> Iterator[Index]:
     """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
     try:
         reader = store.open(INDEX)
     except NotFound:
-        raise nothing_there(store) from None
+        raise absent(store) from None
     try:
         yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
     finally:
@@ -68,20 +87,10 @@ def open_source(store: Store) -> Iterator[Source]:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
             metadata = read_file(store, torch_dist.METADATA, METADATA_BYTES)
-            if metadata is None:
+            if metadata is None or torch_dist.is_marker(metadata):
                 raise
-            if torch_dist.is_marker(metadata):
-                raise only_marker(store) from None
             source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source
-
-
-def only_marker(store: Store) -> NotCommitted:
-    return NotCommitted(
-        f"{store.url} holds no committed Holdfast checkpoint, only the marker that holdfast.dcp.save leaves beside one: "
-        f"there is a {torch_dist.METADATA} and no {INDEX}.",
-        hint="Its files were removed or not copied; `holdfast reindex` makes a lost index from the data files.",
-    )
 
 
 def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
