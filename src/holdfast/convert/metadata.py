@@ -35,14 +35,16 @@ def stored_at(file: str, start: int, length: int) -> Any:
 def encode(
     described: Described,
     planned: Mapping[str, tuple[str, ...]],
-    lies: dict[dcp.MetadataIndex, Any],
+    stored: dict[dcp.MetadataIndex, Any],
     save_id: str | None = None,
 ) -> bytes:
     """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without reading all."""
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id), version="1.0.0")
     about = {"storage_meta": metadata.storage_meta, "version": metadata.version}
     vars(metadata).clear()
-    vars(metadata).update(about, state_dict_metadata=described, planner_data=dict(planned), storage_data=lies)
+    vars(metadata).update(
+        about, state_dict_metadata=described, planner_data=dict(planned), storage_data=stored
+    )
     return pickle.dumps(metadata, protocol=4)
 
 
@@ -52,21 +54,21 @@ def dcp_marker(columns: Columns) -> bytes:
     Tensors of one type and shape share what is said of them, which is most of the cost.
     """
     described: Described = {}
-    lies: dict[dcp.MetadataIndex, Any] = {}
+    stored: dict[dcp.MetadataIndex, Any] = {}
     nowhere, bytes_only = stored_at(MARKER, 0, 0), dcp.BytesStorageMetadata()
     shared: dict[tuple[int, tuple[int, ...]], tuple[Any, torch.Size]] = {}
     numbers = zip(columns.names, columns.kind.tolist(), columns.dtype.tolist(), strict=True)
     for row, (name, kind, dtype) in enumerate(numbers):
         if kind == OBJECT:
             described[name] = bytes_only
-            lies[dcp.MetadataIndex(name)] = nowhere
+            stored[dcp.MetadataIndex(name)] = nowhere
             continue
         shape = columns.shape_of(row)
         if (dtype, shape) not in shared:
             shared[dtype, shape] = _whole_tensor(DTYPES[dtype].name, shape)
         described[name], start = shared[dtype, shape]
-        lies[dcp.MetadataIndex(name, start)] = nowhere
-    return encode(described, {}, lies, save_id=MARKER)
+        stored[dcp.MetadataIndex(name, start)] = nowhere
+    return encode(described, {}, stored, save_id=MARKER)
 
 
 def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[dcp.TensorStorageMetadata, torch.Size]:

@@ -217,7 +217,7 @@ def export_torch_dist(
                 json.dumps({**HOLDFAST_CONFIG, "sharded_backend": "torch_dist", "common_backend": "torch"})
             )
         flat = {name: (name,) for name in described}
-        replace_file(open_store(out), torch_dist.METADATA, metadata.encode(described, flat, writer.lies))
+        replace_file(open_store(out), torch_dist.METADATA, metadata.encode(described, flat, writer.stored))
     return writer.written
 
 
@@ -269,7 +269,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.written = folder, 0, 0
-        self.lies: dict[dcp.MetadataIndex, Any] = {}
+        self.stored: dict[dcp.MetadataIndex, Any] = {}
         self._file: Any = None
 
     def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
@@ -280,7 +280,7 @@ class _Writer:
         at = self._file.tell()
         self._file.write(archive)
         self.written += len(archive)
-        self.lies[key] = stored_at(f"__0_{self.number - 1}.distcp", at, len(archive))
+        self.stored[key] = stored_at(f"__0_{self.number - 1}.distcp", at, len(archive))
 
     def close(self) -> None:
         if self._file is not None:

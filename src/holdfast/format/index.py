@@ -55,7 +55,7 @@ _PLAIN = tuple(f.name for f in fields(Columns) if f.name not in (*_HEAPS, *LATE)
 
 def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     """The bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
-    about = json.dumps(metadata, ensure_ascii=False)
+    about = json.dumps(metadata)
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
             f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read whole whenever "

@@ -15,6 +15,7 @@ import math
 from typing import Any
 
 from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.format.limits import OBJECT_BYTES
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"
@@ -83,6 +84,16 @@ def _from_json(value: Any) -> Any:
 
 def encode(value: Any, name: str) -> bytes:
     """The bytes that stand for a value; `name` says in an error whose it is."""
+    data = _encode(value, name)
+    if len(data) > OBJECT_BYTES:
+        raise BadInput(
+            f"{name!r} is an object of {len(data)} bytes, more than the {OBJECT_BYTES} that are read as one.",
+            hint="Save its tensors as tensors of the state, or its parts under names of their own.",
+        )
+    return data
+
+
+def _encode(value: Any, name: str) -> bytes:
     try:
         return PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
     except (_NotPlain, ValueError, RecursionError):

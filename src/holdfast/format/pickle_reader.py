@@ -123,6 +123,8 @@ class Reader:
             raise BadPickle(f"it ends too early, or takes what is not there, at byte {at}") from None
         except UnicodeDecodeError:
             raise BadPickle(f"its text at byte {at} is not UTF-8") from None
+        finally:  # an error that is kept keeps this reader, but not what was built
+            self._stack, self._below, self._memo = [], [], []
 
     def _unknown(self, at: int) -> int:
         raise BadPickle(f"its byte {at - 1} is no operation that torch writes")

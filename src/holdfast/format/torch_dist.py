@@ -116,8 +116,8 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
         with bounded_memory(where), no_collection():
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
-            lies = _lies(root.get("storage_data"))
-            return [_entry(name, said, lies.get(name, {}), where) for name, said in described]
+            stored = _stored(root.get("storage_data"))
+            return [_entry(name, said, stored.get(name, {}), where) for name, said in described]
     except BadPickle as error:
         raise CorruptCheckpoint(
             f"{where} can't be read as the metadata of a torch_dist checkpoint: {error}."
@@ -142,18 +142,18 @@ def _state(record: Any) -> dict[str, Any]:
     return record.state or {}
 
 
-def _lies(stored: Any) -> dict[str, dict[bytes | None, Any]]:
+def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
     """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to collide."""
-    if type(stored) is not dict:
+    if type(found) is not dict:
         raise BadPickle("it does not say where anything is stored")
-    lies: dict[str, dict[bytes | None, Any]] = {}
-    for key, info in stored.items():
+    stored: dict[str, dict[bytes | None, Any]] = {}
+    for key, info in found.items():
         about = _state(key)
         name, offset = about.get("fqn"), about.get("offset")
         if type(name) is not str:
             raise BadPickle("it stores something without a name")
-        lies.setdefault(name, {})[None if offset is None else _packed(offset)] = info
-    return lies
+        stored.setdefault(name, {})[None if offset is None else _packed(offset)] = info
+    return stored
 
 
 def _packed(dims: Any) -> bytes:
@@ -174,9 +174,9 @@ def _dims(values: Any) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _entry(name: str, said: dict[str, Any], lies: dict[bytes | None, Any], where: str) -> Entry:
+def _entry(name: str, said: dict[str, Any], stored: dict[bytes | None, Any], where: str) -> Entry:
     if "chunks" not in said:
-        chunk = _chunk(name, (), (), lies.get(None), where)
+        chunk = _chunk(name, (), (), stored.get(None), where)
         check_size(f"The object {_short(name)} of {where}", chunk.length, OBJECT_BYTES)
         return Entry(name, OBJECT, "uint8", (), [chunk])
     shape, dtype = _dims(said.get("size")), _dtype(said.get("properties"))
@@ -190,7 +190,7 @@ def _entry(name: str, said: dict[str, Any], lies: dict[bytes | None, Any], where
             continue  # nothing is stored for it
         if not len(offset) == len(size) == len(shape) or any(map(_beyond, offset, size, shape)):
             raise BadPickle(f"a chunk of {_short(name)} lies outside of its tensor")
-        chunks.append(_chunk(name, offset, size, lies.get(_packed(offset)), where))
+        chunks.append(_chunk(name, offset, size, stored.get(_packed(offset)), where))
     return Entry(name, TENSOR, dtype, shape, chunks)
 
 
@@ -212,10 +212,10 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:199] + "…")
 
 
-def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], stored: Any, where: str) -> Chunk:
-    if stored is None:
+def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: Any, where: str) -> Chunk:
+    if info is None:
         raise BadPickle(f"it does not say where {_short(name)} is stored at {list(offset)}")
-    info = _state(stored)
+    info = _state(info)
     if info.get("transform_descriptors"):
         raise CorruptCheckpoint(
             f"{where}: {_short(name)} is compressed or encrypted, which Holdfast does not read."
