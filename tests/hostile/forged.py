@@ -13,6 +13,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from holdfast.format import objects
 
 HEADROOM = 768 << 20
 """Bytes of address space that a child may add to what it has after its imports."""
-SECONDS = 150
-"""After which a child that has not come back is ended; it takes ten."""
+SECONDS = 240
+"""After which a child that has not come back is ended; it takes eight, most of them for its imports."""
 
 
 # -- pickles -----------------------------------------------------------------------------------
@@ -118,15 +119,16 @@ def of_pickle(data: bytes, value: Any = None) -> bytes:
     return archive(value, **{"data.pkl": data})
 
 
+@cache
 def bomb() -> bytes:
-    """A tensor of a gigabyte and a half of zeros in a megabyte and a half."""
+    """A tensor of a GiB of zeros in a few MB."""
     members, packed = zipfile.ZipFile(io.BytesIO(archive(torch.zeros(3)))), io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as target:
         for name in members.namelist():
             if not name.endswith("data/0"):
                 target.writestr(name, members.read(name))
         with target.open("archive/data/0", "w") as member:
-            for _ in range(96):
+            for _ in range(64):
                 member.write(bytes(16 << 20))
     return packed.getvalue()
 

@@ -74,7 +74,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(295)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_says_more_than_it_can_pay_for_is_corrupt(
     name: str, found: dict[str, tuple[str, str, str]]
