@@ -24,6 +24,8 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.format import objects
+from holdfast.format.columns import Columns
+from tests.hostile.checkpoint import forge
 
 HEADROOM = 768 << 20
 """Bytes of address space that a child may add to what it has after its imports."""
@@ -241,6 +243,20 @@ def with_index_header(folder: Path, length: int) -> Path:
     return folder
 
 
+def with_large_object(folder: Path, size: int) -> Path:
+    """A Holdfast checkpoint of an object of that size, most of it a hole."""
+    holdfast.save({"w": [1]}, folder, no_dist=True)
+    (data,) = (folder / "data").iterdir()
+
+    def enlarge(columns: Columns) -> None:
+        columns.shape[0, -1] = columns.size[0, -1] = columns.block[0] = size
+        columns.file_size[0] = columns.position[0] + size
+        os.truncate(data, int(columns.file_size[0]))
+
+    forge(folder, enlarge)
+    return folder
+
+
 # -- the child -----------------------------------------------------------------------------------
 
 
@@ -271,7 +287,7 @@ def _child(places: dict[str, str]) -> Iterator[tuple[str, str, str]]:
     for name, place in places.items():
         try:
             if name.startswith("restore"):
-                state = {"w": torch.zeros(1)}
+                state = {"w": [0]}
                 yield name, "restored", str(holdfast.Checkpoints(place, asynchronous=False).restore(state))
             else:
                 holdfast.load({"w": None}, place, no_dist=True, timeout=100)

@@ -47,6 +47,14 @@ def places(root: Path) -> dict[str, tuple[Path, str]]:
         forged.with_index_header(root / "header", 1 << 30),
         "has 1073741824 bytes, more than the 16777216 that Holdfast reads of it",
     )
+    made["an object of 10 GiB"] = (
+        forged.with_large_object(root / "large", 10 << 30),
+        "asks for more memory than there is",
+    )
+    made["an object of 20 GiB"] = (
+        forged.with_large_object(root / "larger", 20 << 30),
+        "has 21474836480 bytes, more than the 17179869184 that Holdfast reads of it",
+    )
     return made
 
 
@@ -56,8 +64,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
     root = tmp_path_factory.mktemp("forged")
     made = places(root)
     run = root / "run"
-    holdfast.save({"w": torch.ones(1)}, run / "step-00000001", step=1, no_dist=True)
+    holdfast.save({"w": [1]}, run / "step-00000001", step=1, no_dist=True)
     forged.with_index_header(run / "step-00000002", 1 << 30)
+    forged.with_large_object(run / "step-00000003", 10 << 30)
     told = forged.outcomes({name: place for name, (place, _) in made.items()} | {"restore": run})
     expected = {name: words for name, (_, words) in made.items()} | {"restore": ""}
     return {name: (expected[name], *told[name]) for name in told}
@@ -71,6 +80,8 @@ NAMES = [
     "64 GB of nothing",
     "a GiB of nothing, which is more memory than there is",
     "an index with a header of a GiB",
+    "an object of 10 GiB",
+    "an object of 20 GiB",
 ]
 
 

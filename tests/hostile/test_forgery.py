@@ -389,6 +389,17 @@ def test_a_float_of_400_digits_is_damage_and_inspect_says_so(
     assert json.loads(found.stdout)["shown"][0]["value"] == "<damaged>"
 
 
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict"])
+def test_keys_that_all_have_one_hash_are_damage(kind: str) -> None:
+    """A hundred thousand of them would take minutes to put into a dict; all would be compared with each other."""
+    numbers = [at * ((1 << 61) - 1) for at in range(100_000)]
+    values = numbers if kind.endswith("set") else [[number, 1] for number in numbers]
+    data = b"J" + json.dumps({"!": kind, "v": values}).encode()
+    with pytest.raises(CorruptCheckpoint, match="keys have one hash"):
+        objects.decode(data, "it")
+    assert objects.preview(data) == "<damaged>"
+
+
 @pytest.mark.parametrize(
     "notes", [10**400, -(10**400), "\ud800", {"\udfff": ["\ud800"]}, float("nan"), [[[[]]]] * 3], ids=repr
 )

@@ -12,6 +12,7 @@ import argparse
 import collections
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import BadInput, CorruptCheckpoint
@@ -19,6 +20,7 @@ from holdfast.format.limits import OBJECT_BYTES
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"
+_ONE_HASH = 1000
 
 
 class _NotPlain(Exception):
@@ -57,15 +59,28 @@ _NAMED: dict[type, Any] = {
 _BUILD: dict[str, Any] = {
     "float": float,
     "tuple": lambda v: tuple(_from_json(x) for x in v),
-    "set": lambda v: {_from_json(x) for x in v},
-    "frozenset": lambda v: frozenset(_from_json(x) for x in v),
-    "dict": lambda v: {_from_json(k): _from_json(x) for k, x in v},
+    "set": lambda v: set(_keys(v)),
+    "frozenset": lambda v: frozenset(_keys(v)),
+    "dict": lambda v: dict(_items(v)),
     "Namespace": lambda v: argparse.Namespace(**{k: _from_json(x) for k, x in v}),
-    "OrderedDict": lambda v: collections.OrderedDict((_from_json(k), _from_json(x)) for k, x in v),
+    "OrderedDict": lambda v: collections.OrderedDict(_items(v)),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": lambda v: complex(_from_json(v[0]), _from_json(v[1])),
 }
+
+
+def _keys(values: list[Any]) -> list[Any]:
+    """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is compared with all."""
+    found = [_from_json(value) for value in values]
+    if len(found) > _ONE_HASH and max(collections.Counter(map(hash, found)).values()) > _ONE_HASH:
+        raise ValueError(f"more than {_ONE_HASH} keys have one hash")
+    return found
+
+
+def _items(pairs: list[Any]) -> Iterator[tuple[Any, Any]]:
+    keys, values = [pair[0] for pair in pairs], [_from_json(pair[1]) for pair in pairs]
+    return zip(_keys(keys), values, strict=True)
 
 
 _UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
