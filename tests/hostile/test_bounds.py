@@ -7,16 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast import Options
-from holdfast.errors import BadInput
+from holdfast.convert.torch_dist import import_torch_dist
+from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.flow.write import CHUNKS_PER_FILE, split_files
 from holdfast.format import objects
 from holdfast.format.container import encode_header
 from holdfast.format.limits import DATA_HEADER_BYTES
 from holdfast.plan.save import Planned, SavePlan
 from tests.hostile import forged
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 
 
 def places(root: Path) -> dict[str, tuple[Path, str]]:
@@ -98,6 +102,24 @@ def test_what_says_more_than_it_can_pay_for_is_corrupt(
 
 def test_restore_passes_over_it(found: dict[str, tuple[str, str, str]]) -> None:
     assert found["restore"][1:] == ("restored", "1")
+
+
+def test_an_import_refuses_a_bomb_and_a_file_of_holes(tmp_path: Path) -> None:
+    bombed = forged.with_dcp_object(tmp_path / "bombed", forged.bomb())
+    with pytest.raises(
+        CorruptCheckpoint, match=r"'w' is damaged: its member 'archive/data\.pkl' is compressed"
+    ):
+        import_torch_dist(bombed, tmp_path / "new")
+    stock = tmp_path / "stock"
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=stock, no_dist=True)
+    with open(stock / "common.pt", "wb") as file:
+        file.truncate(64 << 30)
+    with pytest.raises(
+        CorruptCheckpoint, match=r"common\.pt has 68719476736 bytes, more than the 17179869184"
+    ):
+        import_torch_dist(stock, tmp_path / "new")
+    (stock / "common.pt").unlink()
+    import_torch_dist(stock, tmp_path / "new")
 
 
 # -- what is written keeps to the same bounds ------------------------------------------------------
