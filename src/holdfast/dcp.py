@@ -2,7 +2,8 @@
 
 Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no collectives, and the
 background is always a process. Arguments that bring code of their own (a writer, a reader, a planner, a stager) can't be honoured, and
-are refused with one sentence. Checkpoints that DCP wrote load as they are.
+are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved stands a `.metadata` by which tools
+of DCP find it (`holdfast.convert.metadata`).
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from holdfast.adapters.state import flatten
+from holdfast.convert.metadata import mark
 from holdfast.errors import BadInput
-from holdfast.flow.async_save import async_save as _async_save
+from holdfast.flow.async_save import async_save_into
+from holdfast.flow.background import LANE
+from holdfast.flow.call import Call, begin_call, one_folder
 from holdfast.flow.load import load as _load
 from holdfast.flow.pending import Pending
-from holdfast.flow.save import SaveReport
-from holdfast.flow.save import save as _save
+from holdfast.flow.save import Save, SaveReport
 from holdfast.options import Options
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
 
 __all__ = ["async_save", "load", "save"]
 
@@ -36,16 +42,11 @@ def save(
 ) -> SaveReport:
     """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one folder, as in DCP."""
     _refuse("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
-    return _save(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        process_group=process_group,
-        no_dist=no_dist,
-        expected=None,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-        options=options,
+    store = open_store(one_folder(None, checkpoint_id))
+    call = begin_call(
+        no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
     )
+    return _reading(store, state_dict, call, options).run()
 
 
 def load(
@@ -97,16 +98,21 @@ def async_save(
     _refuse(
         "async_save", checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager
     )
-    return _async_save(
-        state_dict,
-        checkpoint_id=checkpoint_id,
-        process_group=process_group,
-        no_dist=no_dist,
-        expected=None,
-        timeout=timeout,
-        stall_timeout=stall_timeout,
-        options=options,
-        host_memory_budget=host_memory_budget,
+    store = open_store(one_folder(None, checkpoint_id))
+
+    def make() -> Save:
+        call = begin_call(
+            no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
+        )
+        return _reading(store, state_dict, call.lane(LANE), options)
+
+    return async_save_into(store, make, None, host_memory_budget, 0)
+
+
+def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Options | None) -> Save:
+    """A save that reads the state now, and marks the folder for tools of DCP once it is committed."""
+    return Save(
+        store, lambda rank: flatten(state_dict, rank), call, options=options, after=lambda: mark(store)
     )
 
 

@@ -55,6 +55,44 @@ def test_no_export_into_what_is_there(tmp_path: Path, run: Run) -> None:
     assert "is not empty" in done.stderr
 
 
+def test_no_import_into_what_is_there(tmp_path: Path, run: Run) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    dcp.save({"w": torch.zeros(3)}, checkpoint_id=old, no_dist=True)
+    holdfast.save({"w": torch.ones(3)}, new)
+    (tmp_path / "file").write_bytes(b"x")
+    for out, words in ((new, "is not empty"), (old, "is not empty"), (tmp_path / "file", "is a file")):
+        for done in (run("import", "torch_dist", old, out), run("export", "torch_dist", new, out)):
+            assert (done.exit_code, done.stdout) == (2, "")
+            assert f"{out} {words}" in done.stderr
+    found = {"w": torch.zeros(3)}
+    holdfast.load(found, new)
+    assert torch.equal(found["w"], torch.ones(3))
+
+
+def test_an_import_that_failed_can_be_tried_again(tmp_path: Path, run: Run) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    dcp.save({"w": torch.arange(5000.0)}, checkpoint_id=old, no_dist=True)
+    (data,) = old.glob("*.distcp")
+    good = data.read_bytes()
+    data.write_bytes(good[:-1000])
+    assert run("import", "torch_dist", old, new).exit_code == 2
+    data.write_bytes(good)
+    assert run("import", "torch_dist", old, new).exit_code == 0
+
+
+def test_archives_without_checksums_are_imported(tmp_path: Path, run: Run) -> None:
+    """`torch.serialization.set_crc32_options(False)` leaves them at 0."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save(state(), checkpoint_id=tmp_path / "old", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert run("import", "torch_dist", tmp_path / "old", tmp_path / "new").exit_code == 0
+    found = empty()
+    holdfast.load(found, tmp_path / "new")
+    assert same(found, state())
+
+
 def test_what_is_no_checkpoint_is_not_imported(tmp_path: Path, run: Run) -> None:
     holdfast.save({"w": torch.zeros(3)}, tmp_path / "new")
     assert (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,9 @@ def one_rank(place: Path, **changes: Any) -> Path:
 
 def test_the_same_reads_no_data(kept: Path, checkpoint: Path, run: Run, run_json: Json) -> None:
     for path in data_files(checkpoint):
-        path.write_bytes(b"")  # not even opened
+        size = path.stat().st_size
+        path.write_bytes(b"")
+        os.truncate(path, size)  # zeros of the same length: their size is looked at, and nothing is read
     found, code = run_json("diff", kept, checkpoint)
     assert (code, found["same"], found["equal"], found["bytes_read"]) == (0, True, 10, 0)
     assert run("diff", kept, checkpoint).stdout == "The same: 10 names, 0 B of data read.\n"
@@ -131,3 +135,49 @@ def test_damage_met_while_reading_is_trouble_not_a_difference(
     result = run("diff", checkpoint, other)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "is damaged" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("length", "words"), [(None, "is missing"), (0, "has 0 bytes, but was written with")]
+)
+def test_a_data_file_that_is_gone_or_short_is_trouble_not_sameness(
+    length: int | None, words: str, kept: Path, checkpoint: Path, run: Run
+) -> None:
+    gone = data_files(checkpoint)[1]
+    if length is None:
+        gone.unlink()
+    else:
+        os.truncate(gone, length)
+    for pair in ((kept, checkpoint), (checkpoint, kept)):
+        result = run("diff", *pair)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert f"{checkpoint} can't be compared: its data file data/{gone.name} {words}" in result.stderr
+
+
+def test_an_index_in_the_folder_of_another_step_is_a_difference(
+    kept: Path, tmp_path: Path, run: Run, run_json: Json
+) -> None:
+    moved = Path(shutil.copytree(kept, tmp_path / "step-00000020"))
+    found, code = run_json("diff", kept, moved)
+    assert (code, found["same"], found["equal"]) == (1, False, 10)
+    assert found["misplaced"] == [{"path": str(moved), "folder_step": 20, "index_step": 7}]
+    shown = run("diff", kept, moved).stdout
+    assert f"{moved} is a folder of step 20; its index is of step 7." in shown
+    assert shutil.copytree(kept, tmp_path / "backup").exists()
+    assert run("diff", kept, tmp_path / "backup").exit_code == 0, (
+        "a folder that is no step's has no step to differ in"
+    )
+
+
+def test_of_a_run_folder_the_newest_committed_step_is_compared(kept: Path, tmp_path: Path, run: Run) -> None:
+    for step in (5, 7):
+        save_ranks(tmp_path / "run" / f"step-{step:08d}", step=step, lr=0.25 if step == 7 else 0.5)
+    (tmp_path / "run" / "step-00000009" / "data").mkdir(parents=True)
+    result = run("diff", tmp_path / "run", kept)
+    assert result.exit_code == 0
+    assert f"A is {tmp_path / 'run' / 'step-00000007'}.\nThe same: 10 names" in result.stdout
+    shutil.rmtree(tmp_path / "run" / "step-00000005")
+    shutil.rmtree(tmp_path / "run" / "step-00000007")
+    result = run("diff", kept, tmp_path / "run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "is a run folder with no committed step; begun were: 9." in result.stderr

@@ -109,6 +109,12 @@ def test_a_bad_box_is_a_sentence(box: str, kept: Path, run: Run) -> None:
     assert result.stderr.startswith("holdfast: ")
 
 
+def test_of_a_run_folder_the_newest_committed_step_is_looked_at(kept: Path, run: Run, run_json: Json) -> None:
+    found, code = run_json("explain", kept.parent, "wide")
+    assert (code, found["path"]) == (0, str(kept))
+    assert str(kept) in run("explain", kept.parent, "wide").stdout
+
+
 def test_a_name_that_is_not_there_names_the_nearest(kept: Path, run: Run) -> None:
     result = run("explain", kept, "layer0.wieght")
     assert result.exit_code == 2

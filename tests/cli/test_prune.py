@@ -178,10 +178,18 @@ def test_a_checkpoint_is_not_a_run(kept: Path, run: Run) -> None:
     assert data_files(kept)
 
 
-def test_an_empty_or_missing_run_is_nothing_to_do(tmp_path: Path, run_json: Json) -> None:
-    for place in (tmp_path, tmp_path / "missing"):
-        found, code = run_json("prune", place, "--keep", "1")
-        assert (code, found["removed"], found["kept"]) == (0, [], [])
+def test_an_empty_run_is_nothing_to_do(tmp_path: Path, run_json: Json) -> None:
+    found, code = run_json("prune", tmp_path, "--keep", "1")
+    assert (code, found["removed"], found["kept"]) == (0, [], [])
+
+
+def test_a_run_that_does_not_exist_is_trouble(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for place, words in (("nosuch", "does not exist"), ("file", "is not a folder")):
+        result = run("prune", tmp_path / place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"holdfast: {tmp_path / place} {words}.")
+    assert not (tmp_path / "nosuch").exists()
 
 
 def test_a_step_counts_only_if_all_of_its_index_can_be_read(tmp_path: Path, run_json: Json) -> None:

@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import holdfast
+from holdfast.cli import cli
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed, NotCommitted, StorageError
 from holdfast.format import objects
 from holdfast.format.columns import Columns
@@ -361,6 +363,53 @@ def test_columns_on_each_others_bytes_give_no_wrong_value(folder: Path) -> None:
 
     rewrite_header(folder / "index.safetensors", edit)
     refused(folder, "outside its file|digests|same bytes")
+
+
+# -- numbers that no float holds, text that no UTF-8 holds ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'J{"!":"float","v":' + b"1" * 400 + b"}",
+        b'J{"!":"complex","v":[' + b"1" * 400 + b",0]}",
+        b'J[{"!":"tuple","v":[{"!":"float","v":-' + b"9" * 400 + b"}]}]",
+    ],
+)
+def test_a_float_of_400_digits_is_damage_and_inspect_says_so(
+    payload: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "encode", lambda value, name: payload)
+        holdfast.save({"lr": 0.1}, tmp_path / "step")
+    with pytest.raises(CorruptCheckpoint, match="'lr' can't be decoded: OverflowError"):
+        holdfast.load({"lr": 0.0}, tmp_path / "step")
+    found = CliRunner().invoke(cli, ["inspect", str(tmp_path / "step"), "--json"])
+    assert found.exit_code == 0, found.exception
+    assert json.loads(found.stdout)["shown"][0]["value"] == "<damaged>"
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict"])
+def test_keys_that_all_have_one_hash_are_damage(kind: str) -> None:
+    """A hundred thousand of them would take minutes to put into a dict; all would be compared with each other."""
+    numbers = [at * ((1 << 61) - 1) for at in range(100_000)]
+    values = numbers if kind.endswith("set") else [[number, 1] for number in numbers]
+    data = b"J" + json.dumps({"!": kind, "v": values}).encode()
+    with pytest.raises(CorruptCheckpoint, match="keys have one hash"):
+        objects.decode(data, "it")
+    assert objects.preview(data) == "<damaged>"
+
+
+@pytest.mark.parametrize(
+    "notes", [10**400, -(10**400), "\ud800", {"\udfff": ["\ud800"]}, float("nan"), [[[[]]]] * 3], ids=repr
+)
+def test_notes_that_some_json_can_not_say_are_shown(folder: Path, notes: Any) -> None:
+    forge(folder, lambda columns: None, {"step": 10**400, "created": 10**400, "notes": notes})
+    for more in ([], ["--json"]):
+        found = CliRunner().invoke(cli, ["inspect", str(folder), *more])
+        assert found.exit_code == 0, found.exception
+        assert found.stdout
+    assert json.loads(found.stdout)["path"] == str(folder)
 
 
 # -- pickles ---------------------------------------------------------------------------------------

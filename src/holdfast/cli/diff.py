@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from holdfast.cli import output
@@ -17,13 +19,16 @@ from holdfast.flow.compare import Compared, Content, compare
 def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> None:
     """Compare two checkpoints.
 
-    Digests answer where both are cut alike; where they are not, data is read. Exit code 0: same,
-    1: different, 2: trouble.
+    Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest committed
+    step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is missing.
     """
     found = compare(a, b, values)
     if as_json:
         output.print_json(found)
     else:
+        for letter, given, path in (("A", a, found.a), ("B", b, found.b)):
+            if os.path.abspath(given) != path:
+                output.say(f"{letter} is {path}.")
         _show(found)
     ctx.exit(0 if found.same else 1)
 
@@ -39,7 +44,12 @@ def _show(found: Compared) -> None:
     rows += [
         (item.name, "value" if item.kind == "object" else "content", _detail(item)) for item in found.content
     ]
-    output.print_table(("name", "differs in", "how"), rows)
+    if rows:
+        output.print_table(("name", "differs in", "how"), rows)
+    for item in found.misplaced:
+        output.say(
+            f"{item.path} is a folder of step {item.folder_step}; its index is of step {item.index_step}."
+        )
     output.say(f"Different: {output.count(len(rows), 'name')}; equal: {found.equal}; {read}.")
 
 

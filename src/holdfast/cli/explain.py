@@ -14,7 +14,10 @@ from holdfast.flow.describe import Explained, explain
 @click.option("--box", metavar="0:4,10:20", help="What a reader of this part reads; one range an axis.")
 @output.as_json
 def command(path: str, name: str, box: str | None, as_json: bool) -> None:
-    """Show where a tensor is stored, and what a reader of a part reads."""
+    """Show where a tensor is stored, and what a reader of a part reads.
+
+    PATH may be a run folder: then its newest committed step is looked at.
+    """
     found = explain(path, name, box)
     if as_json:
         output.print_json(found)

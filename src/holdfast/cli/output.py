@@ -35,9 +35,18 @@ def say(sentence: str) -> None:
 
 def print_json(value: Any) -> None:
     """A library value as one JSON document."""
+    import json
+
     import msgspec
 
-    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    except (
+        ValueError,
+        OverflowError,
+    ):  # half of a surrogate pair in a name, say, which only JSON's escapes can write
+        text = json.dumps(msgspec.to_builtins(value), indent=2)
+    click.echo(text)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:

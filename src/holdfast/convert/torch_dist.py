@@ -9,29 +9,29 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
 from holdfast.adapters.memory import Part
 from holdfast.adapters.state import Flat, Leaf
 from holdfast.buffers import Buffer
+from holdfast.convert import metadata
+from holdfast.convert.metadata import Described, stored_at
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.flow.call import begin_call
 from holdfast.flow.save import Save, SaveReport
 from holdfast.flow.sources import TorchDist, open_index, open_source, read_file
 from holdfast.flow.values import read_all, read_box
 from holdfast.format import objects, torch_dist
+from holdfast.format.archive import Archive, BadArchive
 from holdfast.format.columns import Columns, unpad
+from holdfast.format.limits import bounded_memory
 from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.layout.box import Box
@@ -39,7 +39,7 @@ from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
 from holdfast.options import Options
 from holdfast.plan.holding import contiguous_at
 from holdfast.roster.memory import MemoryRoster
-from holdfast.store.base import Reader, replace_file
+from holdfast.store.base import Reader, Store, replace_file, storage_errors
 from holdfast.store.local import open_store
 
 PER_FILE = 4 << 30
@@ -108,10 +108,11 @@ def import_torch_dist(
 ) -> SaveReport:
     """Make a Holdfast checkpoint of a torch DCP or megatron-core `torch_dist` one.
 
-    source: the folder with `.metadata`. out: the folder of the new checkpoint; one that is there is replaced.
-    Raises NotCommitted, CorruptCheckpoint (which file, what), StorageError.
+    source: the folder with `.metadata`. out: a folder that does not exist or is empty.
+    Raises BadInput, NotCommitted, CorruptCheckpoint (which file, what), StorageError.
     """
     store, folder = open_store(source), Path(os.fspath(source))
+    _refuse_what_is_there(out, "an import")
     with open_source(store) as opened:
         if not isinstance(opened, TorchDist):
             raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
@@ -126,10 +127,10 @@ def import_torch_dist(
         def values() -> Iterator[tuple[str, Any]]:
             for entry, chunk, member, reader in chunks:
                 if entry.kind == OBJECT:
-                    data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
+                    with bounded_memory(f"The object {entry.name!r} of {opened.where}"):
+                        data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
                     if SHARD in entry.name and (folder / CONFIG).exists():
-                        with allowing(_safe_types()):
-                            data = objects.encode(objects.decode(data, entry.name)[0], entry.name)
+                        data = _unwrapped(data, entry.name)
                     name = COMMON if entry.name == COMMON_SHARD else entry.name
                     yield name, Part.object(name, data)
                 else:
@@ -150,6 +151,7 @@ def import_torch_dist(
             begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
             step=step,
             notes={"imported": "torch_dist"},
+            overwrite=False,
             options=options,
         ).run()
     if (folder / CONFIG).exists():
@@ -157,13 +159,31 @@ def import_torch_dist(
     return report
 
 
+def _refuse_what_is_there(out: str | os.PathLike[str], what: str) -> None:
+    folder = Path(os.fspath(out))
+    if folder.exists() and not folder.is_dir():
+        raise BadInput(f"{folder} is a file; {what} goes into a new folder.")
+    if open_store(out).list():
+        raise BadInput(f"{folder} is not empty; {what} goes into a new folder.")
+
+
+def _unwrapped(data: bytes, name: str) -> bytes:
+    """A ShardedObject without the list of one in which megatron-core keeps it."""
+    with allowing(_safe_types()):
+        held = objects.decode(data, name)
+        if not isinstance(held, list) or len(held) != 1:
+            raise CorruptCheckpoint(
+                f"{name!r} is not a list of one, as megatron-core stores what is sharded."
+            )
+        return objects.encode(held[0], name)
+
+
 def _intact(data: bytes, name: str) -> bytes:
     """An archive of torch.save, if the CRCs of all its members are right."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
-        damaged = str(error)
+        damaged = Archive(lambda start, length: data[start : start + length], 0, len(data)).damaged()
+    except BadArchive as error:
+        raise CorruptCheckpoint(f"{name!r} is damaged: {error}.") from None
     if damaged is not None:
         raise CorruptCheckpoint(f"{name!r} is damaged: {damaged} in its archive is not what was written.")
     return data
@@ -182,29 +202,39 @@ def export_torch_dist(
     `holdfast.adapters.megatron`), stock megatron-core loads it; torch DCP loads any.
     """
     folder = Path(os.fspath(out))
-    if folder.exists() and any(folder.iterdir()):
-        raise BadInput(f"{folder} is not empty; an export goes into a new folder.")
+    _refuse_what_is_there(out, "an export")
     store = open_store(source)
     with open_index(store) as index:
         columns, where = index.select(), index.where
-    folder.mkdir(parents=True, exist_ok=True)
-    total = int(columns.chunk_bytes().sum())
-    writer = _Writer(folder)
-    described: dict[str, Any] = {}
-    done, first = 0, 0
+    with storage_errors("Writing to", str(folder)):
+        folder.mkdir(parents=True, exist_ok=True)
+        writer = _Writer(folder)
+        described = _export(store, columns, where, writer, progress)
+        writer.close()
+        if COMMON in columns.names:
+            (folder / CONFIG).write_text(
+                json.dumps({**HOLDFAST_CONFIG, "sharded_backend": "torch_dist", "common_backend": "torch"})
+            )
+        flat = {name: (name,) for name in described}
+        replace_file(open_store(out), torch_dist.METADATA, metadata.encode(described, flat, writer.stored))
+    return writer.written
+
+
+def _export(store: Store, columns: Columns, where: str, writer: _Writer, progress: Progress) -> Described:
+    """Write everything but `.metadata`; what that is to say of it."""
+    described: Described = {}
+    done, total, first = 0, int(columns.chunk_bytes().sum()), 0
     for row, name in enumerate(columns.names):
         last = int(columns.chunk_end[row])
         one = _one(columns, row, first, last)
         if int(columns.kind[row]) == OBJECT:
-            data = read_all(store, one, where)
-            if name == COMMON:
-                with allowing(_safe_types()):
-                    torch.save(objects.decode(data, name), folder / COMMON_FILE)
-            else:
-                described[name] = dcp.BytesStorageMetadata()
-                with allowing(_safe_types()):
-                    value = objects.decode(data, name)
-                writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
+            with allowing(_safe_types()):
+                value = objects.decode(read_all(store, one, where), name)
+                if name == COMMON:
+                    torch.save(value, writer.folder / COMMON_FILE)
+                else:
+                    writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
+                    described[name] = dcp.BytesStorageMetadata()
         else:
             dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
             chunks = []
@@ -216,30 +246,10 @@ def export_torch_dist(
                 chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
                 done += content.nbytes
                 progress(done, total)
-            shape = columns.shape_of(row)
-            described[name] = dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=dtype), torch.Size(shape), chunks
-            )
+            shape = torch.Size(columns.shape_of(row))
+            described[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, chunks)
         first = last
-    writer.close()
-    metadata = dcp.Metadata(
-        described,
-        planner_data={name: (name,) for name in described},
-        storage_data=writer.lies,
-        storage_meta=dcp.StorageMeta(),
-        version="1.0.0",
-    )
-    if COMMON in columns.names:
-        (folder / CONFIG).write_text(
-            json.dumps({**HOLDFAST_CONFIG, "sharded_backend": "torch_dist", "common_backend": "torch"})
-        )
-    temporary = folder / (torch_dist.METADATA + ".tmp")
-    with open(temporary, "wb") as file:
-        pickle.dump(metadata, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, folder / torch_dist.METADATA)
-    return writer.written
+    return described
 
 
 def _safe_types() -> tuple[Any, ...]:
@@ -258,7 +268,7 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.written = folder, 0, 0
-        self.lies: dict[dcp.MetadataIndex, Any] = {}
+        self.stored: dict[dcp.MetadataIndex, Any] = {}
         self._file: Any = None
 
     def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
@@ -269,7 +279,7 @@ class _Writer:
         at = self._file.tell()
         self._file.write(archive)
         self.written += len(archive)
-        self.lies[key] = filesystem._StorageInfo(f"__0_{self.number - 1}.distcp", at, len(archive))
+        self.stored[key] = stored_at(f"__0_{self.number - 1}.distcp", at, len(archive))
 
     def close(self) -> None:
         if self._file is not None:

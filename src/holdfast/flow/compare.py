@@ -7,14 +7,16 @@ so that memory stays bounded whatever the size of the tensor.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
-from holdfast.errors import HoldfastError
-from holdfast.flow.places import Place
+from holdfast.errors import CorruptCheckpoint, HoldfastError
+from holdfast.flow.places import Place, about, checkpoint_at, number
+from holdfast.flow.retention import step_of
 from holdfast.flow.sources import open_index
 from holdfast.flow.values import SLAB, read_all, read_box, slabs
 from holdfast.format import objects
@@ -23,8 +25,7 @@ from holdfast.format.index import Index
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.plan.merge import what
-from holdfast.store.base import Store
-from holdfast.store.local import open_store
+from holdfast.store.base import NotFound, Store
 
 DECODED_OBJECT = 64 << 20
 """Objects larger than this are compared by their digests alone."""
@@ -62,12 +63,21 @@ class Content(msgspec.Struct, frozen=True):
     """The largest absolute difference; None where it is no number."""
 
 
+class Misplaced(msgspec.Struct, frozen=True):
+    """An index that does not belong to the folder it lies in."""
+
+    path: str
+    folder_step: int
+    index_step: int
+
+
 class Compared(msgspec.Struct, frozen=True):
     """How two checkpoints differ."""
 
     a: str
     b: str
     same: bool
+    """All names are equal, and each index belongs to its folder."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -76,6 +86,7 @@ class Compared(msgspec.Struct, frozen=True):
     """Names that are in both and equal."""
     bytes_read: int
     """Data that had to be read; 0 where digests answered everything."""
+    misplaced: tuple[Misplaced, ...] = ()
 
 
 @dataclass
@@ -235,28 +246,60 @@ def compare(
     progress: Callable[[int], None] = lambda moved: None,
     slab: int = SLAB,
 ) -> Compared:
-    """Compare two checkpoints. `values` also counts elements that differ, and by how much at most."""
-    stores = open_store(a), open_store(b)
+    """Compare two checkpoints. `values` also counts elements that differ, and by how much at most.
+
+    Of a run folder the newest committed step is compared. Data files that are missing or short are CorruptCheckpoint: what
+    digests alone say of them would not be so.
+    """
+    stores = checkpoint_at(a), checkpoint_at(b)
     with open_index(stores[0]) as first, open_index(stores[1]) as second:
+        opened = tuple(zip(stores, (first, second), strict=True))
+        for store, index in opened:
+            _check_files(store, index)
         names_a, names_b = first.names(), second.names()
         both = sorted(set(names_a) & set(names_b))
-        sides = [
-            _Side(store, index, index.select(index.find(both)))
-            for store, index in zip(stores, (first, second), strict=True)
-        ]
+        sides = [_Side(store, index, index.select(index.find(both))) for store, index in opened]
         work = _Work(sides[0], sides[1], values, slab, progress)
         for row in range(len(both)):
             work.row(row)
+        misplaced = tuple(found for store, index in opened if (found := _misplaced(store, index)) is not None)
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
     unequal = len(work.changed) + len(work.content)
     return Compared(
         stores[0].url,
         stores[1].url,
-        not (only_a or only_b or unequal),
+        not (only_a or only_b or unequal or misplaced),
         tuple(only_a),
         tuple(only_b),
         tuple(work.changed),
         tuple(work.content),
         len(both) - unequal,
         work.bytes_read,
+        misplaced,
     )
+
+
+def _check_files(store: Store, index: Index) -> None:
+    """Every data file that the index names is there, with its size."""
+    for name, size in zip(index.file_names(), index.column("file_size").tolist(), strict=True):
+        try:
+            reader = store.open(name)
+        except NotFound:
+            raise _lost(store, name, "is missing") from None
+        reader.close()
+        if reader.size != size:
+            raise _lost(store, name, f"has {reader.size} bytes, but was written with {size}")
+
+
+def _lost(store: Store, name: str, problem: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{store.url} can't be compared: its data file {name} {problem}.",
+        hint=f"`holdfast verify {store.url}` shows all that is damaged.",
+        details={"file": name},
+    )
+
+
+def _misplaced(store: Store, index: Index) -> Misplaced | None:
+    """A step's folder whose index is of another step."""
+    here, said = step_of(os.path.basename(store.url)), number(about(index).get("step"))
+    return None if here is None or said in (None, here) else Misplaced(store.url, here, said or 0)

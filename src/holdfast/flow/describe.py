@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
-from holdfast.flow.places import Place, about, checkpoint_or_run, moment, number
+from holdfast.flow.places import Place, about, checkpoint_at, checkpoint_or_run, moment, number
 from holdfast.flow.retention import INDEX, step_folders
 from holdfast.flow.sources import open_index
 from holdfast.flow.values import read_all
@@ -22,7 +22,6 @@ from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast.plan import explain as plan_explain
 from holdfast.plan.explain import Part
 from holdfast.store.base import Store
-from holdfast.store.local import open_store
 
 SHOWN_OBJECT = 1 << 20
 """Objects larger than this are not read for their one line."""
@@ -209,8 +208,11 @@ def _present_bytes(store: Store) -> int:
 
 
 def explain(path: Place, name: str, box: str | None = None) -> Explained:
-    """Where a tensor's parts are; with a box such as `0:4,10:20`, what a reader of it needs."""
-    store = open_store(path)
+    """Where a tensor's parts are; with a box such as `0:4,10:20`, what a reader of it needs.
+
+    Of a run folder the newest committed step is looked at.
+    """
+    store = checkpoint_at(path)
     with open_index(store) as index:
         row = index.find_one(name)
         if row < 0:

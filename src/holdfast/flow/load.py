@@ -36,6 +36,7 @@ from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.sources import Source, open_source
 from holdfast.format import objects
 from holdfast.format.columns import Columns
+from holdfast.format.limits import bounded_memory
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
 from holdfast.options import Options
@@ -237,7 +238,8 @@ class _Work:
         kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
         if spec.kind == OBJECT and kind == OBJECT:
             assert isinstance(memory, BytesMemory)
-            memory.resize(shape[0])
+            with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
+                memory.resize(shape[0])
             held.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
             return
         dtype, box = int(columns.dtype[tensor]), self.held.boxes[row]
@@ -266,7 +268,9 @@ class _Work:
         for owner, size in self.sizes.items():
             memory = self.held.memory[rows[owner]]
             assert isinstance(memory, BytesMemory)
-            self.values[owner] = objects.decode(self.prefix + memory.value(size), self.leaves[owner].name)
+            name = self.leaves[owner].name
+            with bounded_memory(f"The object {name!r} of {self.store.url}"):
+                self.values[owner] = objects.decode(self.prefix + memory.value(size), name)
 
     def give_back(self) -> None:
         """Objects into the state, and dicts that were made for it; tensors are there already."""

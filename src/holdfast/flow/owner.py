@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from weakref import WeakSet
+from queue import Empty, SimpleQueue
+from weakref import WeakSet, finalize
 
 import msgspec
 
@@ -74,7 +75,8 @@ class Lease:
         self._lock = threading.Lock()
         self._mine: Owner | None = None
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. A simple queue, since a user can go in the middle of anything, and only this one is made for that."""
 
     def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
         """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it over.
@@ -83,7 +85,9 @@ class Lease:
         here, without waiting. tick: told that this goes on.
         """
         with self._lock:
-            self._users.add(user)
+            if user not in self._users:
+                self._users.add(user)
+                finalize(user, self._calls.put, None).atexit = False
             found, tail = self._read()
             if found is not None and found.process == _PROCESS:
                 return
@@ -96,8 +100,7 @@ class Lease:
                 self._wait_for_silence(found, tick)
                 found, tail = self._read()
             self._write(_me(job, rank), tail)
-            self._stop = threading.Event()
-            self._thread = start_thread(partial(self._beat, self._stop), "holdfast-owner", rank)
+            self._thread = start_thread(self._beat, "holdfast-owner", rank)
 
     def is_held(self) -> bool:
         """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
@@ -118,7 +121,7 @@ class Lease:
 
     def _give_up(self) -> None:
         self._mine = None
-        self._stop.set()
+        self._calls.put(None)
         with suppress(HoldfastError):  # its process will be seen to have ended
             found, _ = self._read()
             if found is not None and found.process == _PROCESS:
@@ -142,10 +145,12 @@ class Lease:
             if (found.process, found.beat) != (owner.process, owner.beat):
                 raise _refusal(found, self.store.url)
 
-    def _beat(self, stop: threading.Event) -> None:
-        while not stop.wait(BEAT):
+    def _beat(self) -> None:
+        while True:
+            with suppress(Empty):
+                self._calls.get(timeout=BEAT)
             with self._lock:
-                if stop.is_set() or self._mine is None:
+                if self._mine is None or self._thread is not threading.current_thread():
                     return
                 if not self._users:  # they are gone without a word
                     self._give_up()

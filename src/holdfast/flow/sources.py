@@ -8,12 +8,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.errors import CorruptCheckpoint, NotCommitted, StorageError
 from holdfast.flow.retention import INDEX
-from holdfast.format import torch_dist
+from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
+from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 
@@ -45,13 +46,32 @@ def nothing_there(store: Store) -> NotCommitted:
     )
 
 
+def absent(store: Store) -> NotCommitted:
+    """Why a folder without an index is no committed Holdfast checkpoint."""
+    try:
+        reader = store.open(torch_dist.METADATA)
+    except StorageError:
+        return nothing_there(store)
+    try:
+        head = reader.read(0, torch_dist.MARKER_HEAD)
+    finally:
+        reader.close()
+    if not torch_dist.is_marker(head):
+        return nothing_there(store)
+    return NotCommitted(
+        f"{store.url} holds no committed checkpoint, only the marker that holdfast.dcp.save leaves beside one: there is a "
+        f"{torch_dist.METADATA} and no {INDEX}.",
+        hint="The index was removed or not copied; `holdfast reindex` makes one from the data files, if they are there.",
+    )
+
+
 @contextmanager
 def open_index(store: Store) -> Iterator[Index]:
     """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
     try:
         reader = store.open(INDEX)
     except NotFound:
-        raise nothing_there(store) from None
+        raise absent(store) from None
     try:
         yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
     finally:
@@ -66,21 +86,24 @@ def open_source(store: Store) -> Iterator[Source]:
         try:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
-            metadata = read_file(store, torch_dist.METADATA)
-            if metadata is None:
+            metadata = read_file(store, torch_dist.METADATA, METADATA_BYTES)
+            if metadata is None or torch_dist.is_marker(metadata):
                 raise
             source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source
 
 
-def read_file(store: Store, name: str) -> bytes | None:
-    """The content of a small file, or None if it is not there."""
+def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
+    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit` is damage."""
     try:
         reader = store.open(name)
     except NotFound:
         return None
     try:
-        return reader.read(0, reader.size)
+        where = f"{store.url}/{name}"
+        check_size(where, reader.size, limit)
+        with bounded_memory(where):
+            return reader.read(0, reader.size)
     finally:
         reader.close()
 
@@ -143,7 +166,7 @@ class TorchDist:
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
         read = self._reader(chunk.file).read
-        return torch_dist.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
+        return tensor_archive.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
 
     def _reader(self, name: str) -> Reader:
         if name not in self._readers:

@@ -12,6 +12,7 @@ from holdfast.flow.read import plan_read, read_into
 from holdfast.flow.sources import open_source
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
+from holdfast.format.limits import bounded_memory
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.plan.holding import Holding
@@ -61,7 +62,8 @@ def read_object(store: Store, name: str) -> Any:
             return None
         columns, where = index.select(np.asarray([row])), index.where
         prefix = index.object_prefix
-    return objects.decode(prefix + read_all(store, columns, where), name)
+    with bounded_memory(f"The object {name!r} of {where}"):
+        return objects.decode(prefix + read_all(store, columns, where), name)
 
 
 def slabs(box: Box, itemsize: int, limit: int = SLAB) -> Iterator[Box]:

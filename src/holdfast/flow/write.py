@@ -24,6 +24,8 @@ from holdfast.plan.save import Planned, SavePlan
 from holdfast.store.base import Store, Writer
 
 EMBEDDED = "__holdfast__"
+CHUNKS_PER_FILE = 200_000
+"""More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
 
 
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
@@ -46,14 +48,15 @@ def file_name(attempt: str, rank: int, part: int) -> str:
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
-    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one. A rank that writes nothing has
-    names and witnesses to report, so every rank has a file."""
+    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one, and not more than its header can list.
+    A rank that writes nothing has names and witnesses to report, so every rank has a file."""
     nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
     ends = np.cumsum(nbytes)
     cuts, start = [], 0
     while start < len(nbytes):
         before = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        stop = min(stop, start + CHUNKS_PER_FILE)
         cuts.append((start, stop))
         start = stop
     return cuts or [(0, 0)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,3 +102,17 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
             rows = np.flatnonzero(lengths == length).tolist()
             out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")
     return out
+
+
+def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Consecutive integers as (first, last)."""
+    start = 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i] != values[i - 1] + 1:
+            yield values[start], values[i - 1]
+            start = i
+
+
+def row_runs(rows: Array) -> Iterator[tuple[int, int]]:
+    for first, last in runs(rows.tolist()):
+        yield first, last + 1

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.format.limits import DATA_HEADER_BYTES, bounded_memory, check_size
 from holdfast.layout.box import Dims
 
 ALIGN = 64
-MAX_HEADER = 1 << 30
 Read = Callable[[int, int], bytes]
 """`read(start, length)` gives those bytes of one file, or fewer at its end."""
 
@@ -43,6 +43,12 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
         for name, tag, shape, start, stop in entries
     ]
     text = ("{" + ",".join(rows) + "}").encode()
+    if len(text) > DATA_HEADER_BYTES:
+        raise BadInput(
+            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, more than the "
+            f"{DATA_HEADER_BYTES} that readers take.",
+            hint="Use shorter names.",
+        )
     text += b" " * (-(len(text) + 8) % ALIGN)
     return struct.pack("<Q", len(text)) + text
 
@@ -68,7 +74,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read_header(read: Read, size: int, where: str) -> Header:
+def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTES) -> Header:
     """Read and check a header; every way in which it can lie ends in CorruptCheckpoint."""
     prefix = read(0, 8)
     if len(prefix) < 8:
@@ -76,21 +82,14 @@ def read_header(read: Read, size: int, where: str) -> Header:
             f"{where} is {size} bytes long, too short for a safetensors file: it is truncated."
         )
     length = struct.unpack("<Q", prefix)[0]
-    if length > min(MAX_HEADER, size - 8):
+    if length > size - 8:
         raise CorruptCheckpoint(
             f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated."
         )
-    text = read(8, length)
-    try:
-        if len(text) != length:
-            raise ValueError(f"only {len(text)} of {length} bytes are there")
-        values = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
-        if not isinstance(values, dict):
-            raise ValueError("it is not a JSON object")
-        metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
-        entries = msgspec.convert(values, dict[str, Entry])
-    except (ValueError, RecursionError, msgspec.ValidationError) as error:
-        raise CorruptCheckpoint(f"The header of {where} can't be read: {error}.") from None
+    check_size(f"The header of {where}", length, limit)
+    with bounded_memory(f"The header of {where}"):
+        text = read(8, length)
+        entries, metadata = _parsed(text, length, where)
     room = size - 8 - length
     for name, entry in entries.items():
         start, stop = entry.data_offsets
@@ -99,6 +98,19 @@ def read_header(read: Read, size: int, where: str) -> Header:
                 f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or truncated."
             )
     return Header(prefix + text, entries, metadata)
+
+
+def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    try:
+        if len(text) != length:
+            raise ValueError(f"only {len(text)} of {length} bytes are there")
+        values = json.loads(text.decode("utf-8"), object_pairs_hook=_no_duplicates)
+        if not isinstance(values, dict):
+            raise ValueError("it is not a JSON object")
+        metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
+        return msgspec.convert(values, dict[str, Entry]), metadata
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None
 
 
 def safe_data_name(name: str) -> bool:

@@ -17,23 +17,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from holdfast.errors import CorruptCheckpoint
-from holdfast.format.columns import LATE, Array, Columns
+from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.format.columns import LATE, Array, Columns, row_runs, runs
 from holdfast.format.container import Header, Read, encode_header, read_header, safe_data_name
 from holdfast.format.digest import digest, digest_many, hex_digest
-from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
+from holdfast.format.index_checks import ascending, check_rows, possible_late
+from holdfast.format.limits import INDEX_BYTES, INDEX_HEADER_BYTES, check_size, in_bounded_memory
 
 FORMAT = "holdfast-1"
 PAGE = 16 << 10
 FENCE = 256
 """Every 256th name stands in the fence, which is read whole; the others are read by the page."""
+
+_HEADER_ROOM = 64 << 10
+"""Bytes that an index's header takes but for what it is about."""
 
 _TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
 _NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
@@ -51,6 +55,13 @@ _PLAIN = tuple(f.name for f in fields(Columns) if f.name not in (*_HEAPS, *LATE)
 
 def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     """The bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
+    about = json.dumps(metadata)
+    if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
+        raise BadInput(
+            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read whole whenever "
+            f"it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
+            hint="Keep less in notes=, or save it as a part of the state.",
+        )
     arrays: dict[str, Array] = {}
     arrays["names"], arrays["name_end"] = _heap(columns.names)
     arrays["fence"], arrays["fence_end"] = _heap(columns.names[::FENCE])
@@ -75,7 +86,7 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     described = {
         "format": FORMAT,
         "dims": str(columns.dims),
-        "about": json.dumps(metadata, ensure_ascii=False),
+        "about": about,
     }
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
@@ -93,14 +104,18 @@ class Index:
         self._read = read
         self._pages: dict[int, bytes] = {}
         self.bytes_read = 0
-        header = read_header(self._counted, size, where)
+        check_size(where, size, INDEX_BYTES)
+        header = read_header(self._counted, size, where, INDEX_HEADER_BYTES)
         self._start = header.data_start
         self._header = header
         self.identity = self._check_seal(header)
-        if header.metadata.get("format") != FORMAT:
-            raise CorruptCheckpoint(
-                f"{where} has format {header.metadata.get('format')!r}; this Holdfast reads {FORMAT!r}."
-            )
+        if (found := header.metadata.get("format")) != FORMAT:
+            raise CorruptCheckpoint(f"{where} has format {found!r:.100}; this Holdfast reads {FORMAT!r}.")
+        self._describe(header)
+
+    @in_bounded_memory
+    def _describe(self, header: Header) -> None:
+        """What the header says of the checkpoint and of the columns."""
         try:
             self.about: dict[str, Any] = json.loads(header.metadata["about"])
             if not isinstance(self.about, dict):
@@ -111,7 +126,9 @@ class Index:
             self.tensors, self.chunks = self._rows("dtype"), self._rows("file")
             self._check_shapes()
         except (LookupError, ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(f"The header of {where} lacks or garbles {error}.") from None
+            raise CorruptCheckpoint(
+                f"The header of {self.where} lacks or garbles {str(error)[:200]}."
+            ) from None
 
     # -- bytes, verified ------------------------------------------------------------------
 
@@ -131,16 +148,16 @@ class Index:
             start, stop = header.entries["pages"].data_offsets
         except KeyError:
             raise CorruptCheckpoint(f"{self.where} has no page digests: it is not an index.") from None
+        if stop - start != -(-start // PAGE) * 8 or self.size != self._start + stop + 16:
+            raise CorruptCheckpoint(
+                f"{self.where} is {self.size} bytes long, which is not what its header says."
+            )
         raw = self._counted(self._start + start, stop - start)
-        if len(raw) % 8 or int(seal[1]) != digest(raw):
+        if len(raw) != stop - start or int(seal[1]) != digest(raw):
             raise CorruptCheckpoint(
                 f"The page digests of {self.where} do not match theirs: the file is damaged."
             )
         self._digests, self._body = np.frombuffer(raw, "<u8"), start
-        if len(self._digests) != -(-start // PAGE) or self.size != self._start + stop + 16:
-            raise CorruptCheckpoint(
-                f"{self.where} is {self.size} bytes long, which is not what its header says."
-            )
         return hex_digest(digest(seal.tobytes()))
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -254,6 +271,7 @@ class Index:
                 f"Column {heap!r} of {self.where} holds bytes that are not UTF-8."
             ) from None
 
+    @in_bounded_memory
     def names(self, start: int = 0, stop: int | None = None) -> list[str]:
         """The names of tensor rows `start` to `stop`, ascending."""
         stop = self.tensors if stop is None else stop
@@ -265,6 +283,7 @@ class Index:
             )
         return found
 
+    @in_bounded_memory
     def find(self, wanted: Sequence[str]) -> Array:
         """The tensor row of each wanted name, or -1; reads only the pages that can hold them."""
         rows = np.full(len(wanted), -1, np.int64)
@@ -281,7 +300,7 @@ class Index:
         for at, group in enumerate(starts.tolist()):
             if group >= 0:
                 groups.setdefault(group, []).append(at)
-        for first, last in _runs(sorted(groups)):
+        for first, last in runs(sorted(groups)):
             low = first * FENCE
             names = self.names(low, min((last + 1) * FENCE, self.tensors))
             place = {name: low + i for i, name in enumerate(names)}
@@ -305,13 +324,14 @@ class Index:
 
     # -- rows -----------------------------------------------------------------------------
 
+    @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
         """The columns of some tensor rows (ascending), or of all; chunk rows come along, renumbered."""
         if rows is None:
             rows = np.arange(self.tensors)
             names = self.names()
         else:
-            names = [name for a, b in _row_runs(rows) for name in self.names(a, b)]
+            names = [name for a, b in row_runs(rows) for name in self.names(a, b)]
         ends = self.column_rows("chunk_end", rows)
         before = (
             np.where(rows > 0, self.column_rows("chunk_end", np.maximum(rows - 1, 0)), 0)
@@ -319,7 +339,7 @@ class Index:
             else ends
         )
         counts = ends - before
-        if not _ascending(before, ends, self.chunks):
+        if not ascending(before, ends, self.chunks):
             raise CorruptCheckpoint(f"{self.where} counts chunks that do not ascend.")
         chunks = np.repeat(before - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         digest_end = self.column_rows("digest_end", chunks)
@@ -329,7 +349,7 @@ class Index:
             else digest_end
         )
         digest_counts = digest_end - digest_before
-        if not _ascending(digest_before, digest_end, self._rows("digests")):
+        if not ascending(digest_before, digest_end, self._rows("digests")):
             raise CorruptCheckpoint(f"{self.where} counts digests that do not ascend.")
         digests = np.repeat(
             digest_before - np.cumsum(digest_counts) + digest_counts, digest_counts
@@ -352,9 +372,10 @@ class Index:
             file_size=self.column("file_size"),
             file_rank=self.column("file_rank"),
         )
-        self._check_rows(found)
+        check_rows(found, self.where)
         return found
 
+    @in_bounded_memory
     def embedded(self) -> Columns:
         """All columns, also those that only the index of a data file has."""
         columns = self.select()
@@ -365,94 +386,6 @@ class Index:
             raise CorruptCheckpoint(f"{self.where} has witnesses of tensors that it does not list.")
         for name in self._late:
             setattr(columns, name, self.column(name))
-        if self._late and not _possible_late(columns):
+        if self._late and not possible_late(columns):
             raise CorruptCheckpoint(f"{self.where} has late-bound shards that can't be.")
         return columns
-
-    def _check_boxes(self, found: Columns) -> None:
-        """Shapes and boxes must be countable, padded with ones, and one row of bytes for objects."""
-        if not _possible(found.size):
-            raise CorruptCheckpoint(f"{self.where} holds a chunk of impossible size.")
-        padding = np.arange(self.dims) < self.dims - found.ndim[:, None].astype(np.int64)
-        bytes_only = (found.ndim == 1) & (found.dtype == 0)
-        if (
-            not _possible(found.shape)
-            or (padding & (found.shape != 1)).any()
-            or ((found.kind == OBJECT) & ~bytes_only).any()
-        ):
-            raise CorruptCheckpoint(f"{self.where} gives a tensor or an object an impossible shape.")
-
-    def _check_rows(self, found: Columns) -> None:
-        """Numbers that are used as positions must be possible ones."""
-        files = len(found.file_names)
-        if len(found.file_size) != files or len(found.file_rank) != files:
-            raise CorruptCheckpoint(f"{self.where} does not agree with itself on how many files there are.")
-        if len(found.names) and (
-            found.dtype.max() >= len(DTYPES) or found.kind.max() >= len(KINDS) or found.ndim.max() > self.dims
-        ):
-            raise CorruptCheckpoint(
-                f"{self.where} uses a dtype, kind or number of dimensions that format {FORMAT} does not have."
-            )
-        self._check_boxes(found)
-        if not len(found.file):
-            return
-        if found.file.min() < 0 or found.file.max() >= files:
-            raise CorruptCheckpoint(f"{self.where} refers to a file that it does not name.")
-        nbytes = found.chunk_bytes()
-        room = found.file_size[found.file] - nbytes  # compared so that no sum can overflow
-        bad = (found.position < 0) | (found.block < 1) | (room < 0) | (found.position > room)
-        if bad.any():
-            row = int(np.flatnonzero(bad)[0])
-            raise CorruptCheckpoint(
-                f"{self.where} places a chunk of {found.names[int(found.tensor_of_chunk()[row])]!r} outside its file."
-            )
-        if (np.diff(found.digest_end, prepend=0) != -(-nbytes // found.block)).any():
-            raise CorruptCheckpoint(f"{self.where} has too few or too many digests for a chunk.")
-        stop = found.position + nbytes
-        order = np.lexsort((stop, found.position, found.file))
-        order = order[nbytes[order] > 0]
-        same = found.file[order][1:] == found.file[order][:-1]
-        if (same & (found.position[order][1:] < stop[order][:-1])).any():
-            raise CorruptCheckpoint(f"{self.where} places two chunks on the same bytes of a file.")
-
-
-def _ascending(before: Array, ends: Array, rows: int) -> bool:
-    """Are these different stretches of so many rows? Compared so that no difference can overflow."""
-    inside = (before >= 0) & (before <= ends) & (ends <= rows)
-    return bool(inside.all()) and int((ends - before).sum()) <= rows
-
-
-def _possible(sides: Array) -> bool:
-    """Are these sides of boxes whose bytes an int64 can count?"""
-    with np.errstate(over="ignore"):
-        volumes = np.prod(np.maximum(sides, 1).astype(float), axis=1)
-    return bool((sides >= 0).all() and (volumes * 16 <= float(1 << 62)).all())
-
-
-def _possible_late(found: Columns) -> bool:
-    """Do the late columns point at rows that are there, and at axes that tensors have?"""
-    rows, tensor = len(found.late_tensor), found.late_tensor
-    if not ((tensor >= 0) & (tensor < len(found.names))).all():
-        return False
-    inside = (found.late_axis >= 0) & (found.late_axis < found.ndim[tensor])
-    counted = (found.late_length >= 0) & (found.late_position >= 0)
-    small = np.maximum(found.late_length, np.maximum(found.late_start, -2 - found.late_start)) < 1 << 48
-    links = np.concatenate([found.chunk_late, found.witness_late])
-    if not (inside & counted & small).all() or not ((links >= -1) & (links < rows)).all():
-        return False
-    of = np.concatenate([found.tensor_of_chunk(), found.witness_tensor])
-    return bool((tensor[links[links >= 0]] == of[links >= 0]).all())
-
-
-def _runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive integers as (first, last)."""
-    start = 0
-    for i in range(1, len(values) + 1):
-        if i == len(values) or values[i] != values[i - 1] + 1:
-            yield values[start], values[i - 1]
-            start = i
-
-
-def _row_runs(rows: Array) -> Iterator[tuple[int, int]]:
-    for first, last in _runs(rows.tolist()):
-        yield first, last + 1

@@ -12,12 +12,15 @@ import argparse
 import collections
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.format.limits import OBJECT_BYTES
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"
+_ONE_HASH = 1000
 
 
 class _NotPlain(Exception):
@@ -56,15 +59,32 @@ _NAMED: dict[type, Any] = {
 _BUILD: dict[str, Any] = {
     "float": float,
     "tuple": lambda v: tuple(_from_json(x) for x in v),
-    "set": lambda v: {_from_json(x) for x in v},
-    "frozenset": lambda v: frozenset(_from_json(x) for x in v),
-    "dict": lambda v: {_from_json(k): _from_json(x) for k, x in v},
+    "set": lambda v: set(_keys(v)),
+    "frozenset": lambda v: frozenset(_keys(v)),
+    "dict": lambda v: dict(_items(v)),
     "Namespace": lambda v: argparse.Namespace(**{k: _from_json(x) for k, x in v}),
-    "OrderedDict": lambda v: collections.OrderedDict((_from_json(k), _from_json(x)) for k, x in v),
+    "OrderedDict": lambda v: collections.OrderedDict(_items(v)),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
     "complex": lambda v: complex(_from_json(v[0]), _from_json(v[1])),
 }
+
+
+def _keys(values: list[Any]) -> list[Any]:
+    """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is compared with all."""
+    found = [_from_json(value) for value in values]
+    if len(found) > _ONE_HASH and max(collections.Counter(map(hash, found)).values()) > _ONE_HASH:
+        raise ValueError(f"more than {_ONE_HASH} keys have one hash")
+    return found
+
+
+def _items(pairs: list[Any]) -> Iterator[tuple[Any, Any]]:
+    keys, values = [pair[0] for pair in pairs], [_from_json(pair[1]) for pair in pairs]
+    return zip(_keys(keys), values, strict=True)
+
+
+_UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
+"""What JSON that means nothing raises; an OverflowError is a number that no float holds."""
 
 
 def _from_json(value: Any) -> Any:
@@ -79,6 +99,16 @@ def _from_json(value: Any) -> Any:
 
 def encode(value: Any, name: str) -> bytes:
     """The bytes that stand for a value; `name` says in an error whose it is."""
+    data = _encode(value, name)
+    if len(data) > OBJECT_BYTES:
+        raise BadInput(
+            f"{name!r} is an object of {len(data)} bytes, more than the {OBJECT_BYTES} that are read as one.",
+            hint="Save its tensors as tensors of the state, or its parts under names of their own.",
+        )
+    return data
+
+
+def _encode(value: Any, name: str) -> bytes:
     try:
         return PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
     except (_NotPlain, ValueError, RecursionError):
@@ -93,8 +123,8 @@ def decode(data: bytes, name: str) -> Any:
     if data[:1] == PLAIN:
         try:
             return _from_json(json.loads(data[1:]))
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
-            raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {error!r}.") from None
+        except _UNREADABLE as error:
+            raise CorruptCheckpoint(f"The object {name!r} can't be decoded: {repr(error)[:200]}.") from None
     if data[:1] == TORCH:
         from holdfast.format import torch_objects
 
@@ -110,7 +140,7 @@ def preview(data: bytes, limit: int = 60) -> str:
         return f"<{len(data) - 1} bytes, weights-only format>"
     try:
         text = repr(_from_json(json.loads(data[1:])))
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except _UNREADABLE:
         return "<damaged>"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

@@ -1,9 +1,8 @@
 """Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes lie.
 
-`.metadata` is a pickle. It is read by an unpickler that knows a handful of names, all of which become plain records,
-and refuses every other: nothing in it is called. A `.distcp` file holds one `torch.save` archive after another, each a zip
-file whose members are stored as they are, so a chunk's elements lie in one piece and are read in place, in
-slices too. The formats carry no digests; a zip member has a CRC-32, which `crc_of` gives to who reads it whole.
+`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names become plain values
+and records, and every other is refused. A `.distcp` file holds one archive of torch.save after another, one a chunk
+(`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which `crc_of` gives to who reads it whole.
 No torch here.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), megatron-core 0.13 to 0.16.
@@ -11,21 +10,20 @@ Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), meg
 
 from __future__ import annotations
 
-import collections
-import io
-import pickle
+import math
 import struct
 import zlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.columns import Columns, pad
+from holdfast.format.limits import OBJECT_BYTES, bounded_memory, check_size
+from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record, no_collection
+from holdfast.format.tensor_archive import Chunk, Member
 from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
-Read = Callable[[int, int], bytes]
 METADATA = ".metadata"
 OBJECT_PREFIX = b"T"
 """An object here is an archive of torch.save: what `format.objects` marks with this byte."""
@@ -46,53 +44,57 @@ HOLDFAST_CONFIG = {
 """The content of CONFIG in a Holdfast checkpoint."""
 SHARD = "/shard_"
 """In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
+MARKER = "THIS_IS_A_HOLDFAST_CHECKPOINT__LOAD_IT_WITH_holdfast.dcp.load"
+"""The file that a `.metadata` beside a Holdfast checkpoint points at (`holdfast.convert.marker`); there is none of that name."""
+MARKER_HEAD = 4096
+"""Bytes at the begin of such a `.metadata` in which that name stands."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+_PACKS = [struct.Struct(f"<{count}q") for count in range(65)]
+"""By number of dimensions; torch has no more than 64."""
+_APART = frozenset("/\\\0")
+"""Characters that a file's name can't have."""
+_MOST_ELEMENTS = 1 << 58
 
 
-class _Record:
-    """Stands for an instance of a class that `.metadata` names; keeps its attributes, runs nothing."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.values = state
+def _size(args: tuple[Any, ...]) -> Any:
+    """A torch.Size."""
+    if len(args) != 1 or type(args[0]) is not tuple:
+        raise BadPickle("it makes a torch.Size of what is no tuple")
+    return args[0]
 
 
-def _as_is(*values: Any) -> Any:
-    return values[0] if values else None
+def _first(args: tuple[Any, ...]) -> Any:
+    return args[0] if args else None
 
 
-class _Metadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and name in CODE_OF:
+def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if args:
+        raise BadPickle("it makes an OrderedDict of other values")
+    return {}
+
+
+class _Metadata(Reader):
+    """`.metadata`, in which every class but a few is a record."""
+
+    def resolve(self, module: str, name: str) -> Any:
+        make = _MADE.get((module, name))
+        if make is not None:
+            return Global(module, name, make)
+        if module == "torch" and (name in CODE_OF or name == "strided"):
             return name
-        if (module, name) in (("torch.serialization", "_get_layout"), ("torch", "strided")):
-            return _as_is
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if module == "pathlib" and name.endswith("Path"):
-            return lambda *parts: "/".join(map(str, parts))
-        if module.startswith(_MODULES) and "." not in name and not name.startswith("__"):
-            return type(name, (_Record,), {})
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of the format")
+        is_path = module in ("pathlib", "pathlib._local") and name.endswith("Path")
+        if is_path or (module.startswith(_MODULES) and "." not in name and not name.startswith("__")):
+            return Global(module, name)
+        return super().resolve(module, name)
 
 
-class Chunk(NamedTuple):
-    """A chunk of a tensor or a whole object, and the archive that holds it."""
-
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    file: str
-    start: int
-    length: int
+_MADE = {
+    ("torch", "Size"): _size,
+    ("torch.serialization", "_get_layout"): _first,
+    ("collections", "OrderedDict"): _empty_dict,
+}
 
 
 class Entry(NamedTuple):
@@ -103,215 +105,130 @@ class Entry(NamedTuple):
     chunks: list[Chunk]
 
 
+def is_marker(head: bytes) -> bool:
+    """Does a `.metadata` begin as the marker beside a Holdfast checkpoint? `head`: its first MARKER_HEAD bytes or more."""
+    return MARKER.encode() in head[:MARKER_HEAD]
+
+
 def read_metadata(data: bytes, where: str) -> list[Entry]:
     """The tensors and objects of a checkpoint, sorted by name."""
     try:
-        root = _Metadata(io.BytesIO(data)).load()
-        lies: dict[str, dict[tuple[int, ...] | None, Any]] = {}
-        for key, info in root.storage_data.items():
-            offset = getattr(key, "offset", None)
-            lies.setdefault(str(key.fqn), {})[None if offset is None else tuple(offset)] = info
-        return [
-            _entry(str(name), said, lies.get(str(name), {}), where)
-            for name, said in sorted(root.state_dict_metadata.items())
-        ]
-    except CorruptCheckpoint:
-        raise
-    except Exception as error:
+        with bounded_memory(where), no_collection():
+            root = _state(_Metadata(data).read())
+            described = _described(root.get("state_dict_metadata"), len(data))
+            stored = _stored(root.get("storage_data"))
+            return [_entry(name, said, stored.get(name, {}), where) for name, said in described]
+    except BadPickle as error:
         raise CorruptCheckpoint(
-            f"{where} can't be read as the metadata of a torch_dist checkpoint: {type(error).__name__}: {error}."
+            f"{where} can't be read as the metadata of a torch_dist checkpoint: {error}."
         ) from None
 
 
-def _entry(name: str, said: Any, lies: dict[tuple[int, ...] | None, Any], where: str) -> Entry:
-    if not hasattr(said, "chunks"):
-        info = lies[None]
-        return Entry(name, OBJECT, "uint8", (), [_chunk(name, (), (), info, where)])
-    dtype = said.properties.values[0] if said.properties.values else said.properties.dtype
-    chunks = []
-    for chunk in said.chunks:
-        offset, size = _dims(chunk.offsets), _dims(chunk.sizes)
-        if not all(size):
-            continue  # nothing is stored for it
-        chunks.append(_chunk(name, offset, size, lies[offset], where))
-    return Entry(name, TENSOR, str(dtype), _dims(said.size), chunks)
+def _described(found: Any, length: int) -> list[tuple[str, dict[str, Any]]]:
+    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is long."""
+    if type(found) is not dict or not all(type(name) is str for name in found):
+        raise BadPickle("it describes no tensors")
+    described = [(name, _state(found[name])) for name in sorted(found)]
+    chunks = [said["chunks"] for _, said in described if "chunks" in said]
+    if not all(type(some) is list for some in chunks) or sum(map(len, chunks)) > length:
+        raise BadPickle("it describes more chunks than its length can pay for, or chunks that are no list")
+    return described
 
 
-def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: Any, where: str) -> Chunk:
-    if getattr(info, "transform_descriptors", None):
-        raise CorruptCheckpoint(
-            f"{where}: {name!r} is compressed or encrypted, which Holdfast does not read."
-        )
-    path = str(info.relative_path)
-    if "/" in path or "\\" in path or path in ("", ".", "..") or "\0" in path:
-        raise CorruptCheckpoint(
-            f"{where}: {name!r} points at the file {path!r}, outside the checkpoint's folder."
-        )
-    return Chunk(offset, size, path, *_dims((info.offset, info.length)))
+def _state(record: Any) -> dict[str, Any]:
+    """The fields of a record."""
+    if type(record) is not Record or not (record.state is None or type(record.state) is dict):
+        raise BadPickle("a part of it is of another kind than it should be")
+    return record.state or {}
+
+
+def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
+    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to collide."""
+    if type(found) is not dict:
+        raise BadPickle("it does not say where anything is stored")
+    stored: dict[str, dict[bytes | None, Any]] = {}
+    for key, info in found.items():
+        about = _state(key)
+        name, offset = about.get("fqn"), about.get("offset")
+        if type(name) is not str:
+            raise BadPickle("it stores something without a name")
+        stored.setdefault(name, {})[None if offset is None else _packed(offset)] = info
+    return stored
+
+
+def _packed(dims: Any) -> bytes:
+    """Dimensions as bytes, once they are whole numbers from 0 on."""
+    if type(dims) not in (tuple, list) or len(dims) >= len(_PACKS):
+        raise BadPickle("a shape or an offset in it is none")
+    try:
+        packed = _PACKS[len(dims)].pack(*dims)
+    except struct.error:
+        raise BadPickle("a shape or an offset in it is not of whole numbers") from None
+    if dims and min(dims) < 0:
+        raise BadPickle(f"a shape or an offset in it is {list(dims)}")
+    return packed
 
 
 def _dims(values: Any) -> tuple[int, ...]:
-    dims = tuple(int(value) for value in values)
-    if any(value < 0 or value >= 1 << 62 for value in dims):
-        raise ValueError(f"a shape or offset of {dims}")
-    return dims
+    _packed(values)
+    return tuple(values)
 
 
-class Member(NamedTuple):
-    """Where a chunk's elements lie in its file."""
-
-    position: int
-    nbytes: int
-    crc: int
-    whole: bool
-    """The chunk is the whole member, so that `crc` is of exactly its bytes."""
-
-
-class _Tensor(NamedTuple):
-    key: str
-    dtype: str
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _Plan(pickle.Unpickler):
-    """Reads `data.pkl` of a torch.save archive of one tensor: which storage, where in it, which strides."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return _tensor
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return _as_is
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if module == "torch" and name.endswith("Storage"):
-            return name
-        if module == "torch" and name in CODE_OF:
-            return name
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return name
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
+def _entry(name: str, said: dict[str, Any], stored: dict[bytes | None, Any], where: str) -> Entry:
+    if "chunks" not in said:
+        chunk = _chunk(name, (), (), stored.get(None), where)
+        check_size(f"The object {_short(name)} of {where}", chunk.length, OBJECT_BYTES)
+        return Entry(name, OBJECT, "uint8", (), [chunk])
+    shape, dtype = _dims(said.get("size")), _dtype(said.get("properties"))
+    if math.prod(max(side, 1) for side in shape) > _MOST_ELEMENTS:
+        raise BadPickle(f"{_short(name)} has the shape {list(shape)}")
+    chunks = []
+    for part in said["chunks"]:
+        about = _state(part)
+        offset, size = _dims(about.get("offsets")), _dims(about.get("sizes"))
+        if 0 in size:
+            continue  # nothing is stored for it
+        if not len(offset) == len(size) == len(shape) or any(map(_beyond, offset, size, shape)):
+            raise BadPickle(f"a chunk of {_short(name)} lies outside of its tensor")
+        chunks.append(_chunk(name, offset, size, stored.get(_packed(offset)), where))
+    return Entry(name, TENSOR, dtype, shape, chunks)
 
 
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
+def _beyond(start: int, size: int, side: int) -> bool:
+    return start + size > side
 
 
-def _tensor(storage: Any, start: int, shape: Any, stride: Any, *rest: Any) -> _Tensor:
-    kind = str(storage[1])
-    dtype = _STORAGES.get(kind, str(rest[2]) if kind == "UntypedStorage" and len(rest) > 2 else kind)
-    return _Tensor(str(storage[2]), dtype, int(start), tuple(shape), tuple(stride))
+def _dtype(properties: Any) -> str:
+    if type(properties) is not Record:
+        raise BadPickle("a tensor has no properties")
+    state = properties.state
+    found = state[0] if type(state) is tuple and state else _state(properties).get("dtype")
+    if type(found) is not str or found not in CODE_OF:
+        raise BadPickle("a tensor has no dtype that Holdfast knows")
+    return found
 
 
-def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> Member:
-    """Find the elements of a tensor's chunk inside its archive."""
-    try:
-        members = _members(read, chunk)
-        folder = next(iter(members)).partition("/")[0]
-        start, length, _ = members[f"{folder}/data.pkl"]
-        found = _Plan(io.BytesIO(read(chunk.start + start, length))).load()
-        if not isinstance(found, _Tensor):
-            raise ValueError("it holds no tensor")
-        start, length, crc = members[f"{folder}/data/{found.key}"]
-        nbytes = int(np.prod(chunk.size, dtype=np.int64)) * itemsize
-        if found.shape != chunk.size and int(np.prod(found.shape, dtype=np.int64)) * itemsize != nbytes:
-            raise ValueError(f"it holds shape {list(found.shape)}, the metadata says {list(chunk.size)}")
-        if found.dtype != dtype:
-            raise ValueError(f"it holds {found.dtype}, the metadata says {dtype}")
-        if not _row_major(found.shape, found.stride):
-            raise ValueError(
-                "its elements are not in row-major order; save it again from a contiguous tensor"
-            )
-        begin = found.start * itemsize
-        if begin < 0 or begin + nbytes > length:
-            raise ValueError("it ends too early")
-        return Member(chunk.start + start + begin, nbytes, crc, begin == 0 and length == nbytes)
-    except Exception as error:
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 200 else name[:199] + "…")
+
+
+def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: Any, where: str) -> Chunk:
+    if info is None:
+        raise BadPickle(f"it does not say where {_short(name)} is stored at {list(offset)}")
+    info = _state(info)
+    if info.get("transform_descriptors"):
         raise CorruptCheckpoint(
-            f"{where}/{chunk.file} is damaged: the part of {name!r} at {chunk.start} can't be read: {error}.",
-            details={"file": chunk.file, "tensor": name},
-        ) from None
-
-
-def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size != 1 and step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _members(read: Read, chunk: Chunk) -> dict[str, tuple[int, int, int]]:
-    """(start in the archive, length, CRC-32) of each member of a zip archive, by name."""
-    tail_length = min(chunk.length, 4096)
-    tail = read(chunk.start + chunk.length - tail_length, tail_length)
-    end = tail.rfind(b"PK\x05\x06")
-    if end < 0:
-        raise ValueError("no zip archive ends there")
-    count, size, offset = struct.unpack_from("<HII", tail, end + 10)
-    if offset == 0xFFFFFFFF or count == 0xFFFF:  # zip64: torch always writes its record, too
-        count, size, offset = _zip64(read, chunk, tail, end)
-    begin = tail_length - (chunk.length - offset)
-    listing = tail[begin:] if begin >= 0 else read(chunk.start + offset, size)
-    members: dict[str, tuple[int, int, int]] = {}
-    at = 0
-    for _ in range(count):
-        if listing[at : at + 4] != b"PK\x01\x02":
-            raise ValueError("the list of its zip archive is damaged")
-        method, crc, packed, length = struct.unpack_from("<H4xIII", listing, at + 10)
-        names, extra, comment = struct.unpack_from("<HHH", listing, at + 28)
-        (local,) = struct.unpack_from("<I", listing, at + 42)
-        name = listing[at + 46 : at + 46 + names].decode()
-        more = listing[at + 46 + names : at + 46 + names + extra]
-        length, packed, local = _wide(more, length, packed, local)
-        if method != 0 or packed != length:
-            raise ValueError("it is compressed")
-        head = read(chunk.start + local, 30)
-        if head[:4] != b"PK\x03\x04":
-            raise ValueError("a member of its zip archive is damaged")
-        members[name] = (local + 30 + sum(struct.unpack_from("<HH", head, 26)), length, crc)
-        at += 46 + names + extra + comment
-    return members
-
-
-def _zip64(read: Read, chunk: Chunk, tail: bytes, end: int) -> tuple[int, int, int]:
-    locator = tail.rfind(b"PK\x06\x07", 0, end)
-    (place,) = struct.unpack_from("<Q", tail, locator + 8)
-    record = read(chunk.start + place, 56)
-    if locator < 0 or record[:4] != b"PK\x06\x06":
-        raise ValueError("the end of its zip archive is damaged")
-    count, size, offset = struct.unpack_from("<QQQ", record, 32)
-    return count, size, offset
-
-
-def _wide(extra: bytes, length: int, packed: int, local: int) -> tuple[int, int, int]:
-    """Sizes over 4 GiB stand in an extra field of the member."""
-    values = [length, packed, local]
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
-            fields = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            values = [fields.pop(0) if value == 0xFFFFFFFF and fields else value for value in values]
-        at += 4 + size
-    return values[0], values[1], values[2]
+            f"{where}: {_short(name)} is compressed or encrypted, which Holdfast does not read."
+        )
+    path = info.get("relative_path")
+    if type(path) is not str:
+        raise BadPickle(f"it stores {_short(name)} in what is no file")
+    if not 0 < len(path) <= 255 or path in (".", "..") or not _APART.isdisjoint(path):
+        raise CorruptCheckpoint(
+            f"{where}: {_short(name)} points at the file {_short(path)}, outside the checkpoint's folder."
+        )
+    start, length = _dims((info.get("offset"), info.get("length")))
+    return Chunk(offset, size, path, start, length)
 
 
 def crc_of(data: bytes | memoryview, crc: int = 0) -> int:
@@ -353,4 +270,4 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     )
 
 
-__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "locate", "read_metadata", "to_columns"]
+__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "is_marker", "read_metadata", "to_columns"]

@@ -1,8 +1,9 @@
 """Values that JSON can't carry, in torch's weights-only format.
 
 The reader is torch's restricted unpickler: it builds tensors and the types listed here and in
-`torch.serialization.add_safe_globals`, and refuses everything else before running it. The writer
-reads back what it wrote, so that what can't be loaded is refused while it can still be mended.
+`torch.serialization.add_safe_globals`, and refuses everything else before running it. What would cost it more than
+its length is refused before (`object_check`). The writer reads back what it wrote, so that what can't be loaded is
+refused while it can still be mended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import numpy as np
 import torch
 
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
+from holdfast.format import object_check
+from holdfast.format.archive import BadArchive
+from holdfast.format.pickle_reader import BadPickle
 from holdfast.layout.tensor import listed
 
 _numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
@@ -76,6 +80,7 @@ def allowing(kinds: Iterable[Any]) -> Iterator[None]:
 
 
 def _read(data: bytes) -> Any:
+    object_check.check(data)
     with allowing(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
@@ -107,15 +112,18 @@ def decode(data: bytes, name: str) -> Any:
     """The value, built by the restricted unpickler."""
     try:
         return _read(data)
+    except (BadArchive, BadPickle, MemoryError) as error:
+        reason, wanted = str(error) or "there is not enough memory for what it says", []
     except Exception as error:
-        reason = _reason(error)
-        wanted = _refused(data)
+        reason, wanted = _reason(error), _refused(data)
     if wanted:
         raise LoadFailed(
             f"The object {name!r} was not loaded, because it asks for types outside the allow-list: {listed(wanted)}.",
             hint="If you trust them, allow them with torch.serialization.add_safe_globals; or leave it out with exclude=.",
         )
-    raise CorruptCheckpoint(f"The object {name!r} was not loaded, because it is damaged: {reason}")
+    raise CorruptCheckpoint(
+        f"The object {name!r} was not loaded, because it is damaged: {reason.rstrip('.')}."
+    )
 
 
 def _refused(data: bytes) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,11 @@ def read_common(store: Store) -> dict[str, Any]:
 
 def is_stock(store: Store) -> bool:
     config = read_file(store, CONFIG)
-    return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
+    with suppress(
+        ValueError, AttributeError, RecursionError
+    ):  # what is no JSON object is no configuration of megatron-core's
+        return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
+    return False
 
 
 def load_content_metadata(

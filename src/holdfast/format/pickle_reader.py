@@ -1,0 +1,399 @@
+"""Reads a pickle without the pickle module: plain values and inert records, nothing imported, called or compared.
+
+A virtual machine over the opcodes that torch and megatron-core write (protocols 2 to 5). What it costs is bounded by the
+length of the input, whatever the input says:
+
+- a memo index names an entry that is there or the next one, so that no index makes room by itself;
+- marks are nested MARKS deep at most, and nothing that is built is walked, so depth costs nothing;
+- a container is paid for with BYTES_PER_CONTAINER of the input; sharing one costs its reference alone;
+- a key is text, a small number or a record, which is known by its identity: no hash looks into anything, and no two keys are
+  made to collide.
+
+Any other opcode, name or key is `BadPickle`, with a reason that goes into a sentence after "because".
+"""
+
+from __future__ import annotations
+
+import gc
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+MARKS = 1000
+BYTES_PER_CONTAINER = 4
+SOME_CONTAINERS = 1000
+"""Containers that any input may have."""
+SMALL = 1 << 60
+"""Whole numbers below hash to themselves."""
+NAME = 1000
+"""Characters that a module's or a class's name may have."""
+_U16, _I32, _U32, _F64 = (struct.Struct(code).unpack_from for code in ("<H", "<i", "<I", ">d"))
+
+
+class BadPickle(ValueError):
+    """What is wrong with a pickle."""
+
+
+class Global:
+    """A name that a pickle refers to. `make` builds the value of a call of it; without one, a call is a record."""
+
+    __slots__ = ("make", "module", "name")
+
+    def __init__(self, module: str, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None) -> None:
+        self.module, self.name, self.make = module, name, make
+
+    def __repr__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class Record:
+    """Stands for an instance or a call: of what, with which arguments, and its state."""
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: Global, args: tuple[Any, ...]) -> None:
+        self.kind, self.args = kind, args
+        self.state: Any = None
+
+
+class Reader:
+    """Reads one pickle. Who extends it says what names stand for, and may look at calls, keys and persistent values."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._stack: list[Any] = []
+        """What was built since the last mark."""
+        self._below: list[list[Any]] = []
+        """The stacks below each mark."""
+        self._memo: list[Any] = []
+        self._names: dict[tuple[str, str], Any] = {}
+        self._room = SOME_CONTAINERS + len(data) // BYTES_PER_CONTAINER
+        """Containers that may still be made."""
+        self._result: Any = None
+
+    # -- what others may say differently --------------------------------------------------------
+
+    def resolve(self, module: str, name: str) -> Any:
+        """What a name stands for: a Global, or a plain value."""
+        raise BadPickle(f"it names {module}.{name}, which is not part of the format")
+
+    def call(self, kind: Any, args: Any) -> Any:
+        """The value of `kind(*args)`."""
+        if type(kind) is not Global or type(args) is not tuple:
+            raise BadPickle("it calls what is no name")
+        return Record(kind, args) if kind.make is None else kind.make(args)
+
+    def build(self, target: Any, state: Any) -> None:
+        """Give an instance its state; attributes of a dict are dropped."""
+        if isinstance(target, Record):
+            target.state = state
+        elif type(target) is not dict:
+            raise BadPickle("it gives a state to what has none")
+
+    def put(self, target: Any, items: list[Any]) -> None:
+        """Keys and values, alternating, into a dict."""
+        if type(target) is not dict or len(items) % 2:
+            raise BadPickle("it puts items into what is no dict")
+        rest = iter(items)
+        for key in rest:
+            if type(key) is not str:
+                _check_key(key)
+            target[key] = next(rest)
+
+    def persistent(self, about: Any) -> Any:
+        """A value that is kept outside the pickle."""
+        raise BadPickle("it refers to values outside it")
+
+    # -- the machine ------------------------------------------------------------------------------
+
+    def read(self) -> Any:
+        """The value, or BadPickle."""
+        table = [getattr(self, name) for name in _NAMES]
+        data, at = self._data, 0
+        try:
+            while True:
+                for _ in _OPERATIONS:
+                    at = table[data[at]](at + 1)
+                self._check_room()
+        except _Stop:
+            self._check_room()
+            return self._result
+        except (IndexError, struct.error):
+            raise BadPickle(f"it ends too early, or takes what is not there, at byte {at}") from None
+        except UnicodeDecodeError:
+            raise BadPickle(f"its text at byte {at} is not UTF-8") from None
+        finally:  # an error that is kept keeps this reader, but not what was built
+            self._stack, self._below, self._memo = [], [], []
+
+    def _unknown(self, at: int) -> int:
+        raise BadPickle(f"its byte {at - 1} is no operation that torch writes")
+
+    def _stop(self, at: int) -> int:
+        self._result = self._stack.pop()
+        raise _Stop
+
+    def _check_room(self) -> None:
+        if self._room < 0:
+            raise BadPickle("it holds more containers than its length can pay for")
+
+    def _protocol(self, at: int) -> int:
+        if self._data[at] > 5:
+            raise BadPickle(f"its protocol is {self._data[at]}")
+        return at + 1
+
+    def _frame(self, at: int) -> int:
+        return at + 8
+
+    # memo
+
+    def _memoize(self, at: int) -> int:
+        self._memo.append(self._stack[-1])
+        return at
+
+    def _put_at(self, index: int) -> None:
+        if index == len(self._memo):
+            self._memo.append(self._stack[-1])
+        elif index < len(self._memo):
+            self._memo[index] = self._stack[-1]
+        else:
+            raise BadPickle(f"it keeps entry {index} of its memo, which has {len(self._memo)}")
+
+    def _binput(self, at: int) -> int:
+        self._put_at(self._data[at])
+        return at + 1
+
+    def _long_binput(self, at: int) -> int:
+        self._put_at(_U32(self._data, at)[0])
+        return at + 4
+
+    def _binget(self, at: int) -> int:
+        self._stack.append(self._memo[self._data[at]])
+        return at + 1
+
+    def _long_binget(self, at: int) -> int:
+        self._stack.append(self._memo[_U32(self._data, at)[0]])
+        return at + 4
+
+    # atoms
+
+    def _none(self, at: int) -> int:
+        self._stack.append(None)
+        return at
+
+    def _true(self, at: int) -> int:
+        self._stack.append(True)
+        return at
+
+    def _false(self, at: int) -> int:
+        self._stack.append(False)
+        return at
+
+    def _binint1(self, at: int) -> int:
+        self._stack.append(self._data[at])
+        return at + 1
+
+    def _binint2(self, at: int) -> int:
+        self._stack.append(_U16(self._data, at)[0])
+        return at + 2
+
+    def _binint(self, at: int) -> int:
+        self._stack.append(_I32(self._data, at)[0])
+        return at + 4
+
+    def _long1(self, at: int) -> int:
+        stop = at + 1 + self._data[at]
+        self._stack.append(int.from_bytes(self._data[at + 1 : stop], "little", signed=True))
+        return stop
+
+    def _binfloat(self, at: int) -> int:
+        self._stack.append(_F64(self._data, at)[0])
+        return at + 8
+
+    def _text(self, start: int, stop: int) -> int:
+        self._stack.append(str(self._data[start:stop], "utf-8", "surrogatepass"))
+        return stop  # past the end, the next byte is missed
+
+    def _short_text(self, at: int) -> int:
+        return self._text(at + 1, at + 1 + self._data[at])
+
+    def _long_text(self, at: int) -> int:
+        return self._text(at + 4, at + 4 + _U32(self._data, at)[0])
+
+    def _short_bytes(self, at: int) -> int:
+        stop = at + 1 + self._data[at]
+        self._stack.append(self._data[at + 1 : stop])
+        return stop
+
+    def _long_bytes(self, at: int) -> int:
+        stop: int = at + 4 + _U32(self._data, at)[0]
+        self._stack.append(self._data[at + 4 : stop])
+        return stop
+
+    # containers
+
+    def _mark(self, at: int) -> int:
+        if len(self._below) >= MARKS:
+            raise BadPickle(f"it is nested more than {MARKS} deep")
+        self._below.append(self._stack)
+        self._stack = []
+        return at
+
+    def _since_mark(self) -> list[Any]:
+        items, self._stack = self._stack, self._below.pop()
+        return items
+
+    def _empty_tuple(self, at: int) -> int:
+        self._stack.append(())
+        return at
+
+    def _tuple(self, at: int) -> int:
+        self._room -= 1
+        items = tuple(self._since_mark())
+        self._stack.append(items)
+        return at
+
+    def _tuple1(self, at: int) -> int:
+        self._room -= 1
+        stack = self._stack
+        stack[-1] = (stack[-1],)
+        return at
+
+    def _tuple2(self, at: int) -> int:
+        self._room -= 1
+        stack = self._stack
+        last = stack.pop()
+        stack[-1] = (stack[-1], last)
+        return at
+
+    def _tuple3(self, at: int) -> int:
+        self._room -= 1
+        stack = self._stack
+        last, middle = stack.pop(), stack.pop()
+        stack[-1] = (stack[-1], middle, last)
+        return at
+
+    def _empty_list(self, at: int) -> int:
+        """A set, too, is a list here: nothing in it is hashed."""
+        self._room -= 1
+        self._stack.append([])
+        return at
+
+    def _append(self, at: int) -> int:
+        item = self._stack.pop()
+        self._extend([item])
+        return at
+
+    def _appends(self, at: int) -> int:
+        self._extend(self._since_mark())
+        return at
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is not list:
+            raise BadPickle("it appends to what is no list")
+        target.extend(items)
+
+    def _frozenset(self, at: int) -> int:
+        return self._tuple(at)
+
+    def _empty_dict(self, at: int) -> int:
+        self._room -= 1
+        self._stack.append({})
+        return at
+
+    def _setitem(self, at: int) -> int:
+        value, key = self._stack.pop(), self._stack.pop()
+        self.put(self._stack[-1], [key, value])
+        return at
+
+    def _setitems(self, at: int) -> int:
+        items = self._since_mark()
+        self.put(self._stack[-1], items)
+        return at
+
+    # names and instances
+
+    def _resolved(self, module: Any, name: Any) -> Any:
+        if type(module) is not str or type(name) is not str or max(len(module), len(name)) > NAME:
+            raise BadPickle("it refers to something by what is no name")
+        if (module, name) not in self._names:
+            self._names[module, name] = self.resolve(module, name)
+        return self._names[module, name]
+
+    def _line(self, at: int) -> int:
+        stop = self._data.find(b"\n", at, at + NAME)
+        if stop < 0:
+            raise BadPickle(f"its name at byte {at} has no end")
+        return stop
+
+    def _global(self, at: int) -> int:
+        middle = self._line(at)
+        stop = self._line(middle + 1)
+        module, name = str(self._data[at:middle], "utf-8"), str(self._data[middle + 1 : stop], "utf-8")
+        self._stack.append(self._resolved(module, name))
+        return stop + 1
+
+    def _stack_global(self, at: int) -> int:
+        name, module = self._stack.pop(), self._stack.pop()
+        self._stack.append(self._resolved(module, name))
+        return at
+
+    def _call(self, at: int) -> int:
+        self._room -= 1
+        stack = self._stack
+        args = stack.pop()
+        stack[-1] = self.call(stack[-1], args)
+        return at
+
+    def _build(self, at: int) -> int:
+        state = self._stack.pop()
+        self.build(self._stack[-1], state)
+        return at
+
+    def _persistent(self, at: int) -> int:
+        stack = self._stack
+        stack[-1] = self.persistent(stack[-1])
+        return at
+
+
+class _Stop(Exception):
+    """The pickle is at its end."""
+
+
+def _check_key(key: Any) -> None:
+    kind = type(key)
+    if kind is Record or key is None or kind is bool or (kind is int and -SMALL < key < SMALL):
+        return
+    raise BadPickle(f"a key in it is a {kind.__name__}, or a large number")
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep the cyclic collector off while much is built and nothing let go: it would take half of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+_OPERATIONS = range(4096)
+"""After which the containers are counted."""
+_OPCODES = {
+    b".": "_stop",
+    b"\x80": "_protocol", b"\x95": "_frame",
+    b"\x94": "_memoize", b"q": "_binput", b"r": "_long_binput", b"h": "_binget", b"j": "_long_binget",
+    b"N": "_none", b"\x88": "_true", b"\x89": "_false",
+    b"K": "_binint1", b"M": "_binint2", b"J": "_binint", b"\x8a": "_long1", b"G": "_binfloat",
+    b"\x8c": "_short_text", b"X": "_long_text", b"U": "_short_text", b"C": "_short_bytes", b"B": "_long_bytes",
+    b"(": "_mark", b")": "_empty_tuple", b"t": "_tuple", b"\x85": "_tuple1", b"\x86": "_tuple2", b"\x87": "_tuple3",
+    b"]": "_empty_list", b"a": "_append", b"e": "_appends",
+    b"\x8f": "_empty_list", b"\x90": "_appends", b"\x91": "_frozenset",
+    b"}": "_empty_dict", b"s": "_setitem", b"u": "_setitems",
+    b"c": "_global", b"\x93": "_stack_global", b"R": "_call", b"\x81": "_call", b"b": "_build", b"Q": "_persistent",
+}  # fmt: skip
+_NAMES = [_OPCODES.get(bytes([code]), "_unknown") for code in range(256)]

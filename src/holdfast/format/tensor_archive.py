@@ -1,0 +1,169 @@
+"""Where a tensor's elements lie in the archive that torch.save made of it."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.archive import Archive, BadArchive
+from holdfast.format.container import Read
+from holdfast.format.pickle_reader import BadPickle, Global, Reader
+from holdfast.layout.tensor import CODE_OF
+
+_PICKLE_BYTES = 64 << 10
+"""Of `data.pkl` in an archive of one tensor, which has a few hundred."""
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tensor or a whole object, and the archive that holds it."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+class Member(NamedTuple):
+    """Where a chunk's elements lie in its file."""
+
+    position: int
+    nbytes: int
+    crc: int
+    whole: bool
+    """The chunk is the whole member, so that `crc` is of exactly its bytes."""
+
+
+class _Storage(NamedTuple):
+    kind: str
+    key: str
+
+
+class _Tensor(NamedTuple):
+    key: str
+    dtype: str
+    start: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _tensor(args: tuple[Any, ...]) -> _Tensor:
+    """A call of `_rebuild_tensor_v2` or `_v3`."""
+    storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
+    if type(storage) is not _Storage or not _whole((start,)) or not _whole(shape) or not _whole(stride):
+        raise BadPickle("it makes a tensor of other values")
+    named = rest[2] if storage.kind == "UntypedStorage" and len(rest) > 2 else storage.kind
+    if type(named) is not str or len(shape) != len(stride):
+        raise BadPickle("it makes a tensor of other values")
+    return _Tensor(storage.key, _STORAGES.get(named, named), start, shape, stride)
+
+
+def _whole(values: Any) -> bool:
+    return (
+        type(values) is tuple
+        and len(values) <= 64
+        and all(type(value) is int and 0 <= value < 1 << 62 for value in values)
+    )
+
+
+def _first(args: tuple[Any, ...]) -> Any:
+    return args[0] if args else None
+
+
+def _hooks(args: tuple[Any, ...]) -> dict[Any, Any]:
+    return {}
+
+
+class _Plan(Reader):
+    """`data.pkl` of one tensor: which storage, where in it, which strides."""
+
+    def resolve(self, module: str, name: str) -> Any:
+        make = _MADE.get((module, name))
+        if make is not None:
+            return Global(module, name, make)
+        storage = module == "torch" and (name in _STORAGES or name in CODE_OF)
+        if storage or (module, name) == ("torch.storage", "UntypedStorage"):
+            return name
+        return super().resolve(module, name)
+
+    def persistent(self, about: Any) -> _Storage:
+        if (
+            type(about) is not tuple
+            or len(about) < 3
+            or type(about[1]) is not str
+            or type(about[2]) is not str
+        ):
+            raise BadPickle("it refers to a storage by what is none")
+        return _Storage(about[1], about[2])
+
+
+_MADE = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): _first,
+    ("collections", "OrderedDict"): _hooks,
+}
+
+
+@lru_cache(maxsize=256)
+def _plan(data: bytes) -> _Tensor:
+    """Chunks of one shape have the same `data.pkl`."""
+    found = _Plan(data).read()
+    if type(found) is not _Tensor:
+        raise BadPickle("it holds no tensor")
+    return found
+
+
+def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> Member:
+    """Find the elements of a tensor's chunk inside its archive."""
+    try:
+        archive = Archive(read, chunk.start, chunk.length)
+        found = _plan(archive.load("data.pkl", _PICKLE_BYTES))
+        return _member(archive, found, chunk, dtype, itemsize)
+    except (BadArchive, BadPickle) as error:
+        raise CorruptCheckpoint(
+            f"{where}/{chunk.file} is damaged: the part of {name!r} at {chunk.start} can't be read: {error}.",
+            details={"file": chunk.file, "tensor": name},
+        ) from None
+
+
+def _member(archive: Archive, found: _Tensor, chunk: Chunk, dtype: str, itemsize: int) -> Member:
+    """The elements, if they are what the metadata says."""
+    member = archive.find(f"data/{found.key}")
+    nbytes = math.prod(chunk.size) * itemsize
+    if found.shape != chunk.size and math.prod(found.shape) * itemsize != nbytes:
+        raise BadArchive(f"it holds shape {list(found.shape)}, the metadata says {list(chunk.size)}")
+    if found.dtype != dtype:
+        raise BadArchive(f"it holds {found.dtype}, the metadata says {dtype}")
+    if not _row_major(found.shape, found.stride):
+        raise BadArchive("its elements are not in row-major order; save it again from a contiguous tensor")
+    begin = found.start * itemsize
+    if begin + nbytes > member.nbytes:
+        raise BadArchive("it ends too early")
+    position = archive.content(member) + begin
+    return Member(position, nbytes, member.crc, begin == 0 and member.nbytes == nbytes)
+
+
+def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True
