@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.flow.absence import explain_absence
 from holdfast.flow.retention import INDEX
 from holdfast.format import torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
@@ -39,10 +40,8 @@ class Source(Protocol):
 
 
 def nothing_there(store: Store) -> NotCommitted:
-    return NotCommitted(
-        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
-        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
-    )
+    sentence, hint = explain_absence(store)
+    return NotCommitted(sentence, hint=hint)
 
 
 @contextmanager
