@@ -186,6 +186,16 @@ def test_what_a_real_failed_save_leaves_is_swept(tmp_path: Path, run_json: Json,
     assert run("verify", folder).exit_code == 0
 
 
+def test_what_was_never_put_in_place_in_the_run_folder_goes(swept: Path, run_json: Json) -> None:
+    """A crash while Megatron-LM's tracker was written."""
+    for name in (".publishing-0011", ".publishing-2233"):
+        (swept / name).write_bytes(b"10")
+    age(swept / ".publishing-0011")
+    found, _ = run_json("prune", swept)
+    assert ".publishing-0011" in {item["path"] for item in found["removed"]}
+    assert [path.name for path in swept.glob(".publishing-*")] == [".publishing-2233"]
+
+
 def test_a_checkpoint_is_not_a_run(kept: Path, run: Run) -> None:
     result = run("prune", kept, "--older-than", "0")
     assert result.exit_code == 2

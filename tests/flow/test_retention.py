@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -278,6 +279,22 @@ def test_a_folder_without_checkpoints_is_a_fresh_start(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "tensorboard", tmp_path / "missing"):
         assert restored(place) == (None, 0.0)
         assert holdfast.latest(place) is None
+
+
+def test_a_folder_of_somebody_else_hinders_no_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost+found`, say, at the top of a file system."""
+    (tmp_path / "lost+found").mkdir()
+    real = os.stat
+
+    def stat(path: Any, *rest: Any, **named: Any) -> Any:
+        if not isinstance(path, int) and "lost+found/" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert restored(tmp_path) == (None, 0.0)
 
 
 def test_a_file_in_the_place_of_a_run_is_a_sentence(tmp_path: Path) -> None:

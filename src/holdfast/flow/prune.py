@@ -86,6 +86,13 @@ class _Sweep:
         """Folders of the committed steps that can be read."""
         self.busy: set[str] = set()
 
+    def top(self) -> None:
+        """What was never put in place in the run folder itself."""
+        for name in self.store.list():
+            found = self._stat(name) if name.startswith(HIDDEN) and not name.endswith("/") else None
+            if found is not None and found.modified <= self.before:
+                self._remove(found, "it was never put in place")
+
     def step(self, step: int, folder: str) -> None:
         """Left-overs of one step folder."""
         try:
@@ -189,6 +196,7 @@ def prune(run: Place, keep: int | None = None, older_than: float = HOUR, dry_run
             f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."
         )
     sweep = _Sweep(store, older_than, dry_run)
+    sweep.top()
     for step, folder in all_step_folders(store):
         sweep.step(step, folder)
     if keep is not None:

@@ -17,7 +17,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from holdfast.errors import BadInput, HoldfastError
+from holdfast.errors import BadInput, HoldfastError, StorageError
 from holdfast.store.base import FOLDERS, Kind, Store
 from holdfast.store.local import open_store
 
@@ -197,8 +197,9 @@ def _others(store: Store, names: list[str]) -> Iterator[str]:
 
     folders = sorted((name[:-1] for name in names if name.endswith("/")), key=number, reverse=True)
     for folder in folders[:LOOKED_AT]:
-        if _mark(store, folder, (INDEX, METADATA, *_OTHERS)) is not None:
-            yield folder
+        with suppress(StorageError):  # a folder that this user may not look into is no step's
+            if _mark(store, folder, (INDEX, METADATA, *_OTHERS)) is not None:
+                yield folder
 
 
 # -- which may go ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from holdfast.store.filesystem import (
 from holdfast.store.publishing import publish
 
 _IOV = 1024
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 class LocalReader:
@@ -229,11 +231,11 @@ def open_store(place: str | os.PathLike[str]) -> LocalStore:
     Raises BadInput for what can't be a path, StorageError for a place that is no path.
     """
     text = _as_text(place)
-    if "://" in text:
-        scheme, _, rest = text.partition("://")
-        if scheme != "file":
-            raise StorageError(f"{text!r}: this Holdfast stores to paths, not to {scheme}:// places.")
-        text = rest
+    url = _URL.match(text)
+    if url is not None:
+        if url[1] != "file":
+            raise StorageError(f"{text!r}: this Holdfast stores to paths, not to {url[1]}:// places.")
+        text = url[2]
     if not text:
         raise BadInput("The path is empty.", hint="The current folder is '.'.")
     expanded = os.path.expanduser(text)

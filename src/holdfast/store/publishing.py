@@ -45,12 +45,14 @@ class _Hidden:
         self.path = os.path.join(folder, HIDDEN + secrets.token_hex(8))
         self._fd = create_file(self.path, os.O_WRONLY)
         self._named = True
+        self._links = 1
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
         while len(view):
             view = view[os.write(self._fd, view[: 1 << 30]) :]
         os.fsync(self._fd)
+        self._links = os.fstat(self._fd).st_nlink
 
     def link(self, target: str) -> None:
         """Give it a second name, which no file may have yet."""
@@ -69,7 +71,7 @@ class _Hidden:
         try:
             here = retry(lambda: os.fstat(self._fd))
             mine = here.st_dev, here.st_ino
-            if here.st_nlink > 1 or retry(lambda: inode(target)) == mine:
+            if here.st_nlink > self._links or retry(lambda: inode(target)) == mine:
                 return True
             self._close()  # a network file system keeps a file that is open
             retry(self._remove)
