@@ -17,6 +17,7 @@ from holdfast.adapters.state import flatten
 from holdfast.deadline import Deadline
 from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError, SaveFailed
 from holdfast.flow import commit
+from holdfast.flow.call import begin_call
 from holdfast.flow.commit import Commit
 from holdfast.flow.save import Save
 from holdfast.roster.memory import MemoryRoster
@@ -169,7 +170,8 @@ def waiting_commit(
 
     with monkeypatch.context() as patch:
         patch.setattr(Commit, "prepare", prepare)
-        Save(store, lambda rank: flatten({"w": torch.ones(4)}, rank), roster=MemoryRoster()).run()
+        call = begin_call(MemoryRoster(), timeout=60, stall_timeout=60)
+        Save(store, lambda rank: flatten({"w": torch.ones(4)}, rank), call).run()
     slow = Delayed(store.files)
     made = Commit(
         slow, "save", Deadline(1000.0, ManualClock()), {}, None, None, "", lambda name: [], lambda: tick(made)

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,18 @@ def torchs(folder: Path, value: float) -> None:
 
 
 def run_of(folder: Path, **how: Any) -> holdfast.Checkpoints:
-    return holdfast.Checkpoints(folder, asynchronous=False, no_dist=True, **how)
+    _runs.append(holdfast.Checkpoints(folder, asynchronous=False, no_dist=True, **how))
+    return _runs[-1]
+
+
+_runs: list[holdfast.Checkpoints] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_runs() -> Iterator[None]:
+    yield
+    while _runs:
+        _runs.pop().close()
 
 
 def restored(folder: Path) -> tuple[int | None, float]:

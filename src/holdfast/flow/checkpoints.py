@@ -79,9 +79,10 @@ class Checkpoints(Steps):
         strict: bool = True,
         fallback: bool = True,
     ) -> int | None:
-        """Load the newest committed step (or `step`) in place; returns its number, None if there is none.
+        """Load the newest committed step (or `step`) in place; returns its number, None if there is no checkpoint at all.
 
-        All ranks load the same step. A step that turns out to be damaged is passed over for the
+        A step may be one of torch DCP or megatron-core. Checkpoints that are no step's, or can't be loaded, are a BadInput, never
+        None. All ranks load the same step. A step that turns out to be damaged is passed over for the
         one before it, with a warning, unless `fallback=False` or a step was named.
         """
         report = self.restore_report(
