@@ -17,7 +17,7 @@
     ├── GroupsFailed             process groups could not be opened, warmed up or closed
     ├── RankFailed               another rank raised, died or stopped making progress
     │   └── DeadlineExceeded     the time given for the call has passed
-    ├── CommitUnconfirmed        the save may or may not have been committed; look with `latest`
+    ├── CommitUnconfirmed        committed or not, or perhaps not durable; nothing deleted; look with `latest`
     ├── RosterLost               the message store is gone, so ranks can't agree any more
     └── StorageError(OSError)    the file system or object store refused
 
@@ -167,7 +167,8 @@ class DeadlineExceeded(RankFailed):
 
 
 class CommitUnconfirmed(HoldfastError):
-    """This rank can't tell whether the save was committed. It will never be half-committed."""
+    """This rank can't tell whether the save was committed, or whether it is durable. It is never half-committed, and no
+    data was deleted."""
 
 
 class RosterLost(HoldfastError):

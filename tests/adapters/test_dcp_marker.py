@@ -18,11 +18,13 @@ import holdfast
 import holdfast.dcp as dcp
 from holdfast.cli import cli
 from holdfast.errors import NotCommitted
-from holdfast.format.torch_dist import MARKER
+from holdfast.format.marker import MARKER
 from tests.adapters.test_torch_dist import empty, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
-ONLY_MARKER = "holds no committed checkpoint, only the marker that holdfast.dcp.save leaves beside one"
+ONLY_MARKER = (
+    "holds no committed checkpoint: it holds only the marker that holdfast.dcp.save leaves beside one"
+)
 
 
 @pytest.fixture

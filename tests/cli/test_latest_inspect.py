@@ -42,6 +42,42 @@ def test_latest_of_nothing_is_exit_1_and_a_sentence(
     assert (document["path"], code) == (None, 1)
 
 
+def test_latest_knows_other_formats_and_spellings(kept: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(kept, tmp_path / "step-9")
+    assert run("latest", tmp_path).stdout == f"{tmp_path}/step-9\n"
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / ".metadata").write_bytes(b"x")
+    assert run("latest", tmp_path).stdout == f"{tmp_path}/iter_0000010\n"
+
+
+def test_latest_of_what_is_no_run_is_trouble_and_a_sentence(kept: Path, tmp_path: Path, run: Run) -> None:
+    shutil.copytree(kept, tmp_path / "run" / "global_step_10")
+    for place, words in (
+        (kept, "is a checkpoint, not a run folder"),
+        (tmp_path / "run", "'global_step_10' in it is one"),
+        (kept / "index.safetensors", "is a file, not a folder"),
+    ):
+        result = run("latest", place)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert words in result.stderr
+
+
+def test_inspect_of_a_run_with_other_formats_and_links_in_a_circle(
+    kept: Path, tmp_path: Path, run: Run, run_json: Json
+) -> None:
+    shutil.copytree(kept, tmp_path / "step-7")
+    (tmp_path / "iter_10").mkdir()
+    (tmp_path / "iter_10" / ".metadata").write_bytes(b"12345")
+    (tmp_path / "iter_10" / "__0_0.distcp").write_bytes(b"1" * 100)
+    (tmp_path / "step-11").symlink_to("step-11")
+    (tmp_path / "step-7" / "loop").symlink_to("loop")
+    found, code = run_json("inspect", tmp_path)
+    assert code == 0
+    assert [(step["step"], step["committed"]) for step in found["steps"]] == [(7, True), (10, True)]
+    assert found["steps"][1]["bytes"] == 105
+    assert found["steps"][1]["created"] > 1e9
+
+
 def test_inspect_says_what_is_there(kept: Path, run_json: Json) -> None:
     found, code = run_json("inspect", kept)
     assert code == 0

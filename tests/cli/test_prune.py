@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -141,6 +142,20 @@ def test_links_are_not_followed(swept: Path, kept: Path, tmp_path: Path, run_jso
     assert {item["path"] for item in found["skipped"]} == {"step-00000005", "step-00000006"}
 
 
+def test_other_formats_checkpoints_stay(swept: Path, run_json: Json) -> None:
+    """Under names that Holdfast gives, too, and with `--keep`."""
+    for number in (3, 9):
+        (step(swept, number)).mkdir(exist_ok=True)
+        (step(swept, number) / ".metadata").write_bytes(b"x")
+    age(swept)
+    found, _ = run_json("prune", swept, "--keep", "1")
+    assert {item["path"]: item["why"] for item in found["skipped"]} == dict.fromkeys(
+        ("step-00000003", "step-00000009"), "it is a checkpoint of another format"
+    )
+    assert found["kept"] == [2]
+    assert step(swept, 9).exists()
+
+
 def test_files_that_are_not_holdfasts_stay(swept: Path, run_json: Json) -> None:
     notes = [
         step(swept, 3) / "notes.txt",
@@ -171,6 +186,16 @@ def test_what_a_real_failed_save_leaves_is_swept(tmp_path: Path, run_json: Json,
     assert run("verify", folder).exit_code == 0
 
 
+def test_what_was_never_put_in_place_in_the_run_folder_goes(swept: Path, run_json: Json) -> None:
+    """A crash while Megatron-LM's tracker was written."""
+    for name in (".publishing-0011", ".publishing-2233"):
+        (swept / name).write_bytes(b"10")
+    age(swept / ".publishing-0011")
+    found, _ = run_json("prune", swept)
+    assert ".publishing-0011" in {item["path"] for item in found["removed"]}
+    assert [path.name for path in swept.glob(".publishing-*")] == [".publishing-2233"]
+
+
 def test_a_checkpoint_is_not_a_run(kept: Path, run: Run) -> None:
     result = run("prune", kept, "--older-than", "0")
     assert result.exit_code == 2
@@ -183,13 +208,31 @@ def test_an_empty_run_is_nothing_to_do(tmp_path: Path, run_json: Json) -> None:
     assert (code, found["removed"], found["kept"]) == (0, [], [])
 
 
-def test_a_run_that_does_not_exist_is_trouble(tmp_path: Path, run: Run) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    for place, words in (("nosuch", "does not exist"), ("file", "is not a folder")):
-        result = run("prune", tmp_path / place)
+def test_a_run_that_is_not_there_is_trouble(tmp_path: Path, run: Run) -> None:
+    (tmp_path / "file").write_text("x")
+    for name, words in (("missing", "does not exist"), ("file", "is a file, not a folder")):
+        result = run("prune", tmp_path / name)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith(f"holdfast: {tmp_path / place} {words}.")
-    assert not (tmp_path / "nosuch").exists()
+        assert result.stderr == f"holdfast: {tmp_path / name} {words}.\n"
+
+
+def test_one_step_that_can_not_be_looked_into_hides_no_other(
+    swept: Path, run_json: Json, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's folder, say."""
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if "step-00000003" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    found, code = run_json("prune", swept)
+    assert code == 0
+    assert [item["path"] for item in found["skipped"]] == ["step-00000003"]
+    assert "Permission denied" in found["skipped"][0]["why"]
+    assert "step-00000004" in {item["path"] for item in found["removed"]}
 
 
 def test_a_step_counts_only_if_all_of_its_index_can_be_read(tmp_path: Path, run_json: Json) -> None:

@@ -47,7 +47,9 @@ def test_a_call_leaves_nothing_behind(tmp_path: Path) -> None:
 
     closed: list[holdfast.Checkpoints] = []
     on_ranks(3, job)
-    assert {thread.name for thread in ours() - others} <= {"holdfast-owner"}, "until close() the run folder is shown to be in use"
+    assert {thread.name for thread in ours() - others} <= {"holdfast-owner"}, (
+        "until close() the run folder is shown to be in use"
+    )
     for run in closed:
         run.close()
     assert ours() <= others

@@ -145,7 +145,11 @@ def test_what_was_given_up_leaves_no_thread(tmp_path: Path) -> None:
     found = ranks(3, lambda roster: holdfast.save(state(roster.rank), tmp_path / "t", roster=roster))
     assert not any(isinstance(result, BaseException) for result in found)
     time.sleep(0.1)
-    assert not [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("holdfast")]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("holdfast")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ class TestLocalStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Store:
         return LocalStore(tmp_path / "root")
+
+    def link(self, store: Store, path: str, to: str) -> None:
+        place = Path(store.url, path)
+        place.symlink_to(os.path.relpath(Path(store.url, to), place.parent))
 
 
 class TestMemoryStore(StoreContract):

@@ -384,3 +384,4 @@ def test_urls(tmp_path: Path) -> None:
     assert open_store(tmp_path).child("a").url == f"{tmp_path}/a"
     with pytest.raises(StorageError, match="not to s3:// places"):
         open_store("s3://bucket/x")
+    assert open_store(f"{tmp_path}/odd://name").root == f"{tmp_path}/odd:/name"  # an absolute path is no URL

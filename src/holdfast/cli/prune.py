@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.flow.places import run_folder
 from holdfast.flow.prune import HOUR, Pruned, prune
 
 
@@ -27,7 +26,6 @@ def command(run: str, keep: int | None, older_than: float, dry_run: bool, as_jso
 
     Left-overs are files that no index names. The newest committed step always stays.
     """
-    run_folder(run)
     found = prune(run, keep, older_than, dry_run)
     if as_json:
         output.print_json(found)

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from holdfast.flow.sources import open_index
 from holdfast.format.columns import Columns
-from holdfast.format.torch_dist import MARKER, METADATA
+from holdfast.format.marker import MARKER
+from holdfast.format.torch_dist import METADATA
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file
 

@@ -129,8 +129,11 @@ def whole_step(step: Any) -> int:
     raise BadInput(f"step must be a whole number from 0 on, not {step!r}.")
 
 
-def one_folder(path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None) -> str:
+def one_folder(
+    path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
+) -> str | os.PathLike[str]:
     """The one folder that a call names."""
-    if (path is None) == (checkpoint_id is None):
+    given = path if path is not None else checkpoint_id
+    if given is None or (path is not None and checkpoint_id is not None):
         raise BadInput("Give the folder once: as path, or as checkpoint_id=.")
-    return os.fspath(path if path is not None else checkpoint_id)  # type: ignore[arg-type]
+    return given

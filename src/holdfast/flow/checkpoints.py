@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from holdfast.adapters.state import flatten
 from holdfast.flow.call import Call, whole_step
 from holdfast.flow.load import LoadReport, load_from
 from holdfast.flow.pending import Pending
+from holdfast.flow.retention import step_of
 from holdfast.flow.save import PREVIOUS, Save
 from holdfast.flow.steps import Steps
 from holdfast.store.base import Store
@@ -75,9 +79,10 @@ class Checkpoints(Steps):
         strict: bool = True,
         fallback: bool = True,
     ) -> int | None:
-        """Load the newest committed step (or `step`) in place; returns its number, None if there is none.
+        """Load the newest committed step (or `step`) in place; returns its number, None if there is no checkpoint at all.
 
-        All ranks load the same step. A step that turns out to be damaged is passed over for the
+        A step may be one of torch DCP or megatron-core. Checkpoints that are no step's, or can't be loaded, are a BadInput, never
+        None. All ranks load the same step. A step that turns out to be damaged is passed over for the
         one before it, with a warning, unless `fallback=False` or a step was named.
         """
         report = self.restore_report(
@@ -91,6 +96,9 @@ class Checkpoints(Steps):
         """`restore`, returning the whole report."""
 
         def load(store: Store, call: Call) -> LoadReport:
-            return load_from(store, lambda rank: flatten(state, rank), call, options=self._options, **how)
+            report = load_from(store, lambda rank: flatten(state, rank), call, options=self._options, **how)
+            if report.step is None:  # it was saved without one, or by torch DCP: its folder tells
+                report = replace(report, step=step_of(os.path.basename(store.url)))
+            return report
 
         return self._load(load, step, fallback)

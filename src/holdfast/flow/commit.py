@@ -15,7 +15,6 @@ from holdfast import events
 from holdfast.deadline import Deadline
 from holdfast.errors import (
     CommitUnconfirmed,
-    Conflict,
     CorruptCheckpoint,
     HoldfastError,
     NotCommitted,
@@ -31,10 +30,12 @@ from holdfast.format.container import safe_data_name
 from holdfast.format.index import Index, encode
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.roster.base import Message
-from holdfast.store.base import TAIL, NotFound, Reader, Store
+from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
+LOOK_AGAIN = 10.0
+"""Seconds that a commit which failed for no reason of the store's looks whether its index is there."""
 
 
 def present_tail(store: Store) -> bytes | None:
@@ -161,43 +162,80 @@ class Commit:
                     )
 
     def _read_back(self, rank: int, file: WrittenFile) -> Columns:
-        ends = self.deadline.clock.now() + min(VISIBLE_WITHIN, self.deadline.left())
+        clock = self.deadline.clock
+        ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
                 return embedded_index(self.store, file)
             except NotFound:
-                if self.deadline.clock.now() >= ends:
+                if clock.now() >= ends:
                     raise SaveFailed(
                         f"{self.title}: rank {rank} wrote {file.name}, but it is not to be seen in {self.store.url} from here.",
                         rank=rank,
                         hint="All ranks must write to one shared file system.",
                     ) from None
-                self.deadline.clock.sleep(0.05)
+                if (
+                    clock.now() >= ticked + 1.0
+                ):  # others take a committer that waits in silence for a stuck one
+                    self.tick()
+                    ticked = clock.now()
+                    log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
+                clock.sleep(0.05)
             except (CorruptCheckpoint, StorageError) as error:
                 error.rank = rank
                 raise
 
     def publish(self) -> Message:
-        """The index comes into being, at once and durably; from here on the checkpoint exists."""
+        """The index comes into being, at once and durably; from here on the checkpoint exists.
+
+        Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other error deletes
+        the data that the index names.
+        """
         try:
             self.store.publish(INDEX, self.data, self.replacing)
-        except Conflict:
-            raise
-        except HoldfastError as error:
-            if self._is_there():
-                raise CommitUnconfirmed(
-                    f"{self.title}: the index is in place, but storage could not confirm that it is durable ({error.message})",
-                    rank=error.rank,
-                    hint="It may be gone after a power cut; look with `holdfast latest`.",
-                ) from error
-            raise
+        except BaseException as error:
+            unconfirmed = self._unconfirmed(error)
+            if unconfirmed is None:
+                raise
+            raise unconfirmed from error
         return {"state": "committed", "index": self.data[-TAIL:].hex()}
 
-    def _is_there(self) -> bool:
-        try:
-            return present_tail(self.store) == self.data[-TAIL:]
-        except HoldfastError:
-            return False
+    def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
+        """What is to be raised after a failure to publish, or None if the index is known not to be in place."""
+        known = isinstance(error, HoldfastError) and not isinstance(
+            error, Unsettled
+        )  # by the store's contract
+        in_place = error.in_place if isinstance(error, Unsettled) else False
+        looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
+        reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        rank = error.rank if isinstance(error, HoldfastError) else None
+        if looked:
+            return CommitUnconfirmed(
+                f"{self.title}: the index is in place, but storage could not confirm that it is durable ({reason})",
+                rank=rank,
+                hint="Nothing was deleted. It may be gone after a power cut; look with `holdfast latest`.",
+            )
+        if known or (looked is False and not isinstance(error, Unsettled)):
+            return None
+        return CommitUnconfirmed(
+            f"{self.title}: storage did not tell whether the index was put in place ({reason})",
+            rank=rank,
+            hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` sweeps what no index "
+            "names.",
+        )
+
+    def _is_there(self, seconds: float) -> bool | None:
+        """Is the index that is there this commit's? None: that could not be seen within so many seconds."""
+        clock = self.deadline.clock
+        ends = clock.now() + seconds
+        while True:
+            try:
+                return present_tail(self.store) == self.data[-TAIL:]
+            except Exception as error:
+                log.debug("%s: the index can't be looked at: %s", self.title, error)
+            if clock.now() >= ends:
+                return None
+            clock.sleep(0.1)
 
 
 def is_of_attempt(store: Store, attempt: str) -> bool | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, MissingTensors
 from holdfast.flow.places import Place, about, checkpoint_at, checkpoint_or_run, moment, number
-from holdfast.flow.retention import INDEX, step_folders
+from holdfast.flow.retention import INDEX, METADATA, step_folders
 from holdfast.flow.sources import open_index
 from holdfast.flow.values import read_all
 from holdfast.format import objects
@@ -21,7 +21,7 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 from holdfast.plan import explain as plan_explain
 from holdfast.plan.explain import Part
-from holdfast.store.base import Store
+from holdfast.store.base import Kind, Store
 
 SHOWN_OBJECT = 1 << 20
 """Objects larger than this are not read for their one line."""
@@ -183,28 +183,25 @@ def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
 
 
 def _step(step: int, store: Store) -> RunStep:
-    committed = INDEX in store.list()
-    if committed:
+    names = store.list()
+    if INDEX in names:
         try:
             with open_index(store) as index:
                 size = index.size + int(index.column("file_size").sum())
                 return RunStep(step, store.url, True, size, moment(about(index).get("created")))
         except HoldfastError as error:
-            return RunStep(step, store.url, True, _present_bytes(store), None, error.message)
-    return RunStep(step, store.url, False, _present_bytes(store), None)
+            return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
+    other = store.stat(METADATA) if METADATA in names else None
+    return RunStep(
+        step, store.url, other is not None, _present_bytes(store, names), other.modified if other else None
+    )
 
 
-def _present_bytes(store: Store) -> int:
-    """Bytes of the data files that are there; one that goes meanwhile counts for nothing."""
-    total = 0
-    for name in store.list("data"):
-        try:
-            reader = store.open(f"data/{name}")
-        except HoldfastError:
-            continue
-        total += reader.size
-        reader.close()
-    return total
+def _present_bytes(store: Store, names: list[str]) -> int:
+    """Bytes of the files that are there; one that goes meanwhile counts for nothing."""
+    files = [name for name in names if not name.endswith("/")]
+    found = (store.stat(name) for name in [*files, *(f"data/{name}" for name in store.list("data"))])
+    return sum(entry.size for entry in found if entry is not None and entry.kind is Kind.FILE)
 
 
 def explain(path: Place, name: str, box: str | None = None) -> Explained:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from holdfast.errors import BadInput, NotCommitted
+from holdfast.errors import NotCommitted
 from holdfast.flow.retention import INDEX, committed_steps, step_folders
-from holdfast.flow.sources import absent
+from holdfast.flow.sources import nothing_there
 from holdfast.format.index import Index
 from holdfast.store.local import LocalStore, open_store
 
@@ -22,7 +22,7 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
         return store, False
     if step_folders(store):
         return store, True
-    raise absent(store)
+    raise nothing_there(store)
 
 
 def checkpoint_at(path: Place) -> LocalStore:
@@ -35,15 +35,6 @@ def checkpoint_at(path: Place) -> LocalStore:
         begun = ", ".join(map(str, step_folders(store)))
         raise NotCommitted(f"{store.url} is a run folder with no committed step; begun were: {begun}.")
     return store.child(steps[max(steps)])
-
-
-def run_folder(path: Place) -> LocalStore:
-    """The store of a run folder, which must be there."""
-    store = open_store(path)
-    if not os.path.isdir(store.root):
-        what = "is not a folder" if os.path.lexists(store.root) else "does not exist"
-        raise BadInput(f"{store.url} {what}.", hint="Give the folder that the steps of a run lie in.")
-    return store
 
 
 def about(index: Index) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from holdfast.adapters.state import Flat, flatten, hold, select
 from holdfast.adapters.streams import CallerStreams
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.flow.call import Call, begin_call, one_folder, whole_step
+from holdfast.flow.cleanup import clean_up, makes_folder
 from holdfast.flow.commit import Commit, is_of_attempt, present_tail
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import TRANSITIONS
@@ -35,7 +36,6 @@ from holdfast.plan.save import plan_save
 from holdfast.roster.base import Message, Roster
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
-from holdfast.threads import within
 
 PREVIOUS = "previous"
 _PRIVATE = re.compile(r"@(\d+)(?:\.|\Z)")
@@ -87,6 +87,8 @@ class Work:
     trouble: HoldfastError | None = None
     streams: CallerStreams = field(default_factory=lambda: CallerStreams(Holding()))
     made: list[str] = field(default_factory=list)
+    makes_folder: bool = False
+    """Was the folder not there when this rank began?"""
     bytes_written: int = 0
     total: int = 0
 
@@ -111,6 +113,7 @@ class Work:
     def claims(self) -> str | None:
         if self.trouble is not None:
             raise self.trouble
+        self.makes_folder = makes_folder(self.store) or self.makes_folder
         if self.make_commit is not None:
             self.permit(self.operation.tick)
             self.commit = self.make_commit()
@@ -192,7 +195,7 @@ class Work:
 
     def discard(self) -> None:
         """After a failure: delete this rank's files, if it is known that no index names them."""
-        if is_of_attempt(self.store, self.operation.attempt) is False:
+        if self.made and is_of_attempt(self.store, self.operation.attempt) is False:
             discard(self.store, self.made)
 
     def is_committed(self) -> bool:
@@ -326,9 +329,10 @@ class Save:
 
     def begin_again(self) -> None:
         """After a failure: the same rows, in a new attempt under the same deadline."""
-        trouble = self.work.trouble
-        self.work = self._begin(self.work.held)
-        self.work.trouble = trouble  # what this rank could not read it does not have the second time, either
+        before = self.work
+        self.work = self._begin(before.held)
+        self.work.makes_folder = before.makes_folder
+        self.work.trouble = before.trouble  # what could not be read is not there the second time, either
 
     def run(self, beside_training: bool = False) -> SaveReport:
         """Raises the error that all ranks raise."""
@@ -338,10 +342,8 @@ class Save:
         except CommitUnconfirmed:
             raise
         except HoldfastError:
-            if work.made and not work.options.keep_failed:
-                # On a thread, because the storage may be what failed: nobody waits for it longer than this.
-                with suppress(HoldfastError):
-                    within(1.0, "cleaning up", work.discard)
+            if (work.made or work.makes_folder) and not work.options.keep_failed:
+                clean_up(work.store, work.discard, work.makes_folder)
             raise
         names = len({spec.name for spec in work.held.specs})
         return SaveReport(

@@ -8,13 +8,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.errors import CorruptCheckpoint, NotCommitted, StorageError
+from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.flow.absence import explain_absence
 from holdfast.flow.retention import INDEX
 from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
+from holdfast.format.marker import is_marker
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 
@@ -40,29 +42,8 @@ class Source(Protocol):
 
 
 def nothing_there(store: Store) -> NotCommitted:
-    return NotCommitted(
-        f"{store.url} holds no committed checkpoint: there is no {INDEX}.",
-        hint="`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover one.",
-    )
-
-
-def absent(store: Store) -> NotCommitted:
-    """Why a folder without an index is no committed Holdfast checkpoint."""
-    try:
-        reader = store.open(torch_dist.METADATA)
-    except StorageError:
-        return nothing_there(store)
-    try:
-        head = reader.read(0, torch_dist.MARKER_HEAD)
-    finally:
-        reader.close()
-    if not torch_dist.is_marker(head):
-        return nothing_there(store)
-    return NotCommitted(
-        f"{store.url} holds no committed checkpoint, only the marker that holdfast.dcp.save leaves beside one: there is a "
-        f"{torch_dist.METADATA} and no {INDEX}.",
-        hint="The index was removed or not copied; `holdfast reindex` makes one from the data files, if they are there.",
-    )
+    sentence, hint = explain_absence(store)
+    return NotCommitted(sentence, hint=hint)
 
 
 @contextmanager
@@ -71,7 +52,7 @@ def open_index(store: Store) -> Iterator[Index]:
     try:
         reader = store.open(INDEX)
     except NotFound:
-        raise absent(store) from None
+        raise nothing_there(store) from None
     try:
         yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
     finally:
@@ -87,7 +68,7 @@ def open_source(store: Store) -> Iterator[Source]:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
             metadata = read_file(store, torch_dist.METADATA, METADATA_BYTES)
-            if metadata is None or torch_dist.is_marker(metadata):
+            if metadata is None or is_marker(metadata):
                 raise
             source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source

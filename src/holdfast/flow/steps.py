@@ -9,7 +9,6 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -26,7 +25,14 @@ from holdfast.flow.call import Call, begin_call, whole_step
 from holdfast.flow.operation import agree
 from holdfast.flow.owner import lease_of
 from holdfast.flow.pending import Pending, finished
-from holdfast.flow.retention import INDEX, committed_steps, remove_step, step_folder, surplus
+from holdfast.flow.retention import (
+    committed_folder,
+    committed_steps,
+    own_steps,
+    refuse_other_checkpoints,
+    retire,
+    step_folder,
+)
 from holdfast.flow.save import Save
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
@@ -60,8 +66,6 @@ class Steps:
 
     megatron = False
     """Are folders named as Megatron-LM names them?"""
-    marks: tuple[str, ...] = (INDEX,)
-    """Files of which a folder has one if it is a checkpoint."""
 
     def __init__(
         self,
@@ -121,11 +125,13 @@ class Steps:
     def latest(self) -> int | None:
         """The newest committed step as this rank sees it, or None."""
         found = self.steps()
+        if not found:
+            refuse_other_checkpoints(self.store)
         return found[-1] if found else None
 
     def steps(self) -> list[int]:
         """All committed steps, ascending."""
-        return list(committed_steps(self.store, self.marks))
+        return list(committed_steps(self.store))
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for the saves that are under way, and give back memory, descriptors and writer processes.
@@ -215,7 +221,7 @@ class Steps:
 
     def _newest_but(self, step: int) -> Store | None:
         """The newest committed step's folder, other than this step's."""
-        older = [folder for other, folder in committed_steps(self.store).items() if other != step]
+        older = [folder for other, folder in own_steps(self.store).items() if other != step]
         return self.store.child(older[-1]) if older else None
 
     def _permit(self, call: Call, tick: Callable[[], None]) -> None:
@@ -227,11 +233,7 @@ class Steps:
         if self.keep is None or not self._lease.is_held():
             return
         with self.tidying:
-            found = committed_steps(self.store)
-            for old in surplus(found, self.keep):
-                if old != step:
-                    with suppress(HoldfastError):  # the next save tries again
-                        remove_step(self.store, found[old])
+            retire(self.store, self.keep, step)
 
     def _load(self, load: Callable[[Store, Call], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""
@@ -250,7 +252,7 @@ class Steps:
                 return None
             try:
                 own = step_folder(chosen, self.megatron)
-                return load(self.store.child(committed_steps(self.store, self.marks).get(chosen, own)), call)
+                return load(self.store.child(committed_folder(self.store, chosen) or own), call)
             except (Replaced, NotCommitted) as error:
                 tries += 1
                 if step is not None or tries > TRIES:
@@ -270,8 +272,11 @@ class Steps:
         """The newest committed step as the lowest participant sees it."""
 
         def newest(said: dict[int, Any]) -> int | None:
-            found = [step for step in committed_steps(self.store, self.marks) if step not in rejected]
-            return found[-1] if found else None
+            found = self.steps()
+            if not found:
+                refuse_other_checkpoints(self.store)
+            whole = [step for step in found if step not in rejected]
+            return whole[-1] if whole else None
 
         title = f"choice of the newest step in {self.store.url}"
         return agree(title, f"{self.store.url}|{rejected}", newest, call)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ import numpy as np
 
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 from holdfast.flow.places import Place, about, checkpoint_or_run, number
-from holdfast.flow.retention import INDEX, committed_steps
+from holdfast.flow.retention import INDEX, own_steps
 from holdfast.flow.write import EMBEDDED
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.container import Entry, Header, read_header
@@ -85,7 +85,7 @@ def verify(
     store, is_run = checkpoint_or_run(path)
     if not is_run:
         return _verify(store, quick, threads, progress)
-    stores = [store.child(folder) for folder in committed_steps(store).values()]
+    stores = [store.child(folder) for folder in own_steps(store).values()]
     steps = tuple(_verify(child, quick, threads, progress) for child in stores)
     return VerifiedRun(store.url, all(step.whole for step in steps), steps)
 

@@ -8,6 +8,7 @@ so that a file is written front to back.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,8 +85,9 @@ def write_files(
             continue
         name = file_name(about["attempt"], held.rank, part)
         told = about | {"rank": held.rank, "part": part, "parts": len(cuts)}
-        writer = store.create(name)
+        writer = None
         try:
+            writer = store.create(name)
             some = Planned(*(column[start:stop] for column in plan.chunks))
             known = witnessed or {}
             made.append(
@@ -93,19 +95,18 @@ def write_files(
             )
             writer.finish()
         except BaseException:
-            writer.discard()
+            if writer is not None:
+                writer.discard()
             discard(store, [file.name for file in made])
             raise
     return made
 
 
 def discard(store: Store, names: list[str]) -> None:
-    """Delete this rank's files of a save that failed; never raises."""
+    """Delete this rank's files of a save that failed, and their folder if it is empty then; never raises."""
     for name in [*names, "data"]:
-        try:
+        with suppress(Exception):
             store.delete(name)
-        except Exception:
-            return
 
 
 def _write_file(

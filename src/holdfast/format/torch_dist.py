@@ -44,10 +44,6 @@ HOLDFAST_CONFIG = {
 """The content of CONFIG in a Holdfast checkpoint."""
 SHARD = "/shard_"
 """In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
-MARKER = "THIS_IS_A_HOLDFAST_CHECKPOINT__LOAD_IT_WITH_holdfast.dcp.load"
-"""The file that a `.metadata` beside a Holdfast checkpoint points at (`holdfast.convert.marker`); there is none of that name."""
-MARKER_HEAD = 4096
-"""Bytes at the begin of such a `.metadata` in which that name stands."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
@@ -103,11 +99,6 @@ class Entry(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     chunks: list[Chunk]
-
-
-def is_marker(head: bytes) -> bool:
-    """Does a `.metadata` begin as the marker beside a Holdfast checkpoint? `head`: its first MARKER_HEAD bytes or more."""
-    return MARKER.encode() in head[:MARKER_HEAD]
 
 
 def read_metadata(data: bytes, where: str) -> list[Entry]:
@@ -270,4 +261,4 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     )
 
 
-__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "is_marker", "read_metadata", "to_columns"]
+__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]

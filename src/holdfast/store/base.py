@@ -6,7 +6,9 @@ protocol rests on, checked for any implementation by `holdfast.testing.StoreCont
 
 - what `Writer.finish` returned from is durable, the name of the file included;
 - `publish` is atomic: a reader, or the next boot, sees the old bytes, or the new ones, whole;
-- of several `publish` calls that replace the same thing, one wins and the others get `Conflict`.
+- of several `publish` calls that replace the same thing, one wins and the others get `Conflict`;
+- what `publish` raises says whether the new version is in place: data that it names is deleted only if it is not;
+- `create`, `publish` and `delete` pass through no link: what lies behind one belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from enum import Enum
+from typing import NamedTuple, Protocol
 
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
@@ -26,6 +29,37 @@ TAIL = 16
 
 class NotFound(StorageError):
     """No such file."""
+
+
+class Unsettled(StorageError):
+    """`publish` failed, but the new version is in place, or may be: nothing that it names may be deleted."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: it is there, but perhaps not durable. False: that can't be told."""
+        return bool(self.details.get("in_place"))
+
+
+class Kind(Enum):
+    """What a name stands for."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+FOLDERS = (Kind.FOLDER, Kind.LINK)
+"""What the folder of a store may be."""
+
+
+class Entry(NamedTuple):
+    """What a store knows of a name."""
+
+    kind: Kind
+    size: int
+    modified: float
+    """Seconds since the epoch, by the storage's clock; 0 if it keeps none."""
 
 
 class Reader(Protocol):
@@ -59,7 +93,10 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """A folder of files."""
+    """A folder of files, and the first parent of its children.
+
+    `create`, `publish` and `delete` raise a `StorageError` if a folder on the way from the first parent is a link.
+    """
 
     url: str
 
@@ -71,15 +108,32 @@ class Store(Protocol):
 
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
         """Put a small file in place at once. `replacing` is the last TAIL bytes of the version
-        it may replace, None if there must be none; otherwise `Conflict`."""
+        it may replace, None if there must be none; otherwise `Conflict`.
+
+        Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told. Raises `Conflict`
+        or another `StorageError`: it is known not to be in place, and will not be."""
         ...
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a folder that is empty; one that is not there is no error."""
+        """Remove a file, or a folder that is empty; one that is not there is no error.
+
+        A link is removed as such, what it leads to stays."""
+        ...
+
+    def remove(self) -> bool:
+        """Remove this folder itself if it is empty, and no link. Is it gone?"""
+        ...
+
+    def stat(self, path: str = "") -> Entry | None:
+        """What is under a name, a link if it is one; None if nothing is.
+
+        Without a path: this folder, links followed unless it is a child of another store."""
         ...
 
     def list(self, folder: str = "") -> list[str]:
-        """Names right inside a folder, sorted; folders end with `/`. A missing folder is empty."""
+        """Names right inside a folder, sorted; folders, and links to folders, end with `/`. A missing folder is empty.
+
+        A link that leads nowhere, or in a circle, is a name like any other."""
         ...
 
     def child(self, folder: str) -> Store:

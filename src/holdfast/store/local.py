@@ -2,48 +2,33 @@
 
 Durability, in this order: the file's data (fsync), then its name (fsync of the folder, and of
 every folder made on the way). fsync may report an error once and then lie, so a file whose
-fsync failed is abandoned. `publish` writes a hidden neighbour, syncs it, and puts it in place
-by `link` (which fails if the name exists) or by `rename` (which replaces it at once). Before it
-renames it locks the version that it replaces, so that of several that replace it one wins.
+fsync failed is abandoned. How a file is published is `holdfast.store.publishing`.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import secrets
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast.buffers import Buffer
-from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, NotFound, checked, storage_errors
+from holdfast.errors import BadInput, StorageError
+from holdfast.store.base import Entry, Kind, NotFound, checked, storage_errors
+from holdfast.store.filesystem import (
+    STALE,
+    close_quietly,
+    create_file,
+    folder_beneath,
+    retry,
+    sync_folder,
+)
+from holdfast.store.publishing import publish
 
 _IOV = 1024
-_HIDDEN = ".publishing-"
-
-
-def sync_folder(path: str) -> None:
-    """Make the names in a folder durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _make_folders(path: str) -> None:
-    """mkdir -p whose every new name is durable."""
-    missing = []
-    while not os.path.isdir(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for folder in reversed(missing):
-        with suppress(FileExistsError):
-            os.mkdir(folder)
-        sync_folder(os.path.dirname(folder))
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 class LocalReader:
@@ -52,10 +37,7 @@ class LocalReader:
     def __init__(self, path: str, root: str) -> None:
         self._path = path
         with storage_errors("Opening", path):
-            real, inside = os.path.realpath(path), os.path.realpath(root)
-            if os.path.commonpath((real, inside)) != inside:
-                raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
-            self._fd = os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
+            self._fd = retry(lambda: _open_within(path, root), STALE)
             about = os.fstat(self._fd)
             if not stat.S_ISREG(about.st_mode):
                 self.close()
@@ -95,6 +77,14 @@ class LocalReader:
             self._fd = -1
 
 
+def _open_within(path: str, root: str) -> int:
+    """Open a file for reading that lies in a folder, after all links were followed."""
+    real, inside = os.path.realpath(path), os.path.realpath(root)
+    if os.path.commonpath((real, inside)) != inside:
+        raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
+    return os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
+
+
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
     """What is left of buffers after `done` bytes of them."""
     for at, buffer in enumerate(buffers):
@@ -104,28 +94,13 @@ def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
     return []
 
 
-def _link(source: str, target: str) -> None:
-    """A second name for a file; fails if the name is taken, which no other call promises as widely."""
-    try:
-        os.link(source, target)
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-            raise StorageError(
-                f"{target} can't be put in place: this file system makes no hard links ({os.strerror(error.errno)}).",
-                hint="Save to a file system that does (ext4, XFS, Lustre, GPFS, NFS).",
-                details={"errno": error.errno},
-            ) from None
-        raise
-
-
 class LocalWriter:
     """A file descriptor opened with O_EXCL."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         with storage_errors("Creating", path):
-            _make_folders(os.path.dirname(path))
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._fd = create_file(path, os.O_RDWR)
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None:
         with storage_errors("Writing", self._path):
@@ -152,17 +127,20 @@ class LocalWriter:
     def discard(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            os.close(fd)
+            close_quietly(fd)
         with suppress(OSError):
             os.unlink(self._path)
 
 
 class LocalStore:
-    """A folder of the file system."""
+    """A folder of the file system. Its own path may lead through links; below the first of its parents nothing that is
+    written or deleted may."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
+        self._top = top or self.root
+        """The folder of the first parent, which a caller named."""
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, checked(path))
@@ -170,93 +148,127 @@ class LocalStore:
     def open(self, path: str) -> LocalReader:
         return LocalReader(self._full(path), self.root)
 
+    def _below_top(self, path: str) -> list[str]:
+        """The parts of a path, from the first parent on."""
+        return os.path.relpath(self._full(path), self._top).split("/")
+
+    def _for_writing(self, path: str) -> str:
+        """The full path, if none of the folders on the way is a link."""
+        folder = self._top
+        for part in self._below_top(path)[:-1]:
+            folder = os.path.join(folder, part)
+            if os.path.islink(folder):
+                raise StorageError(f"{folder} is a link; nothing is written behind it.")
+        return self._full(path)
+
     def create(self, path: str) -> LocalWriter:
-        return LocalWriter(self._full(path))
+        return LocalWriter(self._for_writing(path))
 
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
-        target = self._full(path)
-        folder = os.path.dirname(target)
-        hidden = os.path.join(folder, _HIDDEN + secrets.token_hex(8))
-        with storage_errors("Publishing", target):
-            _make_folders(folder)
-            fd = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            try:
-                try:
-                    view = memoryview(data)
-                    while len(view):
-                        view = view[os.write(fd, view[: 1 << 30]) :]
-                    os.fsync(fd)
-                finally:
-                    os.close(fd)
-                if replacing is None:
-                    _link(hidden, target)
-                    os.unlink(hidden)
-                else:
-                    self._replace(hidden, target, replacing)
-            except FileExistsError:
-                raise Conflict(
-                    f"{target} was put in place by another save since this one began; that one stands, this one is void.",
-                    hint="Give every job its own folder.",
-                ) from None
-            finally:
-                with suppress(OSError):
-                    os.unlink(hidden)
-            sync_folder(folder)
-            sync_folder(os.path.dirname(folder))
-
-    @staticmethod
-    def _replace(hidden: str, target: str, replacing: bytes) -> None:
-        """Rename if what is there is still the version to replace, which is locked meanwhile."""
-        other = FileExistsError(errno.EEXIST, "it is another version now")
-        try:
-            fd = os.open(target, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            raise other from None
-        try:
-            here = os.fstat(fd)
-            if os.pread(fd, TAIL, max(here.st_size - TAIL, 0)) != replacing:
-                raise other
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
-            except BlockingIOError:
-                raise other from None
-            except OSError:
-                pass  # a file system without locks: the check above is all there is
-            now = os.stat(target)
-            if (now.st_dev, now.st_ino) != (here.st_dev, here.st_ino):
-                raise other
-            os.rename(hidden, target)
-        except FileNotFoundError:
-            raise other from None
-        finally:
-            os.close(fd)
+        publish(self._for_writing(path), data, replacing)
 
     def delete(self, path: str) -> None:
-        target = self._full(path)
-        with storage_errors("Deleting", target), suppress(FileNotFoundError, NotADirectoryError):
-            if os.path.isdir(target) and not os.path.islink(target):
-                os.rmdir(target)
+        *folders, name = self._below_top(path)
+        with (
+            storage_errors("Deleting", self._full(path)),
+            suppress(FileNotFoundError, NotADirectoryError),
+            folder_beneath(self._top, folders) as folder,
+        ):
+            if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+                os.rmdir(name, dir_fd=folder)
             else:
-                os.unlink(target)
+                os.unlink(name, dir_fd=folder)
+
+    def remove(self) -> bool:
+        try:
+            os.rmdir(self.root)
+        except FileNotFoundError:
+            return True
+        except NotADirectoryError:  # it is a link, or lies under a file
+            return not os.path.lexists(self.root)
+        except OSError:
+            return False
+        return True
+
+    def stat(self, path: str = "") -> Entry | None:
+        target = self._full(path) if path else self.root
+        with storage_errors("Looking at", target):
+            try:
+                found = os.stat(target, follow_symlinks=target == self._top)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return Entry(_kind(found.st_mode), found.st_size, found.st_mtime)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._full(folder) if folder else self.root
         try:
             with storage_errors("Listing", target), os.scandir(target) as entries:
-                return sorted(entry.name + ("/" if entry.is_dir() else "") for entry in entries)
+                return sorted(entry.name + ("/" if _leads_to_folder(entry) else "") for entry in entries)
         except NotFound:
             return []
 
     def child(self, folder: str) -> LocalStore:
-        return LocalStore(self._full(folder))
+        return LocalStore(self._full(folder), self._top)
+
+
+def _kind(mode: int) -> Kind:
+    for is_kind, kind in ((stat.S_ISREG, Kind.FILE), (stat.S_ISDIR, Kind.FOLDER), (stat.S_ISLNK, Kind.LINK)):
+        if is_kind(mode):
+            return kind
+    return Kind.OTHER
+
+
+def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle, or to where this user may not look
+        return False
 
 
 def open_store(place: str | os.PathLike[str]) -> LocalStore:
-    """The store at a path. (Object stores will be told by their URL.)"""
-    text = os.fspath(place)
-    if "://" in text:
-        scheme, _, rest = text.partition("://")
-        if scheme != "file":
-            raise StorageError(f"{text!r}: this Holdfast stores to paths, not to {scheme}:// places.")
-        text = rest
-    return LocalStore(text)
+    """The store at a path; `~` is a home folder. (Object stores will be told by their URL.)
+
+    Raises BadInput for what can't be a path, StorageError for a place that is no path.
+    """
+    text = _as_text(place)
+    url = _URL.match(text)
+    if url is not None:
+        if url[1] != "file":
+            raise StorageError(f"{text!r}: this Holdfast stores to paths, not to {url[1]}:// places.")
+        text = url[2]
+    if not text:
+        raise BadInput("The path is empty.", hint="The current folder is '.'.")
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        raise BadInput(
+            f"{text!r}: {text.split('/')[0]} is no user's home folder here.",
+            hint=f"A folder of that name is './{text}'.",
+        )
+    try:
+        store = LocalStore(expanded)
+    except FileNotFoundError:
+        raise BadInput(f"{text!r} is relative, and the current folder of this process is gone.") from None
+    _refuse_what_is_no_utf8(store.root)
+    return store
+
+
+def _as_text(place: object) -> str:
+    try:
+        text = os.fspath(place)  # type: ignore[call-overload]
+    except TypeError:
+        raise BadInput(f"{place!r} is not a path; give a str or a pathlib.Path.") from None
+    if not isinstance(text, str):
+        raise BadInput(f"{text!r} is bytes; give the path as a str.")
+    if "\0" in text:
+        raise BadInput(f"{text!r} is not a path: it has a null character in it.")
+    return text
+
+
+def _refuse_what_is_no_utf8(path: str) -> None:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise BadInput(
+            f"{path!r} is not valid UTF-8, in which ranks tell each other their paths.",
+            hint="Rename the folder.",
+        ) from None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from holdfast.buffers import Buffer
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, NotFound, checked
+from holdfast.store.base import TAIL, Entry, Kind, NotFound, checked
 
 
 def _error(kind: type[StorageError], message: str, number: int) -> StorageError:
@@ -61,7 +61,7 @@ class MemoryWriter:
 
 
 class MemoryStore:
-    """A dict of files; children share it."""
+    """A dict of files; children share it. A folder is there while something is in it; there are no links."""
 
     def __init__(
         self, files: dict[str, bytes] | None = None, prefix: str = "", lock: threading.Lock | None = None
@@ -102,6 +102,15 @@ class MemoryStore:
 
     def delete(self, path: str) -> None:
         self.files.pop(self._full(path), None)
+
+    def remove(self) -> bool:
+        return not self.list()
+
+    def stat(self, path: str = "") -> Entry | None:
+        name = self._full(path) if path else self._prefix
+        if path and name in self.files:
+            return Entry(Kind.FILE, len(self.files[name]), 0.0)
+        return Entry(Kind.FOLDER, 0, 0.0) if self.list(path) else None
 
     def list(self, folder: str = "") -> list[str]:
         start = self._prefix + (checked(folder) + "/" if folder else "")

@@ -7,7 +7,7 @@
         def store(self) -> Store:
             return MyStore(...)          # an empty one, for each test
 
-The protocol of a save rests on these promises (see `holdfast.store.base`).
+The protocol of a save rests on these promises (see `holdfast.store.base`). For a store that has links override `link`, too.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
 from holdfast.errors import BadInput, Conflict, StorageError
-from holdfast.store.base import TAIL, NotFound, Store
+from holdfast.store.base import TAIL, Kind, NotFound, Store
 
 HOSTILE_PATHS = (
     "", "/", ".", "..", "../a", "a/../b", "a/..", "/etc/passwd", "a//b", "a/", "./a", "a/./b", "a\0b", "../../a/b",
@@ -69,6 +70,10 @@ class StoreContract:
     def store(self) -> Store:
         """An empty store."""
         raise NotImplementedError("Give the contract a store: override this fixture.")
+
+    def link(self, store: Store, path: str, to: str) -> None:
+        """Make `path` a link to `to`, both names in the store. Override it for a store that has links."""
+        pytest.skip("this store has no links")
 
     # -- files --------------------------------------------------------------------------------
 
@@ -276,6 +281,97 @@ class StoreContract:
         assert store.list() == []
         with pytest.raises(NotFound):
             store.open("a/x")
+
+    def test_stat_tells_what_a_name_stands_for(self, store: Store) -> None:
+        put(store, "a/x", b"123")
+        found = store.stat("a/x")
+        assert found is not None
+        assert (found.kind, found.size) == (Kind.FILE, 3)
+        folder, itself = store.stat("a"), store.stat()
+        assert folder is not None
+        assert itself is not None
+        assert folder.kind == itself.kind == Kind.FOLDER
+        for missing in ("b", "a/y", "a/x/y"):
+            assert store.stat(missing) is None
+        assert store.child("nowhere").stat() is None
+
+    def test_remove_takes_the_folder_itself_once_it_is_empty(self, store: Store) -> None:
+        child = store.child("a")
+        put(child, "x", b"1")
+        assert not child.remove()
+        assert content(child, "x") == b"1"
+        child.delete("x")
+        assert child.remove()
+        assert child.remove()  # twice is once
+        assert store.stat("a") is None
+        put(child, "x", b"2")  # and it is made again when it is needed
+        assert content(store, "a/x") == b"2"
+
+    def test_a_folder_that_vanishes_while_it_is_written_to_is_made_again(self, store: Store) -> None:
+        """A save that failed takes its empty folders away while the next one begins."""
+        child, stop = store.child("step"), threading.Event()
+
+        def sweep() -> None:
+            while not stop.is_set():
+                with suppress(StorageError):  # there is something in it
+                    child.delete("data")
+                child.remove()
+
+        def write(at: int) -> Callable[[], object]:
+            def act() -> object:
+                for number in range(20):
+                    put(child, f"data/{at}-{number}", b"1")
+                    child.delete(f"data/{at}-{number}")
+                child.publish(f"index-{at}", b"2" * 20, None)
+                return content(child, f"index-{at}")
+
+            return act
+
+        sweeper = threading.Thread(target=sweep)
+        sweeper.start()
+        try:
+            assert race([write(at) for at in range(3)]) == [b"2" * 20] * 3
+        finally:
+            stop.set()
+            sweeper.join(60)
+
+    def test_nothing_is_written_or_deleted_behind_a_link(self, store: Store) -> None:
+        put(store, "others/data/x", b"1")
+        put(store, "step/y", b"2")
+        self.link(store, "step/data", "others/data")
+        self.link(store, "linked", "others")
+        for act in (
+            lambda: store.delete("step/data/x"),
+            lambda: store.delete("linked/data/x"),
+            lambda: store.child("linked").delete("data/x"),
+            lambda: store.child("linked").child("data").delete("x"),
+            lambda: store.create("step/data/z"),
+            lambda: store.child("linked").create("z"),
+            lambda: store.publish("linked/index", b"1" * 20, None),
+        ):
+            with pytest.raises(StorageError, match="is a link"):
+                act()
+        assert not store.child("linked").remove()
+        assert store.list("others") == ["data/"]
+        assert store.list("others/data") == ["x"]
+        found = [store.stat("step/data"), store.stat("linked"), store.child("linked").stat()]
+        assert [entry.kind for entry in found if entry is not None] == [Kind.LINK] * 3
+
+    def test_a_link_is_deleted_as_the_link_it_is(self, store: Store) -> None:
+        put(store, "others/x", b"1")
+        self.link(store, "folder", "others")
+        self.link(store, "file", "others/x")
+        for name in ("folder", "file"):
+            store.delete(name)
+            assert store.stat(name) is None
+        assert content(store, "others/x") == b"1"
+
+    def test_links_that_lead_nowhere_are_names_like_any_other(self, store: Store) -> None:
+        put(store, "a/x", b"1")
+        self.link(store, "loop", "loop")
+        self.link(store, "broken", "nothing")
+        self.link(store, "good", "a")
+        assert store.list() == ["a/", "broken", "good/", "loop"]
 
     def test_a_child_is_a_folder_of_its_parent(self, store: Store) -> None:
         child = store.child("run/step-1")

@@ -13,14 +13,12 @@ from holdfast.adapters.megatron.saving import State, read_state_dict
 from holdfast.errors import HoldfastError
 from holdfast.flow.call import Call, whole_step
 from holdfast.flow.pending import Pending
-from holdfast.flow.retention import INDEX, committed_steps
+from holdfast.flow.retention import TRACKER, committed_steps
 from holdfast.flow.save import Save
 from holdfast.flow.steps import Steps
-from holdfast.format.torch_dist import METADATA
 from holdfast.store.base import replace_file
 
 log = logging.getLogger("holdfast")
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Checkpoints(Steps):
@@ -32,10 +30,6 @@ class Checkpoints(Steps):
     """
 
     megatron = True
-    marks: tuple[str, ...] = (
-        INDEX,
-        METADATA,
-    )  # an iteration that stock megatron-core saved is one, too; it is never retired
 
     def save(
         self,
@@ -88,7 +82,7 @@ class Checkpoints(Steps):
         mark(self._folder(iteration))
         self._retire(iteration)
         with self.tidying:
-            newest = max(committed_steps(self.store, self.marks), default=iteration)
+            newest = max(committed_steps(self.store), default=iteration)
             try:
                 replace_file(self.store, TRACKER, str(newest).encode())
             except HoldfastError as error:  # the checkpoint is committed; the next save writes it again

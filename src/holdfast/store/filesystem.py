@@ -1,0 +1,176 @@
+"""What the local store asks of the system: calls that are tried again, folders that are durable, paths that pass no link."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from holdfast.deadline import REAL_CLOCK
+from holdfast.errors import StorageError
+
+log = logging.getLogger("holdfast")
+T = TypeVar("T")
+PATIENCE = 30.0
+"""Seconds that a call which may pass by itself is tried again."""
+FIRST_PAUSE = 0.01
+LONGEST_PAUSE = 1.0
+VANISHING = 100
+"""Times that folders are made anew because a failed save takes its empty ones away at the same moment."""
+STALE = frozenset({errno.ESTALE})
+"""A network file system lost a file's handle: what has the name now is found by opening it again."""
+PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
+"""Failures to open something that say nothing of it."""
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+_SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+"""To go through a folder, which needs less than to list it."""
+_told: set[int] = set()
+"""Devices of which was said that they can't sync folders."""
+
+
+def retry(action: Callable[[], T], passing: frozenset[int] | None = None) -> T:
+    """Call `action`; try again, with growing pauses, while its errno is one of `passing` (None: any but ENOENT).
+
+    Raises the last error after PATIENCE seconds.
+    """
+    ends = REAL_CLOCK.now() + PATIENCE
+    pause = FIRST_PAUSE
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            passes = error.errno != errno.ENOENT if passing is None else error.errno in passing
+            if not passes or REAL_CLOCK.now() + pause > ends:
+                raise
+        REAL_CLOCK.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def close_quietly(fd: int) -> None:
+    """Close a descriptor to which nothing is owed any more: read from, or synced already."""
+    try:
+        os.close(fd)
+    except OSError as error:
+        log.debug("Closing a descriptor failed: %s", error)
+
+
+def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
+    """Device and number of the file that has a name now (of a link, or with `follow` of what it leads to); None if none has.
+
+    The file is opened, because that makes a network file system ask its server; where that can't be done, the name is
+    looked up.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    except FileNotFoundError:
+        return None
+    except OSError:
+        try:
+            found = os.stat(path, follow_symlinks=follow)
+        except FileNotFoundError:
+            return None
+    else:
+        try:
+            found = os.fstat(fd)
+        finally:
+            close_quietly(fd)
+    return found.st_dev, found.st_ino
+
+
+# -- folders ------------------------------------------------------------------------------------
+
+
+def open_folder(path: str) -> int:
+    """A descriptor of a folder."""
+    return retry(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), PASSING)
+
+
+def sync_open_folder(fd: int, path: str) -> None:
+    """Make the names in a folder durable; where a file system can't, say so once and go on.
+
+    A sync that failed is not tried again: the system may have dropped what it could not write.
+    """
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        device = os.fstat(fd).st_dev
+        if device not in _told:
+            _told.add(device)
+            log.warning(
+                "%s: this file system can't sync a folder (%s), so nothing can promise that files which were committed there "
+                "keep their names over a power cut.",
+                path,
+                os.strerror(error.errno or 0),
+            )
+
+
+def sync_folder(path: str) -> None:
+    """`sync_open_folder` of a path."""
+    fd = open_folder(path)
+    try:
+        sync_open_folder(fd, path)
+    finally:
+        close_quietly(fd)
+
+
+def make_folders(path: str) -> None:
+    """mkdir -p whose every new name is durable."""
+    missing = []
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for folder in reversed(missing):
+        try:
+            os.mkdir(folder)
+        except FileExistsError:
+            if not stat.S_ISDIR(os.stat(folder).st_mode):
+                raise StorageError(
+                    f"{folder} is a file, not a folder.", details={"errno": errno.ENOTDIR}
+                ) from None
+        sync_folder(os.path.dirname(folder))
+
+
+def create_file(path: str, access: int) -> int:
+    """A descriptor of a new file, in folders that are made if they are not there."""
+    left = VANISHING
+    while True:
+        try:
+            make_folders(os.path.dirname(path))
+            return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except (
+            FileNotFoundError
+        ):  # a failed save took the folder away, empty as it was, between these two lines
+            left -= 1
+            if not left:
+                raise
+
+
+@contextmanager
+def folder_beneath(root: str, parts: Sequence[str]) -> Iterator[int]:
+    """A descriptor of the folder that `parts` name below `root`, none of which may be a link; `root` itself may be one."""
+    fd = os.open(root, _SEARCH)
+    try:
+        path = root
+        for part in parts:
+            path = os.path.join(path, part)
+            inside = _open_inside(fd, part, path)
+            close_quietly(fd)
+            fd = inside
+        yield fd
+    finally:
+        close_quietly(fd)
+
+
+def _open_inside(folder: int, name: str, path: str) -> int:
+    try:
+        return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise StorageError(f"{path} is a link; nothing behind it is deleted.") from None
+        raise

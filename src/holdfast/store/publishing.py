@@ -1,0 +1,195 @@
+"""Putting a small file in place at once, and knowing afterwards whether it is there.
+
+A hidden neighbour is written and synced, and put in place by `link`, which fails if the name is taken, or by `rename`, which
+replaces at once. Before it renames it locks the version that it replaces, so that of several that replace it one wins.
+Then the folder is synced.
+
+What these calls answer is not the last word. On a network file system the answer can be lost, and the question be
+asked again: then `link` says EEXIST and `rename` says ENOENT of what they themselves have done. After a time-out the server may
+still act on them later. So after every failure we look: is the inode at the name that of the hidden file, whose
+descriptor is still open so that no other file can have its number? If it is not, the hidden name is removed, which a
+late `link` or `rename` would need, and we look once more. Only then is it known that the new version is not in place. What stays
+unknown is `Unsettled`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+from holdfast.errors import Conflict, StorageError
+from holdfast.store.base import TAIL, Unsettled, storage_errors
+from holdfast.store.filesystem import (
+    STALE,
+    close_quietly,
+    create_file,
+    inode,
+    open_folder,
+    retry,
+    sync_open_folder,
+)
+
+HIDDEN = ".publishing-"
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+
+
+class _Hidden:
+    """The new version, under a name that nobody looks at."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, HIDDEN + secrets.token_hex(8))
+        self._fd = create_file(self.path, os.O_WRONLY)
+        self._named = True
+        self._links = 1
+
+    def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while len(view):
+            view = view[os.write(self._fd, view[: 1 << 30]) :]
+        os.fsync(self._fd)
+        self._links = os.fstat(self._fd).st_nlink
+
+    def link(self, target: str) -> None:
+        """Give it a second name, which no file may have yet."""
+        os.link(self.path, target)
+
+    def rename(self, target: str) -> None:
+        """Give it another name, whatever has that now."""
+        os.rename(self.path, target)
+        self._named = False
+
+    def is_at(self, target: str) -> bool | None:
+        """After `link` or `rename` failed: is this file what has the name `target`? None: that can't be told.
+
+        False is for good.
+        """
+        try:
+            here = retry(lambda: os.fstat(self._fd))
+            mine = here.st_dev, here.st_ino
+            if here.st_nlink > self._links or retry(lambda: inode(target)) == mine:
+                return True
+            self._close()  # a network file system keeps a file that is open
+            retry(self._remove)
+            return None if retry(lambda: inode(target)) == mine else False
+        except OSError:  # ENOENT, too: nothing but our own `rename` takes the hidden name away
+            return None
+
+    def _remove(self) -> None:
+        os.unlink(self.path)
+        self._named = False
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            close_quietly(fd)
+
+    def discard(self) -> None:
+        """Close, and take the hidden name away; one that stays is swept by `prune`."""
+        self._close()
+        if self._named:
+            with suppress(OSError):
+                self._remove()
+
+
+def publish(target: str, data: bytes, replacing: bytes | None) -> None:
+    """What `holdfast.store.base.Store.publish` promises, for a path."""
+    folder = os.path.dirname(target)
+    with ExitStack() as opened, storage_errors("Publishing", target):
+        hidden = _Hidden(folder)
+        opened.callback(hidden.discard)
+        hidden.write(data)
+        folders: dict[str, int] = {}
+        for path in (folder, os.path.dirname(folder)):
+            # Opened before: once the new version is in place, nothing may fail because no descriptor is left.
+            folders[path] = open_folder(path)
+            opened.callback(close_quietly, folders[path])
+        if replacing is None:
+            _settle(hidden, target, hidden.link)
+        else:
+            opened.callback(close_quietly, _lock(target, replacing))
+            _settle(hidden, target, hidden.rename)
+        hidden.discard()
+        try:
+            for path, fd in folders.items():
+                sync_open_folder(fd, path)
+        except OSError as error:
+            raise _unsettled(f"{target} is in place, but syncing its folder failed", True, error) from None
+
+
+def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
+    """Put it in place by `act`. Returns if it is there, raises `Unsettled` unless it is known that it is not."""
+    try:
+        act(target)
+    except OSError as error:
+        there = hidden.is_at(target)
+        if there:
+            return
+        if there is None:
+            raise _unsettled(f"Whether {target} is in place can't be told", False, error) from None
+        if isinstance(error, FileExistsError):
+            raise _conflict(target) from None
+        if act == hidden.link and error.errno in _NO_LINKS:
+            raise _no_links(target, error) from None
+        raise
+
+
+def _lock(target: str, replacing: bytes) -> int:
+    """A descriptor of what is in place, locked until it is closed; `Conflict` if it is not the version to replace."""
+    try:
+        fd = retry(lambda: _open_to_lock(target), STALE)
+    except FileNotFoundError:
+        raise _conflict(target) from None
+    try:
+        here = os.fstat(fd)
+        if not stat.S_ISREG(here.st_mode) or os.pread(fd, TAIL, max(here.st_size - TAIL, 0)) != replacing:
+            raise _conflict(target)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
+        except BlockingIOError:
+            raise _conflict(target) from None
+        except OSError:
+            pass  # a file system without locks: the check above is all there is
+        if inode(target, follow=True) != (here.st_dev, here.st_ino):
+            raise _conflict(target)
+    except BaseException:
+        close_quietly(fd)
+        raise
+    return fd
+
+
+def _open_to_lock(path: str) -> int:
+    """Open a file for `flock`: for writing, which NFS wants for an exclusive lock, if this user may."""
+    flags = os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        return os.open(path, os.O_RDWR | flags)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR):
+            raise
+        return os.open(path, os.O_RDONLY | flags)
+
+
+def _conflict(target: str) -> Conflict:
+    return Conflict(
+        f"{target} was put in place by another save since this one began; that one stands, this one is void.",
+        hint="Give every job its own folder.",
+    )
+
+
+def _no_links(target: str, error: OSError) -> StorageError:
+    return StorageError(
+        f"{target} can't be put in place: this file system makes no hard links ({os.strerror(error.errno or 0)}).",
+        hint="Save to a file system that does (ext4, XFS, Lustre, GPFS, NFS).",
+        details={"errno": error.errno},
+    )
+
+
+def _unsettled(sentence: str, in_place: bool, error: OSError) -> Unsettled:
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    raised = Unsettled(f"{sentence}: {reason}.", details={"errno": error.errno, "in_place": in_place})
+    raised.errno = error.errno
+    return raised
