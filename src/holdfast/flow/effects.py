@@ -172,6 +172,10 @@ class LoadWork(Protocol):
 
     def read(self, chosen: Message) -> Message: ...
 
+    def check(self, read: dict[int, Message]) -> None:
+        """Committer: what all ranks have read, before any of them succeeds."""
+        ...
+
     def tidy(self) -> None:
         """Committer, once all have read. Never raises."""
         ...

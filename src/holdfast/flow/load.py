@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from holdfast.adapters.memory import BytesMemory, TensorMemory
-from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
+from holdfast.adapters.state import Flat, Leaf, Patterns, flatten, hold, select
 from holdfast.errors import (
+    BadInput,
     CorruptCheckpoint,
     HoldfastError,
     LoadFailed,
@@ -25,8 +26,9 @@ from holdfast.errors import (
     ShapeMismatch,
     Unplaced,
 )
-from holdfast.flow.births import Births, Born, Patterns, as_list
 from holdfast.flow.commit import VISIBLE_WITHIN
+from holdfast.flow.filling import announce, check_filled, give_back
+from holdfast.flow.lazy_state import LazyStates, first_under
 from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
@@ -88,7 +90,13 @@ class _Work:
     values: dict[int, Any] = field(default_factory=dict)
     """Objects that were read, by leaf."""
     patterns: Patterns = (None, None)
-    born: list[Born] = field(default_factory=list)
+    built: list[tuple[Leaf, Any]] = field(default_factory=list)
+    """What was made for leaves, to take their place."""
+    lazy: LazyStates | None = None
+    asked: int = 0
+    """Rows that this rank asks for."""
+    there: int = 0
+    """Names in the checkpoint."""
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -114,12 +122,22 @@ class _Work:
                     ) from None
                 raise self._replaced() from None
         self._decode()
-        return {"bytes": self.bytes_read}
+        return {"bytes": self.bytes_read, "asked": self.asked}
+
+    def check(self, read: dict[int, Message]) -> None:
+        """A load into nothing, where there is something, is one into the wrong state."""
+        if self.there and not any(message["asked"] for message in read.values()):
+            raise BadInput(
+                f"The state has nothing to load on any rank, and {self.store.url} holds {self.there} names.",
+                hint="Give the values that are to be filled: a module, its state_dict(), what holdfast.get_state_dict gives, tensors.",
+            )
 
     def _read(self, index: Source) -> None:
-        births = Births(self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants)
-        births.look(index, self.patterns, self.strict)
-        self.born, self.missing = births.born, births.missing
+        self.lazy = LazyStates(
+            self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants
+        )
+        self.lazy.look(index, self.patterns, self.strict)
+        self.missing, self.there = self.lazy.missing, index.tensors
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
@@ -128,7 +146,9 @@ class _Work:
         for place, row in enumerate(keep):
             self._take(held, row, columns, int(position[place]))
         plan = plan_read(held, position, columns, index.where)
+        check_filled(held, plan)
         self.needed = plan.bytes_needed
+        announce(held, [self.leaves[self.owner[row]] for row in keep])
         read = read_into(
             self.store,
             held,
@@ -185,12 +205,18 @@ class _Work:
     def _check_missing(self, rows: Any, index: Source) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.held)) if rows[row] < 0]
+        empty = {
+            row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
+        }
+        self._refuse_empty([self.held.specs[row].name for row in sorted(empty)], index)
         names = list(
             dict.fromkeys(
-                self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional
+                self.held.specs[row].name
+                for row in gone
+                if row not in empty and not self.leaves[self.owner[row]].optional
             )
         )
-        self._refuse_unborn(gone, index)
+        self.asked = len(self.held) - len(empty)
         if names and self.strict:
             have = index.names()
 
@@ -207,26 +233,25 @@ class _Work:
         self.missing += names
         return [row for row in range(len(self.held)) if rows[row] >= 0]
 
-    def _refuse_unborn(self, gone: list[int], index: Source) -> None:
-        """An empty dict in the state where the checkpoint has a subtree: an optimizer before its first step.
-        Passing it over would lose the moments without a word."""
-        empty = [
-            name
-            for row in gone
-            if self.leaves[self.owner[row]].value == {} and (name := self.held.specs[row].name)
-        ]
-        if not empty:
-            return
-        have = index.names()
+    def _refuse_empty(self, empty: list[str], index: Source) -> None:
+        """An empty dict in the state where the checkpoint has a subtree: passing it over would lose that without a word.
+        Where it has nothing, there is nothing to load."""
+        have = index.names() if empty else []
         for name in empty:
-            inside = next((other for other in have if other.startswith(name + ".")), None)
-            if inside is not None:
-                raise MissingTensors(
-                    f"{name!r} is empty in the state, but {self.store.url} holds {inside!r} and more under it.",
-                    hint="An optimizer has no state before its first step: make it have one (a step with zero gradients, or "
-                    "torch.distributed.checkpoint.state_dict.get_state_dict), or leave it out with exclude=.",
-                    details={"missing": [name]},
-                )
+            inside = first_under(have, name)
+            if inside is None:
+                continue
+            groups = f"{name.rpartition('.')[0]}.param_groups"
+            optimizer = index.find_one(groups) >= 0 or first_under(have, groups) is not None
+            raise MissingTensors(
+                f"{name!r} is empty in the state, but {self.store.url} holds {inside!r} and more under it.",
+                hint="An optimizer has no state before its first step. Put the optimizer itself into the state, or what "
+                "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with exclude=."
+                if optimizer
+                else "Give the values that are to be filled there, as the module's own state_dict() has them, or leave it out with "
+                "exclude=.",
+                details={"missing": [name]},
+            )
 
     def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
@@ -264,13 +289,11 @@ class _Work:
             memory = self.held.memory[rows[owner]]
             assert isinstance(memory, BytesMemory)
             self.values[owner] = objects.decode(self.prefix + memory.value(size), self.leaves[owner].name)
+        self.built = self.lazy.build(self.values) if self.lazy is not None else []
 
     def give_back(self) -> None:
-        """Objects into the state, and dicts that were made for it; tensors are there already."""
-        for owner, value in self.values.items():
-            self.leaves[owner].put(value)
-        for leaf, born in self.born:
-            leaf.put(as_list(born) if isinstance(leaf.value, list) else born)
+        """What was read into the state."""
+        give_back(self.leaves, self.filled, self.values, self.built)
 
 
 def _fitted(

@@ -107,7 +107,8 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         message = yield Do("read", lambda: work.read(chosen))
         at.enter("read")
         if at.leads:
-            yield from _collect(at, "read", message, at.participants)
+            read = yield from _collect(at, "read", message, at.participants)
+            yield Do("check", lambda: work.check(read))
             yield from _claim_agreed(at)
             yield Do("tidy", work.tidy)
         else:
@@ -382,7 +383,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    judging = at.leads and at.phase in ("claims", "committing")  # of what others said
+    judging = at.leads and at.phase in ("claims", "committing", "read")  # of what others said
     if error.rank is None and not error.missing and not judging:
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:
