@@ -29,8 +29,11 @@ def make(
     """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
     if key != _STEP and tuple(shape) == tuple(parameter.shape):
         return like(parameter, dtype)
-    if is_dtensor(parameter) and len(shape):  # replicated, as an optimizer's own `grad.new_zeros(shape)` is
-        return parameter.detach().new_zeros(tuple(shape), dtype=dtype)
+    if is_dtensor(parameter) and shape:
+        raise BadInput(
+            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape {tuple(parameter.shape)}.",
+            hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
+        )
     on_device = key != _STEP or group.get("capturable") or group.get("fused")
     return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device if on_device else "cpu")
 

@@ -44,9 +44,9 @@ def add_checkpointable(held: Holding, name: str, tensor: Any, undeclared: Replic
             "has one of each."
         )
     for start, at, size in zip(starts, inner, sizes, strict=True):
-        box, part = Box(start, size), Box(at, size) if at else Box((0,) * len(shape), shape)
-        fits = part.shape == size and len(start) == len(size) == len(spec.shape) == len(shape)
-        if not fits or not box.within(spec.shape) or not part.within(shape):
+        box, part = Box(start, size), Box(at or (0,) * len(shape), size if at else shape)
+        dims = {len(start), len(at or shape), len(size), len(shape), len(spec.shape)}
+        if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
             raise BadInput(
                 f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} of its own shape {shape}, "
                 "which does not lie inside both."

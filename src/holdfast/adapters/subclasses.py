@@ -48,9 +48,11 @@ def type_name(value: Any) -> str:
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Is there memory behind its elements?"""
+    if type(tensor).__module__.startswith("torch._subclasses"):  # a tracer's, which warns when it is asked
+        return False
     try:
         return not tensor.numel() or tensor.data_ptr() != 0
-    except RuntimeError:  # a tensor of a tracer
+    except RuntimeError:  # it says so itself
         return False
 
 

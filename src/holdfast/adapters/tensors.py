@@ -98,15 +98,16 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
-    """What a checkpoint says of a tensor of this global shape; BadInput if it can't be stored."""
+def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
+    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be stored."""
     check_kind(name, tensor)
-    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(shape))
+    whole = tensor.shape if shape is None else shape
+    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 
 def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
     """A plain tensor: this rank holds all of it; who else does is undeclared."""
-    spec = spec_of(name, tensor, tensor.shape)
+    spec = spec_of(name, tensor)
     held.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
 
 
