@@ -76,7 +76,8 @@ class Growing(Optimizer):
         super().__init__(parameters, {"lr": lr})
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {"mask": torch.zeros_like(parameter, dtype=torch.bool), "past": []}
+                mask = torch.zeros_like(parameter, dtype=torch.bool)
+                self.state[parameter] = {"mask": mask, "past": [], "first": None}
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -85,8 +86,11 @@ class Growing(Optimizer):
                 state["mask"] |= parameter.grad > 0
                 state["moment"] = state.get("moment", 0) + parameter.grad
                 state["past"].append(parameter.grad.sum())
+                state["first"] = parameter.grad.sum() if state["first"] is None else state["first"]
                 with torch.no_grad():
-                    parameter.sub_(state["moment"] * state["mask"] * sum(state["past"]), alpha=1e-3)
+                    parameter.sub_(
+                        state["moment"] * state["mask"] * sum(state["past"]) * state["first"], alpha=1e-3
+                    )
 
 
 class Counting(Growing):
@@ -246,6 +250,21 @@ def test_a_nested_state_of_another_length_replaces_the_present_one(tmp_path: Pat
         holdfast.load(state_of(other, fresh, "nested"), tmp_path, no_dist=True)
         equal_states(model, optimizer, other, fresh)
         assert fresh.state[other[0].weight]["sides"][0]["at"] is kept  # what fits is filled where it lies
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Growing])
+def test_lists_that_fill_up_are_no_names_that_vanish(kind: Callable[..., Optimizer], tmp_path: Path) -> None:
+    """An empty history is saved before the first step of a run, a full one later."""
+    model = model_of(1)
+    optimizer = made(kind, model)
+    state = {"itself": optimizer, "by name": holdfast.get_state_dict(model, optimizer)[1]}
+    for number in range(3):
+        holdfast.save(state, tmp_path, no_dist=True)
+        other = model_of(2)
+        fresh = made(kind, other)
+        holdfast.load({"itself": fresh}, tmp_path, no_dist=True)
+        equal_states(model, optimizer, other, fresh)
+        train(model, optimizer, [number])
 
 
 def test_a_nested_state_that_is_gone_is_told(tmp_path: Path) -> None:

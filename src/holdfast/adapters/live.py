@@ -41,6 +41,11 @@ Make = Callable[[str, torch.dtype, Sequence[int]], torch.Tensor]
 """Makes a tensor for a name that the checkpoint has: (key, dtype, shape)."""
 
 
+def zeros(key: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A plain tensor in host memory, for what belongs to no parameter."""
+    return torch.zeros(tuple(shape), dtype=dtype)
+
+
 class Rest:
     """What a checkpoint has under a name, and the state has not: a load makes it, of the keys that it takes, and fills it in."""
 
@@ -54,7 +59,7 @@ class Rest:
         takes: Callable[[str], bool] = lambda key: True,
     ) -> None:
         self.fill, self.parameter, self.takes = fill, parameter, takes
-        self.make: Make = make or (lambda key, dtype, shape: torch.zeros(tuple(shape), dtype=dtype))
+        self.make: Make = make or zeros
 
 
 class OpenDict(dict[Any, Any]):

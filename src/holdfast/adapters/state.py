@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from holdfast.adapters.dtensor import add_dtensor
+from holdfast.adapters.encoding import encoded
 from holdfast.adapters.live import LiveDict, LiveList, OpenDict, ParameterState, Rest
 from holdfast.adapters.memory import BytesMemory, Part
 from holdfast.adapters.meta import is_meta, materialize
@@ -29,6 +29,7 @@ from holdfast.adapters.structure import (
     STRUCTURE,
     describe,
     has_tensors,
+    is_empty,
     is_nested,
     is_stateful,
     join,
@@ -36,7 +37,6 @@ from holdfast.adapters.structure import (
 from holdfast.adapters.subclasses import inner_tensors, is_dtensor, is_sharded_tensor, is_wrapper, settled
 from holdfast.adapters.tensors import PerRank, Shard, add_shard, add_tensor
 from holdfast.errors import BadInput
-from holdfast.format import objects
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.holding import Holding, Replica
@@ -146,6 +146,7 @@ def _walk(
 
 
 _CALLS_NOTHING = (torch.Tensor, str, int, float, bytes, type(None))
+_AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
 
 
 def _walk_mapping(mapping: Mapping[Any, Any], name: str, flat: Flat, rank: int, private: bool) -> None:
@@ -161,7 +162,7 @@ def _walk_mapping(mapping: Mapping[Any, Any], name: str, flat: Flat, rank: int, 
     for at in sorted(range(len(items)), key=lambda at: str(items[at][0])) if by_name else range(len(items)):
         key, item = items[at]
         begin = len(leaves) - first
-        if type(item) is torch.Tensor and type(key) is str:  # the hot path, with no call a leaf
+        if type(item) in _AS_IT_IS and type(key) is str:  # the hot path, with no call a leaf
             path = f"{name}.{key}" if name else key
             leaves.append(Leaf(path, item, _setter(mapping, key), private=private))
         else:
@@ -302,8 +303,9 @@ def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:
     flat = Flat()
     if content:
         _walk(content, leaf.name, _fixed, flat, rank, leaf.private)
-    found = [inner for inner in flat.leaves if is_selected(inner.name, leaf.patterns)]
-    if found and is_nested(content, leaf.value.parameter):
+    full = [inner for inner in flat.leaves if not is_empty(inner.value)]
+    found = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
+    if is_nested(content, leaf.value.parameter) and (found or not full):
         name = join(leaf.name, STRUCTURE)
         found.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
     return found
@@ -325,8 +327,10 @@ def hold(
             continue
         before = len(held)
         try:
-            if for_load:
-                _make_memory(leaf)
+            if for_load and is_meta(leaf.value):
+                leaf.value, leaf.made = materialize(leaf.name, leaf.value, leaf.put is _fixed), True
+            elif for_load and isinstance(leaf.value, Shard) and is_meta(leaf.value.tensor):
+                leaf.value.tensor = materialize(leaf.name, leaf.value.tensor)
             _add(held, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
             leaf.name.encode()
         except UnicodeEncodeError:
@@ -359,44 +363,6 @@ def _add(
     elif isinstance(value, Part):
         held.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
-        data = b"" if for_load else _encoded(name, value)
+        data = b"" if for_load else encoded(name, value)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
         held.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
-
-
-def _make_memory(leaf: Leaf) -> None:
-    """Give memory to a tensor on the meta device; once it is loaded it is put in that one's place."""
-    value = leaf.value
-    if isinstance(value, Shard) and is_meta(value.tensor):
-        value.tensor = materialize(leaf.name, value.tensor)
-    elif is_meta(value):
-        if leaf.put is _fixed:
-            raise BadInput(
-                f"{leaf.name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or in a tensor subclass.",
-                hint="Materialise it first, or make the tuple a list.",
-            )
-        leaf.value, leaf.made = materialize(leaf.name, value), True
-
-
-def _encoded(name: str, value: Any) -> bytes:
-    try:
-        return objects.encode(value, name)
-    except BadInput:
-        odd = _odd_array(value)
-        if odd is None:
-            raise
-        raise BadInput(
-            f"{name!r} has a NumPy array of {odd} in it; only arrays of numbers can be stored so that loading executes nothing.",
-            hint="Store array.tolist() instead.",
-        ) from None
-
-
-def _odd_array(value: Any) -> np.dtype[Any] | None:
-    """The dtype of a NumPy array in a value that is not of numbers."""
-    if isinstance(value, np.ndarray | np.generic):
-        return None if value.dtype.kind in "biufc" else value.dtype
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set):
-        return None
-    return next((odd for item in value if (odd := _odd_array(item)) is not None), None)

@@ -50,11 +50,16 @@ def has_tensors(value: Any) -> bool:
 
 
 def is_nested(state: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
-    """Has a parameter's state more to it than plain names with tensors and values?"""
+    """Has a parameter's state more to it than plain names with tensors and values? What is None may become anything."""
     return any(
-        type(key) is not str or "." in key or describe(value, parameter) != LEAF
+        type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
         for key, value in state.items()
     )
+
+
+def is_empty(value: Any) -> bool:
+    """Is it a container with nothing in it? A description says all of it."""
+    return isinstance(value, Mapping | list | tuple) and not value
 
 
 def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
@@ -64,9 +69,9 @@ def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value, parameter)
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         return ["dict", [[key, describe(part, parameter)] for key, part in value.items()]]
-    if isinstance(value, list | tuple) and has_tensors(value):
+    if isinstance(value, list | tuple) and (not value or has_tensors(value)):
         return [
             "tuple" if isinstance(value, tuple) else "list",
             [describe(part, parameter) for part in value],
@@ -163,14 +168,14 @@ def _build(description: Any, name: str, values: Mapping[str, Any], present: Any)
             for key, part in rest[0]
         }
         there = {key: value for key, value in found.items() if value is not _ABSENT}
-        return there or _ABSENT
+        return there if there or not found else _ABSENT
     if kind not in ("list", "tuple"):
         raise ValueError(f"{kind!r} is no kind of container")
     items = [
         _build(part, join(name, at), values, _part_of(present, at, list | tuple))
         for at, part in enumerate(rest[0])
     ]
-    if all(item is _ABSENT for item in items):
+    if items and all(item is _ABSENT for item in items):
         return _ABSENT
     items = [None if item is _ABSENT else item for item in items]
     return tuple(items) if kind == "tuple" else items

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from holdfast.adapters.live import ParameterState, Rest
+from holdfast.adapters.live import ParameterState, Rest, zeros
 from holdfast.adapters.memory import TensorMemory
 from holdfast.adapters.state import Leaf, Patterns, hold, is_selected, leaves_of
 from holdfast.adapters.structure import STRUCTURE, build, guess, join
@@ -102,7 +102,7 @@ class LazyStates:
         self, lazy: list[Leaf], names: list[str], patterns: Patterns, strict: bool
     ) -> list[tuple[Leaf, list[int]]]:
         """The rows of the checkpoint's index that belong to each state."""
-        known = {leaf.name for leaf in self.leaves} - self._containers(lazy, names)
+        known = {leaf.name for leaf in self.leaves}
         found = []
         for leaf in lazy:
             first, stop = _under(names, leaf.name)
@@ -121,8 +121,10 @@ class LazyStates:
                 continue
             if isinstance(leaf.value, Rest):
                 continue
+            if not is_selected(leaf.name, patterns):
+                continue
             self.missing.append(leaf.name)
-            if leaf.value and strict and is_selected(leaf.name, patterns):
+            if leaf.value and strict:
                 raise MissingTensors(
                     f"{self.url} holds nothing of {leaf.name!r}, a state that the optimizer has.",
                     hint="Leave it out with exclude=, or pass strict=False to keep the present one.",
@@ -130,44 +132,28 @@ class LazyStates:
                 )
         return found
 
-    def _containers(self, lazy: list[Leaf], names: list[str]) -> set[str]:
-        """Names of empty containers in states, where the checkpoint has a full one: what is in it is made anew."""
-        states = {
-            leaf.name for leaf in lazy if isinstance(leaf.value, Rest) and leaf.value.parameter is not None
-        }
-        found = set()
-        for leaf in self.leaves:
-            if not states.isdisjoint({leaf.name.rpartition(".")[0]}) and _is_container(leaf.value):
-                first, stop = _under(names, leaf.name)
-                if first < stop:
-                    leaf.optional = True
-                    found.add(leaf.name)
-        return found
-
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
         """Leaves for parts of a leaf, and rows for those."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
-        lazy = isinstance(value, ParameterState)
-        present = (
-            {part.name: part.value for part in leaves_of(leaf, self.held.rank)} if value and lazy else {}
-        )
+        present: dict[str, Any] = {}
+        if isinstance(value, ParameterState) and value:
+            present = {part.name: part.value for part in leaves_of(leaf, self.held.rank)}
         for at in rows:
             name, tensor = columns.names[at], None
             if int(columns.kind[at]) == TENSOR:
                 dtype, shape = _dtype(columns, at), columns.shape_of(at)
                 tensor = present.get(name)
-                if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (
-                    dtype,
-                    shape,
-                ):
+                if not _fits(tensor, dtype, shape):
                     key = name[len(leaf.name) + 1 :]
-                    tensor = value.make(key, dtype, shape) if lazy else torch.zeros(shape, dtype=dtype)
+                    make = zeros if isinstance(value, list) else value.make
+                    tensor = make(key, dtype, shape)
                 made.parts[name] = tensor
             new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
         self.made.append(made)
         held, owner = hold(new, self.held.rank, self.everyone, for_load=True)
-        if lazy and value.parameter is not None:
-            self._lie_like(held, value.parameter)
+        parameter = getattr(value, "parameter", None)
+        if parameter is not None:
+            self._lie_like(held, parameter)
         self.owner += [len(self.leaves) + at for at in owner]
         self.leaves += new
         self.held.extend(held)
@@ -269,8 +255,8 @@ def _above(name: str, start: int) -> Iterator[str]:
     yield name
 
 
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict) and not value
+def _fits(value: Any, dtype: torch.dtype, shape: Dims) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
 
 
 def _dtype(columns: Columns, row: int) -> torch.dtype:
@@ -283,10 +269,26 @@ def _under(names: list[str], parent: str) -> tuple[int, int]:
     return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
 
 
-def first_under(names: list[str], parent: str) -> str | None:
-    """Some name under a name, among sorted ones."""
-    first, stop = _under(names, parent)
-    return names[first] if first < stop else None
+def refuse_empty(url: str, empty: list[str], index: Source) -> None:
+    """Refuse empty dicts of the state, by their names, where the checkpoint has a subtree: passing one over would lose that without a
+    word. Where it has nothing, there is nothing to load."""
+    have = index.names() if empty else []
+    for name in empty:
+        first, stop = _under(have, name)
+        if first == stop:
+            continue
+        groups = f"{name.rpartition('.')[0]}.param_groups"
+        at, end = _under(have, groups)
+        optimizer = index.find_one(groups) >= 0 or at < end
+        raise MissingTensors(
+            f"{name!r} is empty in the state, but {url} holds {have[first]!r} and more under it.",
+            hint="An optimizer has no state before its first step. Put the optimizer itself into the state, or what "
+            "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with exclude=."
+            if optimizer
+            else "Give the values that are to be filled there, as the module's own state_dict() has them, or leave it out with "
+            "exclude=.",
+            details={"missing": [name]},
+        )
 
 
 def _are_parts_of_a_list(keys: list[str]) -> bool:

@@ -28,7 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.flow.commit import VISIBLE_WITHIN
 from holdfast.flow.filling import announce, check_filled, give_back
-from holdfast.flow.lazy_state import LazyStates, first_under
+from holdfast.flow.lazy_state import LazyStates, refuse_empty
 from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
@@ -208,7 +208,7 @@ class _Work:
         empty = {
             row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
         }
-        self._refuse_empty([self.held.specs[row].name for row in sorted(empty)], index)
+        refuse_empty(self.store.url, [self.held.specs[row].name for row in sorted(empty)], index)
         names = list(
             dict.fromkeys(
                 self.held.specs[row].name
@@ -232,26 +232,6 @@ class _Work:
             )
         self.missing += names
         return [row for row in range(len(self.held)) if rows[row] >= 0]
-
-    def _refuse_empty(self, empty: list[str], index: Source) -> None:
-        """An empty dict in the state where the checkpoint has a subtree: passing it over would lose that without a word.
-        Where it has nothing, there is nothing to load."""
-        have = index.names() if empty else []
-        for name in empty:
-            inside = first_under(have, name)
-            if inside is None:
-                continue
-            groups = f"{name.rpartition('.')[0]}.param_groups"
-            optimizer = index.find_one(groups) >= 0 or first_under(have, groups) is not None
-            raise MissingTensors(
-                f"{name!r} is empty in the state, but {self.store.url} holds {inside!r} and more under it.",
-                hint="An optimizer has no state before its first step. Put the optimizer itself into the state, or what "
-                "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with exclude=."
-                if optimizer
-                else "Give the values that are to be filled there, as the module's own state_dict() has them, or leave it out with "
-                "exclude=.",
-                details={"missing": [name]},
-            )
 
     def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
