@@ -91,18 +91,26 @@ def test_they_are_replaced_in_their_dict(tmp_path: Path) -> None:
     holdfast.load(state, tmp_path, no_dist=True)
     assert torch.equal(state["a"]["w"], saved["a"]["w"])
     assert torch.equal(state["l"][0], torch.ones(2))
+    assert state["s"] is shard
     assert torch.equal(shard.tensor, torch.ones(1))
     assert state["a"]["w"].device.type == "cpu"
 
 
 def test_what_is_missing_stays_on_the_meta_device(tmp_path: Path) -> None:
     holdfast.save({"a": torch.ones(2)}, tmp_path, no_dist=True)
-    state = {"a": torch.empty(2, device="meta"), "b": torch.empty(2, device="meta")}
-    with pytest.raises(MissingTensors, match="'b'"):
+    shard = holdfast.Shard(torch.empty(1, device="meta"), (2,), (0,))
+    state: dict[str, Any] = {
+        "a": torch.empty(2, device="meta"),
+        "b": torch.empty(2, device="meta"),
+        "c": shard,
+    }
+    with pytest.raises(MissingTensors, match="'b'; 'c'"):
         holdfast.load(state, tmp_path, no_dist=True)
     assert state["a"].is_meta
-    assert holdfast.load(state, tmp_path, no_dist=True, strict=False).missing == ("b",)
+    assert holdfast.load(state, tmp_path, no_dist=True, strict=False).missing == ("b", "c")
     assert state["b"].is_meta
+    assert state["c"] is shard
+    assert shard.tensor.is_meta
     assert torch.equal(state["a"], torch.ones(2))
 
 

@@ -231,8 +231,9 @@ def test_a_part_of_a_state_is_refused(tmp_path: Path) -> None:
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     with pytest.raises(
         MissingTensors, match=r"a part of the optimizer's state of '0.weight': 'exp_avg_sq' is not there"
-    ):
+    ) as caught:
         load(tmp_path, other, fresh)
+    assert "Other ranks don't know of this." in str(caught.value.hint)
     assert not fresh.state
 
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as theirs
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
 from holdfast.cli import cli
@@ -234,6 +236,57 @@ def test_moments_keep_their_dtype(layout: str, tmp_path: Path) -> None:
     holdfast.load(state_of(other, fresh, layout), tmp_path, no_dist=True)
     equal_states(model, optimizer, other, fresh)
     assert fresh.state[other[0].weight]["several"][0].dtype == torch.float32
+
+
+class Later(Optimizer):
+    """A plain state from the start, with another value from the first step on."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"first": torch.zeros_like(parameter)}
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["moment"] = state.get("moment", 0) + parameter.grad
+                state["first"] += parameter.grad
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_made_lies_as_its_parameter_does(layout: str, tmp_path: Path) -> None:
+    """A DTensor's is a DTensor, whether the state was empty or had something in it already."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+
+        def pair(kind: Any) -> tuple[nn.Module, Optimizer]:
+            model = model_of(1)
+            for module in (model[0], model[2]):
+                weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)])
+                module.weight = nn.Parameter(weight)
+            optimizer: Optimizer = kind(model.parameters(), lr=0.1)
+            return model, optimizer
+
+        for kind in (Later, torch.optim.AdamW):
+            (model, optimizer), (other, fresh) = pair(kind), pair(kind)
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            path = tmp_path / kind.__name__
+            holdfast.save(state_of(model, optimizer, layout), path)
+            holdfast.load(state_of(other, fresh, layout), path)
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                for key, value in optimizer.state[a].items():
+                    made = fresh.state[b][key]
+                    assert type(made) is type(value), key
+                    assert getattr(made, "placements", None) == getattr(value, "placements", None)
+                    local, wanted = (getattr(v, "_local_tensor", v) for v in (made, value))
+                    assert torch.equal(local, wanted)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_nested_state_of_another_length_replaces_the_present_one(tmp_path: Path) -> None:

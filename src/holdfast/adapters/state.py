@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -327,10 +328,8 @@ def hold(
             continue
         before = len(held)
         try:
-            if for_load and is_meta(leaf.value):
-                leaf.value, leaf.made = materialize(leaf.name, leaf.value, leaf.put is _fixed), True
-            elif for_load and isinstance(leaf.value, Shard) and is_meta(leaf.value.tensor):
-                leaf.value.tensor = materialize(leaf.name, leaf.value.tensor)
+            if for_load:
+                _make_memory(leaf)
             _add(held, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
             leaf.name.encode()
         except UnicodeEncodeError:
@@ -366,3 +365,14 @@ def _add(
         data = b"" if for_load else encoded(name, value)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
         held.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
+
+
+def _make_memory(leaf: Leaf) -> None:
+    """Give memory to a tensor on the meta device. Once it is filled it is put in that one's place."""
+    value = leaf.value
+    if is_meta(value):
+        leaf.value, leaf.made = materialize(leaf.name, value, leaf.put is _fixed), True
+    elif isinstance(value, Shard) and is_meta(value.tensor):
+        leaf.value, leaf.made = copy(value), True
+        leaf.value.tensor = materialize(leaf.name, value.tensor)
+        leaf.put = lambda made: setattr(value, "tensor", made.tensor)

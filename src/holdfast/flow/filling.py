@@ -11,7 +11,7 @@ import torch
 from holdfast.adapters.memory import count_changes
 from holdfast.adapters.state import Leaf
 from holdfast.adapters.subclasses import is_sharded_tensor
-from holdfast.errors import LoadFailed
+from holdfast.errors import HoldfastError, LoadFailed
 from holdfast.flow.read import ReadPlan
 from holdfast.plan.holding import Holding
 
@@ -69,5 +69,9 @@ def give_back(
     for leaf, value in built:
         leaf.put(value)
     for source in sources.values():
-        if source is not None:
-            source.loaded()
+        try:
+            if source is not None:
+                source.loaded()
+        except HoldfastError as error:
+            error.hint = f"{error.hint} Other ranks don't know of this.".strip()
+            raise
