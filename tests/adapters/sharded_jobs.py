@@ -150,3 +150,32 @@ def wrapped_locals(rank: int, path: str) -> str:
     except holdfast.errors.BadInput as error:
         return str(error)
     return ""
+
+
+def fsdp1(rank: int, path: str) -> None:
+    """A model under FSDP1 with sharded state dicts: what its own state_dict gives, and the module as it is."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    def make(seed: int) -> FullyShardedDataParallel:
+        torch.manual_seed(seed)
+        inner = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
+        FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        return model
+
+    how = {"timeout": 60, "stall_timeout": 20}
+    model, other, third = make(1), make(2), make(3)
+    state = model.state_dict()
+    assert all(isinstance(value, ShardedTensor) for value in state.values())
+    holdfast.save({"model": state, "itself": model}, path, **how)
+    found = other.state_dict()
+    holdfast.load({"model": found}, path, **how)
+    other.load_state_dict(found)
+    holdfast.load({"itself": third}, path, **how)
+    x = torch.ones(2, 5)
+    wanted = model(x)
+    assert torch.equal(other(x), wanted)
+    assert torch.equal(third(x), wanted)
+    plain = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    holdfast.load({"model": plain}, path, **how)
+    assert torch.allclose(plain(x), wanted)

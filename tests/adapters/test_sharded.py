@@ -34,6 +34,10 @@ def test_a_sharded_tensor_is_boxes(two: ProcessWorld, tmp_path: Path) -> None:
     assert shape_in(tmp_path / "many") == (10, 6)
 
 
+def test_a_model_under_fsdp1(two: ProcessWorld, tmp_path: Path) -> None:
+    two.run(jobs.fsdp1, str(tmp_path))
+
+
 def test_sharded_tensors_of_several_groups(tmp_path: Path) -> None:
     with ProcessWorld(4) as world:
         world.run(jobs.sharded_over_some, str(tmp_path))

@@ -204,6 +204,7 @@ class OptimizerView:
                     found |= {f"state.{name}.{key}": value for key, value in there.items()}
                 elif there or parameter.requires_grad:
                     found[f"state.{name}"] = self._state_of(optimizer, group, parameter)
+        self._known = {id(v.parameter): v for v in found.values() if isinstance(v, ParameterState)}
         return found
 
     def _rest(self) -> list[tuple[str, Rest]]:

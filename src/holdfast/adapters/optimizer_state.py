@@ -174,7 +174,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, parameter in zip(numbers, parameters, strict=True):
         now = optimizer.state.get(parameter)
-        if now and number in states:
+        if isinstance(now, dict) and now and number in states:
             optimizer.state[parameter] = _in_dtype_of(states[number], now)
 
 
