@@ -9,7 +9,7 @@ BENCHES := planning per_tensor save_load megatron async_save groups fsdp
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint,megatron]'
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5  # functions of theirs are called by tests; their dependencies are not needed
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 pytorch_optimizer==4.1.0 torchao==0.18.0  # functions of theirs are called by tests; their dependencies are not needed
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready

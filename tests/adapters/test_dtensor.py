@@ -23,8 +23,9 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.adapters.dtensor import is_dtensor, local_runs, spans
+from holdfast.adapters.dtensor import local_runs, spans
 from holdfast.adapters.state import flatten, hold
+from holdfast.adapters.subclasses import is_dtensor
 from holdfast.errors import BadInput
 from holdfast.layout.coverage import tiles
 from holdfast.layout.late import told

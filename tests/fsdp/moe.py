@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import holdfast
+from holdfast.errors import BadInput
 from tests.system.test_content import _counted
 
 EXPERTS, ROUTED, HIDDEN, WIDE, VOCABULARY, LAYERS = 8, 5, 10, 14, 11, 2
@@ -182,6 +183,82 @@ def resume(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
         assert torch.equal(found[name], value), name
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
+
+
+def train_and_save_itself(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
+    """As `train_and_save`, with the model and the optimizer in the state as they are, put there before the first step."""
+    model, optimizer, _ = build(layout, 1)
+    state = {"model": model, "optim": optimizer}
+    train(model, optimizer, range(steps), rank // layout.ep)
+    values = everything(model, optimizer)
+    if rank == 0:
+        torch.save(values, path + ".values")
+    assert _counted(lambda: holdfast.save(state, path, timeout=60, stall_timeout=20)) == []
+    return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
+
+
+def resume_by_a_load_alone(rank: int, path: str, layout: Layout, steps: int, itself: bool) -> list[float]:
+    """As `resume`, by a load and nothing else: of the optimizer as it is, or of what get_state_dict gives for it."""
+    model, optimizer, _ = build(layout, 2)
+    state: dict[str, Any] = {"model": model, "optim": optimizer}
+    if not itself:
+        state = dict(zip(state, holdfast.get_state_dict(model, optimizer), strict=True))
+    assert _counted(lambda: holdfast.load(state, path, timeout=60, stall_timeout=20)) == []
+    wanted = torch.load(path + ".values", weights_only=True)
+    found = everything(model, optimizer)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
+
+
+class ByRows(torch.optim.Optimizer):
+    """Keeps a mean square a row, sharded as its parameter's rows are. (torch's Adafactor does not work with DTensors.)"""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad, state = parameter.grad, self.state[parameter]
+                state["rows"] = state.get("rows", 0) + grad.square().mean(1, keepdim=True)
+                with torch.no_grad():
+                    parameter.sub_(grad / (1 + state["rows"]), alpha=group["lr"])
+
+
+def states_of_other_shapes(rank: int, path: str) -> str:
+    """What is not shaped as its parameter can't be made, and is filled where it is there; returns the error of the former."""
+
+    def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 7, bias=False), nn.Linear(7, 3, bias=False))
+        fully_shard(model, mesh=init_device_mesh("cpu", (8,)))
+        return model, ByRows(model.parameters())
+
+    def learn(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    (model, optimizer), (other, fresh) = make(1), make(2)
+    learn(model, optimizer)
+    holdfast.save({"model": model, "optim": optimizer}, path, timeout=60, stall_timeout=20)
+    state = {"model": other, "optim": fresh}
+    try:
+        holdfast.load(state, path, timeout=60, stall_timeout=20)
+    except BadInput as error:
+        words = str(error)
+    learn(other, fresh)
+    holdfast.load(state, path, timeout=60, stall_timeout=20)
+    for _ in range(2):
+        learn(model, optimizer)
+        learn(other, fresh)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(whole(a), whole(b))
+        assert torch.equal(whole(optimizer.state[a]["rows"]), whole(fresh.state[b]["rows"]))
+    return words
 
 
 def without_functions(rank: int, path: str) -> None:

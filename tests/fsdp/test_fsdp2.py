@@ -54,6 +54,39 @@ def test_other_numbers_of_ranks(saved: tuple[str, list[list[float]]], layout: La
         world.run(moe.resume, saved[0], layout, STEPS)
 
 
+@pytest.fixture(scope="module")
+def saved_itself(
+    eight: ProcessWorld, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, list[list[float]]]:
+    path = str(tmp_path_factory.mktemp("itself") / "c")
+    return path, eight.run(moe.train_and_save_itself, path, SAVED, STEPS)
+
+
+def test_an_optimizer_as_it_is_goes_on(
+    eight: ProcessWorld, saved_itself: tuple[str, list[list[float]]]
+) -> None:
+    """In the state as it is, in a fresh model that has taken no step: on the same mesh as if nothing had been, and on another."""
+    path, losses = saved_itself
+    assert eight.run(moe.resume_by_a_load_alone, path, SAVED, STEPS, True) == losses
+    eight.run(moe.resume_by_a_load_alone, path, Layout(8, ep=4, replicas=2), STEPS, True)
+    with ProcessWorld(3) as world:
+        world.run(moe.resume_by_a_load_alone, path, Layout(3), STEPS, True)
+
+
+def test_a_load_alone_resumes_what_get_state_dict_gives(
+    eight: ProcessWorld, saved: tuple[str, list[list[float]]]
+) -> None:
+    """Nobody calls set_state_dict."""
+    path, losses = saved
+    assert eight.run(moe.resume_by_a_load_alone, path, SAVED, STEPS, False) == losses
+
+
+def test_states_that_are_not_shaped_as_their_parameter(eight: ProcessWorld, tmp_path: Path) -> None:
+    for words in eight.run(moe.states_of_other_shapes, str(tmp_path / "c")):
+        assert "an optimizer state 'rows' of shape (7, 1) for a DTensor of shape (7, 6)" in words
+        assert "let it take a step before the load" in words
+
+
 def test_a_state_that_one_rank_lacks_is_named(eight: ProcessWorld, tmp_path: Path) -> None:
     eight.start(moe.lose_a_state, str(tmp_path / "c"), SAVED, "skip", 2)
     error = same_everywhere(errors_of(eight.collect(60)), 8)

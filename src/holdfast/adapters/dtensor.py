@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast.adapters.memory import TensorMemory
+from holdfast.adapters.subclasses import has_memory, settled, type_name
 from holdfast.adapters.tensors import spec_of
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
@@ -31,18 +32,12 @@ from holdfast.plan.holding import Holding
 
 CHUNKS = "__create_chunk_list__"
 """A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
+GET_SHARD = "__get_tensor_shard__"
+"""A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec) has it."""
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
 Cuts = tuple[tuple[int, int, int], ...]
 """For each mesh dimension that cuts a dimension of a tensor: parts, index, split_factor."""
-
-
-def is_dtensor(value: Any) -> bool:
-    """Told by name, so that plain tensors never import torch.distributed.tensor."""
-    return any(
-        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed")
-        for base in type(value).__mro__
-    )
 
 
 def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
@@ -205,13 +200,14 @@ def add_dtensor(
     Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold
     the same DTensor on a mesh of their own, and ranks of it that do not take part write nothing.
     """
-    local: torch.Tensor = value._local_tensor  # to_local() would record autograd and may communicate
-    if hasattr(local, "wait"):  # an AsyncCollectiveTensor: its data is not there before this
-        local = local.wait()
+    local = settled(value._local_tensor)  # to_local() would record autograd and may communicate
     place = place_in(value.device_mesh)
     if place.coordinate is None:
         return
-    spec = spec_of(name, local, value.shape)
+    parts = _parts(name, local)
+    if parts == []:
+        return
+    spec = spec_of(name, parts[0][1] if parts else local, value.shape)
     layout = _layout(len(spec.shape), value.placements, place)
     if isinstance(layout, int):
         raise BadInput(
@@ -221,6 +217,10 @@ def add_dtensor(
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
+    if parts is not None:
+        for box, part in parts:
+            held.add(spec, box, declared, False, TensorMemory(part.detach()))
+        return
     chunks = getattr(local, CHUNKS, None)
     shape, cut = tuple(local.shape), layout.cut
     found = pieces(spec.shape, layout.cuts)
@@ -237,6 +237,32 @@ def add_dtensor(
         begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
         length = shape[axis] if local.numel() else 0
         _add(held, spec, Box(begin, shape), declared, local, Late(axis, *layout.stand[axis], length, -1))
+
+
+def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
+    """The parts of a local tensor that is made of several, and where they lie; None for one that has its own memory."""
+    if not hasattr(local, GET_SHARD):
+        if has_memory(local) or local.device.type == "meta":
+            return None
+        raise BadInput(
+            f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its own: where the tensors that "
+            "it is made of lie in the global one is not known.",
+            hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain tensors.",
+        )
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    found = []
+    for at, chunk in enumerate(getattr(local, CHUNKS)()):
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if not box.volume:
+            continue
+        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, at))
+        if tuple(part.shape) != box.shape:
+            raise BadInput(
+                f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata says {box.shape}."
+            )
+        found.append((box, part))
+    return found
 
 
 def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layout) -> int:

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from holdfast.adapters.dtensor import CHUNKS, is_dtensor
+from holdfast.adapters.dtensor import CHUNKS
+from holdfast.adapters.subclasses import is_dtensor
 from holdfast.errors import BadInput
 
 State = dict[str, Any]

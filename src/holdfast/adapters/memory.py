@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from holdfast.buffers import Buffer
+from holdfast.errors import LoadFailed
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
 
@@ -44,9 +45,30 @@ class TensorMemory:
         target.copy_(part, non_blocking=_here.not_waiting)
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        with torch.no_grad():
+        # An inference tensor may be changed in inference mode only.
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             part = self.tensor.detach()[box.slices()]
+            _check_is_view(part, self.tensor)
             part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
+
+
+def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
+    """A subclass may answer an index with a copy; what is written into that is lost."""
+    if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        raise LoadFailed(
+            f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in place: indexing it gives a "
+            "copy.",
+            hint="Load into plain tensors, and make this one of them.",
+        )
+
+
+def count_changes(tensors: Iterable[torch.Tensor]) -> None:
+    """Let autograd know that these are about to be changed, so that a graph that needs their present values refuses to run.
+
+    Bytes are mostly read straight to where a tensor lies, which autograd doesn't see. A DTensor and its local tensor count apart.
+    Inference tensors have no such count, and are in no graph.
+    """
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 class _Here(threading.local):

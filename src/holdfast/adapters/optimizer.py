@@ -5,34 +5,31 @@ wrappers add to them, moments under `state.<name>.<key>`, hyperparameters under 
 
 Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert that no token reached has none
 either, maybe on one rank only. torch fills the gap with a step of zero gradients, on whatever ranks find their state empty. Here a state
-that is not there is an `Unborn`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
+that is not there is an empty `ParameterState`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
+All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and a load puts into it what it read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from holdfast.adapters.dtensor import CHUNKS, is_dtensor
-from holdfast.adapters.tensors import Unborn
-from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.adapters.live import LiveDict, LiveList, ParameterState, Rest, State, settle
+from holdfast.adapters.modules import ModelView, give, given_of, name_of, names_of
+from holdfast.adapters.optimizer_state import Given, check_whole, make, zeros_of
+from holdfast.adapters.structure import is_nested
+from holdfast.errors import BadInput
 
-State = dict[str, Any]
-_WRAPPERS = {
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "DistributedDataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-}
-"""Modules that hold the real one under a name of their own."""
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 
 
 def get_state_dict(
     model: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    optimizers: Optimizers = (),
     *,
     options: Any = None,
     missing: str = "skip",
@@ -40,7 +37,9 @@ def get_state_dict(
 ) -> tuple[State, State]:
     """`torch.distributed.checkpoint.state_dict.get_state_dict`, without a step or a collective.
 
-    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into and give to `set_state_dict`.
+    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into. They can be built once: each save
+    and load looks again at the model and the optimizers, but for values that you have replaced, and a load puts what it read into them.
+    (`set_state_dict` after it does no harm.) That goes with these dicts and those in them; a deep copy is a copy of what is there now.
 
     model: a module, or this rank's parts of one (pipeline stages).
     options: torch's `StateDictOptions`, of which `flatten_optimizer_state_dict`, `ignore_frozen_params` and `strict` are heeded.
@@ -53,48 +52,18 @@ def get_state_dict(
     that gather or scatter.
     """
     _check(options, "get_state_dict")
-    flatten = flatten_optimizer_state_dict or getattr(options, "flatten_optimizer_state_dict", False)
+    flat = flatten_optimizer_state_dict or getattr(options, "flatten_optimizer_state_dict", False)
     if missing not in ("skip", "zeros"):
         raise BadInput(f"missing={missing!r}: give 'skip' or 'zeros'.")
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    names = _names(parts)
-    state: State = {}
-    groups: list[State] = []
-    flat: State = {}
-    seen: set[str] = set()
-    for optimizer in _several(optimizers):
-        for group in optimizer.param_groups:
-            mine = [_name_of(parameter, names) for parameter in group["params"]]
-            hyper = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            groups.append({**hyper, "params": mine})
-            for name, parameter in zip(mine, group["params"], strict=True):
-                if flatten:
-                    flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
-                if name in seen:
-                    raise BadInput(
-                        f"The parameter {name!r} is in two groups, or in two optimizers; its state has one name."
-                    )
-                seen.add(name)
-                found = _state_of(optimizer, group, parameter, missing == "zeros")
-                if found is not None:
-                    state[name] = found
-    whole = _model_state(parts)
-    if getattr(options, "ignore_frozen_params", False):
-        frozen = {names[id(p)] for part in parts for p in part.parameters() if not p.requires_grad}
-        whole = {name: value for name, value in whole.items() if name not in frozen}
-    if not flatten:
-        return whole, {"state": state, "param_groups": groups}
-    for name, found in state.items():
-        if isinstance(found, Unborn):
-            flat[f"state.{name}"] = found
-        else:
-            flat |= {f"state.{name}.{key}": value for key, value in found.items()}
-    return whole, flat
+    parts = _parts(model)
+    names_of(parts)  # two parameters of one name are refused, also without an optimizer
+    view = OptimizerView(parts, _several(optimizers), missing == "zeros", flat)
+    return ModelView(parts, getattr(options, "ignore_frozen_params", False)).state, view.state
 
 
 def set_state_dict(
     model: torch.nn.Module | Sequence[torch.nn.Module],
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+    optimizers: Optimizers = (),
     *,
     model_state_dict: Mapping[str, Any],
     optim_state_dict: Mapping[str, Any],
@@ -106,45 +75,38 @@ def set_state_dict(
     Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours). Tensors of the model were filled
     in place; optimizer states become the optimizer's own, without a copy. Everything is checked before anything is changed.
 
+    model_state_dict: an empty one leaves the model as it is, as in torch.
     options: torch's `StateDictOptions`, as in `get_state_dict`.
     strict: a name of the model's state that is not in the model, or the other way round, is an error.
 
-    Raises MissingTensors if the checkpoint had a part of some parameter's state only.
+    Raises MissingTensors if the checkpoint had a part of some parameter's state only, BadInput for optimizers and an empty
+    optim_state_dict.
     """
     _check(options, "set_state_dict")
     strict = (
         strict and getattr(options, "strict", True) and not getattr(options, "ignore_frozen_params", False)
     )
-    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
-    names = _names(parts)
-    optim = _nested(optim_state_dict) if "param_groups" not in optim_state_dict else optim_state_dict
-    by_name: dict[str, State] = {
-        name: {key: value for key, value in group.items() if key != "params"}
-        for group in optim.get("param_groups", ())
-        for name in group["params"]
-    }
-    states = optim.get("state", {})
-    todo: list[tuple[torch.optim.Optimizer, torch.Tensor, State]] = []
-    hypers: list[tuple[State, State]] = []
-    for optimizer in _several(optimizers):
-        for group in optimizer.param_groups:
-            mine = {_name_of(parameter, names): parameter for parameter in group["params"]}
-            there = [found for name in mine if isinstance(found := states.get(name), Mapping)]
-            scalars = {key for found in there for key, value in found.items() if _is_scalar(value)}
-            for name, parameter in mine.items():
-                state = _checked(group, parameter, name, states.get(name), scalars)
-                todo.append((optimizer, parameter, state))
-            hyper = {name: by_name[name] for name in mine if name in by_name}
-            hypers.append((group, _one_of(hyper)))
-    for part, given in _given(parts, model_state_dict, strict):
-        part.load_state_dict(given, strict=False)
-    for optimizer, parameter, state in todo:
-        optimizer.state.pop(parameter, None)
-        if state:
-            optimizer.state[parameter] = state
-    for group, found in hypers:
-        for key, value in found.items():
-            group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
+    parts, several = _parts(model), _several(optimizers)
+    if several and not optim_state_dict:
+        raise BadInput(
+            "optim_state_dict is empty, and there are optimizers to set.",
+            hint="Give what get_state_dict gave, or leave the optimizers out.",
+        )
+    changes = _Changes(parts, several, optim_state_dict)
+    given = given_of(parts, model_state_dict, strict) if model_state_dict else []
+    for part, values in given:
+        give(part, values)
+    changes.make()
+    settle(model_state_dict)
+    settle(optim_state_dict)
+
+
+def _parts(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [model] if isinstance(model, torch.nn.Module) else list(model)
+
+
+def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
+    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
 
 
 def _check(options: Any, call: str) -> None:
@@ -156,202 +118,189 @@ def _check(options: Any, call: str) -> None:
             )
 
 
-def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
-    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+# -- out of the optimizers ----------------------------------------------------------------------------
 
 
-# -- names ------------------------------------------------------------------------------------------
+class OptimizerView:
+    """The optimizers of a model as a live state by names."""
 
+    def __init__(
+        self,
+        parts: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        zeros: bool,
+        flat: bool,
+    ) -> None:
+        self._parts, self._optimizers, self._zeros = parts, optimizers, zeros
+        self._known: dict[int, ParameterState] = {}
+        self.state: State
+        if flat:
+            self.state = LiveDict(self._flat, self, self._rest)
+        else:
+            self.state = {
+                "state": LiveDict(self._states, self),
+                "param_groups": LiveList(self._groups, self),
+            }
 
-def _clean(part: torch.nn.Module) -> Callable[[str], str]:
-    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those below."""
-    wrappers: dict[int, str] = {}
-    for path, module in part.named_modules():
-        kinds = {base.__name__ for base in type(module).__mro__}
-        if "FullyShardedDataParallel" in kinds:
-            raise BadInput(
-                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state takes collectives to get.",
-                hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
-            )
-        wrappers |= {id(module): inner for kind, inner in _WRAPPERS.items() if kind in kinds}
-    if not wrappers:
-        return lambda name: name
+    def loaded(self) -> None:
+        """Into the optimizers what a load has put into the state."""
+        _Changes(self._parts, self._optimizers, self.state).make()
+        settle(self.state)
 
-    def clean(name: str) -> str:
-        kept, at = [], part
-        for segment in name.split("."):
-            while (inner := wrappers.get(id(at))) is not None and segment != inner:
-                at = getattr(at, inner)  # taken out already
-            if inner is None:
-                kept.append(segment)
-            at = getattr(at, segment, None)  # type: ignore[assignment]
-        return ".".join(kept)
+    def _each(self) -> Iterator[tuple[torch.optim.Optimizer, State, dict[str, torch.Tensor]]]:
+        """Each group, and its parameters by their names."""
+        names, seen = names_of(self._parts), set[str]()
+        for optimizer in self._optimizers:
+            _check_keys(optimizer)
+            for group in optimizer.param_groups:
+                mine: dict[str, torch.Tensor] = {}
+                for parameter in group["params"]:
+                    name = name_of(parameter, names)
+                    if name in seen:
+                        raise BadInput(
+                            f"The parameter {name!r} is in two groups, or in two optimizers; its state has one name."
+                        )
+                    seen.add(name)
+                    mine[name] = parameter
+                yield optimizer, group, mine
 
-    return clean
-
-
-def _names(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """The name of each parameter, by identity; a tied one has its first. No two parameters have one name."""
-    names: dict[int, str] = {}
-    of: dict[str, int] = {}
-    for part in parts:
-        clean = _clean(part)
-        for path, parameter in part.named_parameters(remove_duplicate=False):
-            name = clean(path)
-            if of.setdefault(name, id(parameter)) != id(parameter):
-                raise BadInput(
-                    f"Two parameters of the model have the name {name!r} once the names of wrappers are taken out of {path!r}; rename one."
-                )
-            names.setdefault(id(parameter), name)
-    return names
-
-
-def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
-    try:
-        return names[id(parameter)]
-    except KeyError:
-        raise BadInput(
-            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model.",
-            hint="Make the optimizer after the model was wrapped, sharded and moved, or give all parts of the model.",
-        ) from None
-
-
-def _model_state(parts: Sequence[torch.nn.Module]) -> State:
-    state: State = {}
-    for part in parts:
-        clean = _clean(part)
-        for path, value in part.state_dict().items():
-            name = clean(path)
-            if name in state:
-                raise BadInput(
-                    f"Two values of the model's state have the name {name!r} once the names of wrappers are taken out of {path!r}; "
-                    "rename one."
-                )
-            state[name] = value
-    return state
-
-
-def _given(
-    parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool
-) -> list[tuple[torch.nn.Module, State]]:
-    """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
-    left, found = set(state), []
-    for part in parts:
-        clean, there = _clean(part), part.state_dict()
-        given: State = {}
-        for path, present in there.items():
-            name = clean(path)
-            left.discard(name)
-            if name not in state:
-                if strict:
-                    raise MissingTensors(f"The model has {name!r}, and model_state_dict does not.")
-                continue
-            value = state[name]
-            if is_dtensor(present) and isinstance(value, torch.Tensor) and not is_dtensor(value):
-                raise BadInput(
-                    f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
-                    hint="Give what get_state_dict gave, without full_state_dict.",
-                )
-            if not _is(value, present):
-                given[path] = value
-        found.append((part, given))
-    if left and strict:
-        raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
-    return found
-
-
-def _is(one: Any, other: Any) -> bool:
-    """Is this the same memory, so that it holds what was loaded already?"""
-    a, b = (getattr(value, "_local_tensor", value) for value in (one, other))
-    same = _is_tensor(a, b) and a.data_ptr() == b.data_ptr() and a.shape == b.shape
-    return bool(same and a.stride() == b.stride() and a.numel())
-
-
-# -- the optimizer's state --------------------------------------------------------------------------
-
-
-def _state_of(optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor, zeros: bool) -> Any:
-    """What there is, or what stands for it."""
-    there = optimizer.state.get(parameter)
-    if there:
-        return dict(there)
-    if not parameter.requires_grad:
-        return None
-    return Unborn(parameter, partial(_make, group, parameter), _zeros(optimizer, parameter) if zeros else {})
-
-
-def _make(
-    group: State, parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
-) -> torch.Tensor:
-    """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
-    if key != "step" and tuple(shape) == tuple(parameter.shape):
-        return _like(parameter, dtype)
-    on_device = key != "step" or group.get("capturable") or group.get("fused")
-    if len(shape) == parameter.dim() and any(
-        a not in (1, b) for a, b in zip(shape, parameter.shape, strict=True)
-    ):
-        raise ShapeMismatch(
-            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a parameter of shape {tuple(parameter.shape)}.",
-            hint="Build the model as it was saved, or leave the optimizer out of the load.",
-        )
-    if is_dtensor(parameter) and shape:
-        raise BadInput(
-            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape {tuple(parameter.shape)}.",
-            hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
-        )
-    return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device if on_device else "cpu")
-
-
-def _like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
-    if is_dtensor(parameter):  # chunk metadata stands on the local tensor, and would stay behind
-        chunks = getattr(parameter._local_tensor, CHUNKS, None)  # type: ignore[attr-defined]
-        if chunks is not None:
-            setattr(made._local_tensor, CHUNKS, chunks)  # type: ignore[attr-defined]
-    return made
-
-
-def _zeros(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As the states of other parameters; what has no shape (`step`) is said by ranks that have it."""
-    for other, there in optimizer.state.items():
-        like = {
-            key: value
-            for key, value in there.items()
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape == other.shape
+    def _states(self) -> dict[str, ParameterState]:
+        found = {
+            name: self._state_of(optimizer, group, parameter)
+            for optimizer, group, parameters in self._each()
+            for name, parameter in parameters.items()
+            if parameter.requires_grad or optimizer.state.get(parameter)
         }
-        if like:
-            return {key: _like(parameter, value.dtype, value.device) for key, value in like.items()}
-    raise BadInput(
-        f"missing='zeros': no parameter of the {type(optimizer).__name__} has a state on this rank, so what its zeros are is not known."
+        self._known = {id(state.parameter): state for state in found.values()}
+        return found
+
+    def _state_of(
+        self, optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor
+    ) -> ParameterState:
+        """One object for each parameter, so that all who were given it see the same."""
+        known = self._known.get(id(parameter))  # which is alive as long as this refers to it
+        if known is None:
+            known = self._known[id(parameter)] = ParameterState(
+                partial(_present, optimizer, parameter),
+                parameter,
+                partial(make, group, parameter),
+                partial(zeros_of, optimizer, parameter) if self._zeros else dict,
+                self,
+            )
+        return known
+
+    def _groups(self) -> list[State]:
+        return [{**_hyper(group), "params": list(parameters)} for _, group, parameters in self._each()]
+
+    def _flat(self) -> State:
+        """torch's flat layout; a state that is not there yet, or is nested, stands under its parameter's name."""
+        found: State = {}
+        for optimizer, group, parameters in self._each():
+            hyper = _hyper(group)
+            for name, parameter in parameters.items():
+                found |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                there = optimizer.state.get(parameter)
+                if there and not is_nested(there, parameter):
+                    found |= {f"state.{name}.{key}": value for key, value in there.items()}
+                elif there or parameter.requires_grad:
+                    found[f"state.{name}"] = self._state_of(optimizer, group, parameter)
+        self._known = {id(v.parameter): v for v in found.values() if isinstance(v, ParameterState)}
+        return found
+
+    def _rest(self) -> list[tuple[str, Rest]]:
+        """What an optimizer keeps in its groups, and in states, that it does not yet have, in the flat layout."""
+        return [
+            (path, Rest(partial(self._fill, path), make_it, parameter))
+            for optimizer, group, parameters in self._each()
+            for name, parameter in parameters.items()
+            for path, make_it in (
+                (f"param_groups.{name}", None),
+                (f"state.{name}", partial(make, group, parameter)),
+            )
+            if path not in self.state and (make_it is None or optimizer.state.get(parameter))
+        ]
+
+    def _fill(self, path: str, loaded: Mapping[Any, Any]) -> None:
+        self.state.update({f"{path}.{key}": value for key, value in loaded.items()})
+
+
+def _present(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State:
+    return optimizer.state.get(parameter) or {}
+
+
+def _hyper(group: State) -> State:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _check_keys(optimizer: torch.optim.Optimizer) -> None:
+    """What belongs to no parameter has no name here."""
+    for key in optimizer.state:
+        if not isinstance(key, torch.Tensor):
+            raise BadInput(
+                f"{type(optimizer).__name__} keeps a state {key!r} that belongs to no parameter, for which torch's layout has no place.",
+                hint="Put the optimizer itself into the state instead of what get_state_dict gives for it.",
+            )
+
+
+# -- into the optimizers ------------------------------------------------------------------------------
+
+
+class _Changes:
+    """What a state makes of optimizers: checked when it is made, before anything is changed."""
+
+    def __init__(
+        self,
+        parts: Sequence[torch.nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+        optim_state_dict: Mapping[str, Any],
+    ) -> None:
+        names = names_of(parts)
+        optim = _nested(optim_state_dict) if "param_groups" not in optim_state_dict else optim_state_dict
+        by_name: dict[str, State] = {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in optim.get("param_groups", ())
+            for name in group["params"]
+        }
+        states = optim.get("state", {})
+        self._states: list[tuple[torch.optim.Optimizer, torch.Tensor, State]] = []
+        self._hypers: list[tuple[State, State]] = []
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                mine = [
+                    Given(name, parameter, _now(states.get(name)))
+                    for parameter in group["params"]
+                    for name in (name_of(parameter, names),)
+                ]
+                for given, state in zip(mine, check_whole(mine), strict=True):
+                    self._states.append((optimizer, given.parameter, state))
+                hyper = {given.name: by_name[given.name] for given in mine if given.name in by_name}
+                self._hypers.append((group, _one_of(hyper)))
+
+    def make(self) -> None:
+        for optimizer, parameter, state in self._states:
+            if not state:
+                optimizer.state.pop(parameter, None)
+            elif not _is_same(optimizer.state.get(parameter), state):
+                optimizer.state[parameter] = state
+        for group, found in self._hypers:
+            for key, value in found.items():
+                group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
+
+
+def _is_same(present: Any, state: State) -> bool:
+    """Are these the optimizer's own values, so that nothing is to be done?"""
+    return (
+        isinstance(present, dict)
+        and present.keys() == state.keys()
+        and all(present[key] is value for key, value in state.items())
     )
 
 
-def _checked(group: State, parameter: torch.Tensor, name: str, state: Any, scalars: set[str]) -> State:
-    """A loaded state as the optimizer can take it; {} if there is none. `scalars`: keys of single numbers in the states of its group."""
-    if isinstance(state, Unborn) or not state:
-        return {}
-    for key, value in state.items():
-        alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim()
-        if alike and is_dtensor(parameter) and not is_dtensor(value):
-            raise BadInput(
-                f"The state {key!r} of {name!r} is a whole tensor, and the parameter is a DTensor.",
-                hint="Give what get_state_dict gave, without full_state_dict.",
-            )
-    lacking = scalars - state.keys()
-    if lacking == {"step"}:  # no rank had taken one, and all saved zeros
-        return {**state, "step": _make(group, parameter, "step", torch.float32, ())}
-    if lacking or ("exp_avg" in state) != ("exp_avg_sq" in state):
-        which = min(lacking or {"exp_avg", "exp_avg_sq"} - state.keys())
-        raise MissingTensors(
-            f"The checkpoint has a part of the optimizer's state of {name!r}: {which!r} is not there.",
-            hint="It was saved by another optimizer, or by missing='zeros', which knows of no such value; leave the optimizer's state "
-            "out of the load.",
-        )
-    return dict(state)
-
-
-def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) or not value.dim()
+def _now(state: Any) -> Any:
+    """A state that is still empty is what the optimizer has by now."""
+    if isinstance(state, ParameterState) and not state:
+        state.look_again()
+    return state
 
 
 def _one_of(found: dict[str, State]) -> State:
@@ -373,6 +322,8 @@ def _is_tensor(*values: Any) -> bool:
 
 
 def _differ(one: Any, other: Any) -> bool:
+    if one is other:
+        return False
     if _is_tensor(one, other):
         return not torch.equal(one.cpu(), other.cpu())
     with suppress(Exception):
@@ -386,7 +337,7 @@ def _nested(flat: Mapping[str, Any]) -> State:
     groups: dict[str, State] = {}
     for path, value in flat.items():
         kind, _, rest = path.partition(".")
-        if kind == "state" and isinstance(value, Mapping | Unborn):
+        if kind == "state" and isinstance(value, Mapping):
             state[rest] = value
             continue
         name, _, key = rest.rpartition(".")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from holdfast.adapters.memory import TensorMemory
+from holdfast.adapters.subclasses import check_kind
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, whole
 from holdfast.layout.late import Late
@@ -97,37 +98,16 @@ class PerRank:
         return f"PerRank({self.value!r})"
 
 
-class Unborn:
-    """A dict of tensors that is not there yet: an optimizer's state of a parameter before its first gradient.
-
-    A save passes it by, or writes `zeros`. A load makes what the checkpoint has under its name, by `make(key, dtype, shape)`,
-    and puts a dict of that in its place; what has the shape of `like`, the parameter, lies where that does.
-    """
-
-    __slots__ = ("like", "make", "zeros")
-
-    def __init__(
-        self,
-        like: torch.Tensor,
-        make: Callable[[str, torch.dtype, Sequence[int]], torch.Tensor],
-        zeros: dict[str, torch.Tensor],
-    ) -> None:
-        self.like, self.make, self.zeros = like, make, zeros
-
-
-def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int]) -> TensorSpec:
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise BadInput(
-            f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first."
-        )
-    if tensor.device.type == "meta":
-        raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")
-    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(shape))
+def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
+    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be stored."""
+    check_kind(name, tensor)
+    whole = tensor.shape if shape is None else shape
+    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 
 def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
     """A plain tensor: this rank holds all of it; who else does is undeclared."""
-    spec = spec_of(name, tensor, tensor.shape)
+    spec = spec_of(name, tensor)
     held.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from holdfast.adapters.memory import BytesMemory, TensorMemory
-from holdfast.adapters.state import Flat, Leaf, flatten, hold, select
+from holdfast.adapters.state import Flat, Leaf, Patterns, flatten, hold, select
 from holdfast.adapters.streams import CallerStreams
 from holdfast.errors import (
     BadInput,
@@ -26,8 +26,9 @@ from holdfast.errors import (
     ShapeMismatch,
     Unplaced,
 )
-from holdfast.flow.births import Births, Born, Patterns, as_list
 from holdfast.flow.call import Call, begin_call, one_folder
+from holdfast.flow.filling import announce, check_filled, give_back
+from holdfast.flow.lazy_state import LazyStates, refuse_empty
 from holdfast.flow.lengths import Lengths, put_in_place, unplaced
 from holdfast.flow.operation import Operation, read_state
 from holdfast.flow.phases import LOAD_TRANSITIONS
@@ -90,7 +91,13 @@ class _Work:
     values: dict[int, Any] = field(default_factory=dict)
     """Objects that were read, by leaf."""
     patterns: Patterns = (None, None)
-    born: list[Born] = field(default_factory=list)
+    built: list[tuple[Leaf, Any]] = field(default_factory=list)
+    """What was made for leaves, to take their place."""
+    lazy: LazyStates | None = None
+    asked: int = 0
+    """Rows that this rank asks for."""
+    there: int = 0
+    """Names in the checkpoint."""
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -116,12 +123,23 @@ class _Work:
                     ) from None
                 raise self._replaced() from None
         self._decode()
-        return {"bytes": self.bytes_read, "names": len(self.leaves)}
+        return {"bytes": self.bytes_read, "asked": self.asked}
+
+    def check(self, reports: dict[int, Message]) -> None:
+        """A load into nothing, where there is something, is one into the wrong state."""
+        if self.there and not any(report["asked"] for report in reports.values()):
+            raise BadInput(
+                f"The load of {self.store.url}, which holds {self.there} names, asks for nothing: no rank has a value in its state.",
+                hint="Give the values that are to be filled (a module, its state_dict(), what holdfast.get_state_dict gives, tensors), "
+                "or look at include= and exclude=.",
+            )
 
     def _read(self, index: Source) -> None:
-        births = Births(self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants)
-        births.look(index, self.patterns, self.strict)
-        self.born, self.missing = births.born, births.missing
+        self.lazy = LazyStates(
+            self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants
+        )
+        self.lazy.look(index, self.patterns, self.strict)
+        self.missing, self.there = self.lazy.missing, index.tensors
         rows = index.find([spec.name for spec in self.held.specs])
         keep = self._check_missing(rows, index)
         held = Holding(self.held.rank)
@@ -130,7 +148,9 @@ class _Work:
         for place, row in enumerate(keep):
             self._take(held, row, columns, int(position[place]))
         plan = plan_read(held, position, columns, index.where)
+        check_filled(held, plan)
         self.needed = plan.bytes_needed
+        announce(held, [self.leaves[self.owner[row]] for row in keep])
         self.streams.wait()
         read = read_into(
             self.store,
@@ -161,13 +181,6 @@ class _Work:
         except HoldfastError:
             return False
 
-    def check(self, reports: dict[int, Message]) -> None:
-        if not any(report["names"] for report in reports.values()):
-            raise BadInput(
-                f"The load of {self.store.url} asks for nothing: no rank has a name in its state.",
-                hint="Give the state that is to be filled, or look at include= and exclude=.",
-            )
-
     def _wait_for(self, chosen: Message) -> None:
         """Until the version that the committer chose is visible here; a network file system may show it
         late. Another version that is newer, or that the committer itself sees, has replaced it."""
@@ -189,12 +202,18 @@ class _Work:
     def _check_missing(self, rows: Any, index: Source) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.held)) if rows[row] < 0]
+        empty = {
+            row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
+        }
+        refuse_empty(self.store.url, [self.held.specs[row].name for row in sorted(empty)], index)
         names = list(
             dict.fromkeys(
-                self.held.specs[row].name for row in gone if not self.leaves[self.owner[row]].optional
+                self.held.specs[row].name
+                for row in gone
+                if row not in empty and not self.leaves[self.owner[row]].optional
             )
         )
-        self._refuse_unborn(gone, index)
+        self.asked = len(self.held) - len(empty)
         if names and self.strict:
             have = index.names()
 
@@ -210,27 +229,6 @@ class _Work:
             )
         self.missing += names
         return [row for row in range(len(self.held)) if rows[row] >= 0]
-
-    def _refuse_unborn(self, gone: list[int], index: Source) -> None:
-        """An empty dict in the state where the checkpoint has a subtree: an optimizer before its first step.
-        Passing it over would lose the moments without a word."""
-        empty = [
-            name
-            for row in gone
-            if self.leaves[self.owner[row]].value == {} and (name := self.held.specs[row].name)
-        ]
-        if not empty:
-            return
-        have = index.names()
-        for name in empty:
-            inside = next((other for other in have if other.startswith(name + ".")), None)
-            if inside is not None:
-                raise MissingTensors(
-                    f"{name!r} is empty in the state, but {self.store.url} holds {inside!r} and more under it.",
-                    hint="An optimizer has no state before its first step: make it have one (a step with zero gradients, or "
-                    "torch.distributed.checkpoint.state_dict.get_state_dict), or leave it out with exclude=.",
-                    details={"missing": [name]},
-                )
 
     def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
@@ -271,13 +269,11 @@ class _Work:
             name = self.leaves[owner].name
             with bounded_memory(f"The object {name!r} of {self.store.url}"):
                 self.values[owner] = objects.decode(self.prefix + memory.value(size), name)
+        self.built = self.lazy.build(self.values) if self.lazy is not None else []
 
     def give_back(self) -> None:
-        """Objects into the state, and dicts that were made for it; tensors are there already."""
-        for owner, value in self.values.items():
-            self.leaves[owner].put(value)
-        for leaf, born in self.born:
-            leaf.put(as_list(born) if isinstance(leaf.value, list) else born)
+        """What was read into the state."""
+        give_back(self.leaves, self.filled, self.values, self.built)
 
 
 def _fitted(
