@@ -37,7 +37,7 @@ def test_a_last_save_that_failed_is_the_end_of_a_process_that_has_not_asked(
     elif code:
         assert said.index("a handler from before") == len(said) - 3, ended.said
         assert "nobody had asked how it ended" in said[-2]
-        assert said[-1].startswith("holdfast.store.base.NotFound: save of "), ended.said
+        assert said[-1].startswith("holdfast.errors.StorageError: save of "), ended.said
         assert ("ValueError: the loss is not a number" in ended.said) == (how == "raises")
     else:
         assert ("A save in the background failed" in ended.said) == (how == "warns")
