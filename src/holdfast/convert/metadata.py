@@ -40,8 +40,11 @@ def encode(
     save_id: str | None = None,
 ) -> bytes:
     """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without reading all."""
-    metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id), version="1.0.0")
-    about = {"storage_meta": metadata.storage_meta, "version": metadata.version}
+    metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
+    about = {
+        "storage_meta": metadata.storage_meta,
+        "version": "1.0.0",
+    }  # the version is a field since torch 2.9
     vars(metadata).clear()
     vars(metadata).update(
         about, state_dict_metadata=described, planner_data=dict(planned), storage_data=stored
