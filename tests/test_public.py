@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.flow.run
+import holdfast.protocol.runner
 import holdfast.store.base  # declares one more error
 from holdfast import Options, errors, events
 from holdfast.deadline import Deadline, StallTimer, check_seconds

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.layout.late import Late, place, told
+from holdfast.layout.deferred_offset import Late, place, told
 
 Row = tuple[int, Late]
 

@@ -13,8 +13,8 @@ from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
-from holdfast.plan.holding import Holding, contiguous_at, describe
 from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
+from holdfast.plan.shard_table import Holding, contiguous_at, describe
 from tests.plan.holdings import NoMemory, boxes_of, holding
 
 CUT = Options(columns=("*",))

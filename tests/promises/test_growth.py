@@ -14,11 +14,11 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.flow.call import begin_call
-from holdfast.flow.turn import Turn
+from holdfast.protocol.call import begin_call
+from holdfast.protocol.task import Turn
 from holdfast.roster.torch_store import TorchRoster
-from holdfast.testing.processes import ProcessWorld
 from tests.docs.threads import on_ranks
+from tests.support.processes import ProcessWorld
 
 WARM, ROUNDS = 5, 25
 

@@ -17,8 +17,8 @@ import torch
 
 import holdfast
 from holdfast.errors import Conflict
-from holdfast.flow import owner
-from holdfast.flow.owner import FILE, Owner
+from holdfast.run import owner
+from holdfast.run.owner import FILE, Owner
 
 JOB = """
 import sys, torch, holdfast

@@ -7,7 +7,7 @@ import os
 import click
 
 from holdfast.cli import output
-from holdfast.flow.compare import Compared, Content, compare
+from holdfast.maintenance.diff import Compared, Content, compare
 
 
 @click.command("diff")

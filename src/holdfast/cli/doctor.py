@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.groups.doctor import ask, variables_of
-from holdfast.groups.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast.groups.audit.doctor import ask, variables_of
+from holdfast.groups.audit.hazards import NAMES, ProcessFacts, hazards, of_variables
 from holdfast.options import all_variables
 
 

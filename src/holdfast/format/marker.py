@@ -6,7 +6,7 @@ No torch, no NumPy.
 from __future__ import annotations
 
 MARKER = "THIS_IS_A_HOLDFAST_CHECKPOINT__LOAD_IT_WITH_holdfast.dcp.load"
-"""The file that such a `.metadata` points at (`holdfast.convert.metadata` writes it); there is none of that name."""
+"""The file that such a `.metadata` points at (`holdfast.integrations.dcp_metadata` writes it); there is none of that name."""
 MARKER_HEAD = 4096
 """Bytes at its begin in which that name stands."""
 

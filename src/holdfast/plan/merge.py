@@ -16,7 +16,7 @@ from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest_many
 from holdfast.layout.coverage import Problem, first_problem
-from holdfast.layout.late import place
+from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 
 DECLARE = (

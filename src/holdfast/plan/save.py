@@ -14,8 +14,8 @@ from holdfast.format.digest import block_sizes
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options
-from holdfast.plan.holding import Holding, Tables
 from holdfast.plan.replicas import first_writer, shares
+from holdfast.plan.shard_table import Holding, Tables
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
