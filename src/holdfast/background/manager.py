@@ -28,6 +28,7 @@ from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.exits import ENDED_BY_INTERRUPT, Failure, Stage, at_exit, not_at_exit, uncaught
+from holdfast.format.names import DATA
 from holdfast.io.file_writer import WrittenFile, discard, split_files
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
@@ -310,7 +311,7 @@ def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
     """Delete what a writer that was ended left behind."""
     with suppress(HoldfastError):
         mine = f"{attempt}-r{rank:05d}"
-        discard(store, [f"data/{name}" for name in store.list("data") if name.startswith(mine)])
+        discard(store, [f"{DATA}/{name}" for name in store.list(DATA) if name.startswith(mine)])
 
 
 _COPIED = BytesMemory(b"")

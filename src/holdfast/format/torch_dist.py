@@ -24,26 +24,8 @@ from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record, no_
 from holdfast.format.tensor_archive import Chunk, Member
 from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
-METADATA = ".metadata"
 OBJECT_PREFIX = b"T"
 """An object here is an archive of torch.save: what `format.objects` marks with this byte."""
-COMMON_FILE = "common.pt"
-"""Where megatron-core keeps what isn't sharded."""
-COMMON = "common_state"
-"""The object that holds it in a Holdfast checkpoint; megatron-core 0.19's name for it."""
-COMMON_SHARD = f"{COMMON}/shard_0_1"
-"""Where megatron-core keeps it since 0.19."""
-CONFIG = "metadata.json"
-"""By which Megatron's frameworks know a distributed checkpoint."""
-HOLDFAST_CONFIG = {
-    "sharded_backend": "holdfast",
-    "sharded_backend_version": 1,
-    "common_backend": "holdfast",
-    "common_backend_version": 1,
-}
-"""The content of CONFIG in a Holdfast checkpoint."""
-SHARD = "/shard_"
-"""In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
@@ -261,4 +243,4 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     )
 
 
-__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]
+__all__ = ["Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from holdfast.format.columns import Columns
 from holdfast.format.marker import MARKER
-from holdfast.format.torch_dist import METADATA
+from holdfast.format.names import METADATA
 from holdfast.io.open_checkpoint import open_index
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file

@@ -24,7 +24,7 @@ from holdfast.format import objects, torch_dist
 from holdfast.format.archive import Archive, BadArchive
 from holdfast.format.columns import Columns, unpad
 from holdfast.format.limits import bounded_memory
-from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, METADATA, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations import dcp_metadata as metadata
 from holdfast.integrations.dcp_metadata import Described, stored_at
@@ -216,7 +216,7 @@ def export_torch_dist(
                 json.dumps({**HOLDFAST_CONFIG, "sharded_backend": "torch_dist", "common_backend": "torch"})
             )
         flat = {name: (name,) for name in described}
-        replace_file(open_store(out), torch_dist.METADATA, metadata.encode(described, flat, writer.stored))
+        replace_file(open_store(out), METADATA, metadata.encode(described, flat, writer.stored))
     return writer.written
 
 

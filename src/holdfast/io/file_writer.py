@@ -17,6 +17,7 @@ from holdfast.format.columns import Array, Columns
 from holdfast.format.container import encode_header
 from holdfast.format.digest import block_counts, digest, digest_many
 from holdfast.format.index import encode
+from holdfast.format.names import EMBEDDED, FORMAT, data_file, name_of_chunk
 from holdfast.io.stream import ChunkSource, Progress, stream_chunks
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
@@ -24,7 +25,6 @@ from holdfast.plan.save import Planned, SavePlan
 from holdfast.plan.shard_table import Holding
 from holdfast.store.base import Store, Writer
 
-EMBEDDED = "__holdfast__"
 CHUNKS_PER_FILE = 200_000
 """More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
 
@@ -40,12 +40,6 @@ class WrittenFile(NamedTuple):
     size: int
     index_start: int
     index_size: int
-
-
-def file_name(attempt: str, rank: int, part: int) -> str:
-    """No attempt touches another's bytes: its name is in the files'."""
-    suffix = f"-{part:03d}" if part else ""
-    return f"data/{attempt}-r{rank:05d}{suffix}.safetensors"
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
@@ -83,7 +77,7 @@ def write_files(
     for part, (start, stop) in enumerate(cuts):
         if only not in (None, part):
             continue
-        name = file_name(about["attempt"], held.rank, part)
+        name = data_file(about["attempt"], held.rank, part)
         told = about | {"rank": held.rank, "part": part, "parts": len(cuts)}
         writer = None
         try:
@@ -124,7 +118,7 @@ def _write_file(
     columns, order = embedded_columns(held, plan, chunks, name, first)
     embedded_size = len(encode(columns, about))
     entries, end = _entries(held, chunks, embedded_size)
-    header = encode_header(entries, {"format": "holdfast-1", "rank": str(held.rank)})
+    header = encode_header(entries, {"format": FORMAT, "rank": str(held.rank)})
     data_start = len(header)
     starts = data_start + np.cumsum(chunks.nbytes) - chunks.nbytes
     columns.position[:] = starts[order]
@@ -235,7 +229,7 @@ def _entries(
             late = held.lates[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
-            name += "@" + ",".join(map(str, begin))
+            name = name_of_chunk(name, begin)
         while name in taken or name == EMBEDDED or name == "__metadata__":
             name += "'"
         taken.add(name)

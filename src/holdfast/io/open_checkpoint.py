@@ -15,10 +15,10 @@ from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
 from holdfast.format.marker import is_marker
+from holdfast.format.names import INDEX, METADATA
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.absence import explain_absence
 from holdfast.store.base import NotFound, Reader, Store
-from holdfast.store.run_folder import INDEX
 
 
 class Source(Protocol):
@@ -67,7 +67,7 @@ def open_source(store: Store) -> Iterator[Source]:
         try:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
-            metadata = read_file(store, torch_dist.METADATA, METADATA_BYTES)
+            metadata = read_file(store, METADATA, METADATA_BYTES)
             if metadata is None or is_marker(metadata):
                 raise
             source = opened.enter_context(closing(TorchDist(store, metadata)))
@@ -95,7 +95,7 @@ class TorchDist:
     object_prefix = torch_dist.OBJECT_PREFIX
 
     def __init__(self, store: Store, metadata: bytes) -> None:
-        self.where = f"{store.url}/{torch_dist.METADATA}"
+        self.where = f"{store.url}/{METADATA}"
         self.identity = hex_digest(digest(metadata))
         self.about: dict[str, Any] = {"step": None}
         self._store = store

@@ -13,6 +13,7 @@ from holdfast.errors import BadInput, HoldfastError, MissingTensors
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.format.index import Index
+from holdfast.format.names import DATA, INDEX, METADATA
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.raw_read import read_all
 from holdfast.layout.box import Box
@@ -21,7 +22,7 @@ from holdfast.maintenance.target import Place, about, checkpoint_at, checkpoint_
 from holdfast.plan import explain as plan_explain
 from holdfast.plan.explain import Part
 from holdfast.store.base import Kind, Store
-from holdfast.store.run_folder import INDEX, METADATA, step_folders
+from holdfast.store.run_folder import step_folders
 
 SHOWN_OBJECT = 1 << 20
 """Objects larger than this are not read for their one line."""
@@ -200,7 +201,7 @@ def _step(step: int, store: Store) -> RunStep:
 def _present_bytes(store: Store, names: list[str]) -> int:
     """Bytes of the files that are there; one that goes meanwhile counts for nothing."""
     files = [name for name in names if not name.endswith("/")]
-    found = (store.stat(name) for name in [*files, *(f"data/{name}" for name in store.list("data"))])
+    found = (store.stat(name) for name in [*files, *(f"{DATA}/{name}" for name in store.list(DATA))])
     return sum(entry.size for entry in found if entry is not None and entry.kind is Kind.FILE)
 
 

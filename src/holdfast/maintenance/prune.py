@@ -13,7 +13,6 @@ What keeps this safe:
 from __future__ import annotations
 
 import os
-import re
 import time
 from contextlib import suppress
 from typing import NamedTuple
@@ -21,23 +20,15 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
+from holdfast.format.names import DATA, INDEX, METADATA, is_named_by_save
 from holdfast.io.open_checkpoint import open_index
 from holdfast.maintenance.target import Place
 from holdfast.store.base import FOLDERS, Store
 from holdfast.store.local import open_store
 from holdfast.store.publishing import HIDDEN
-from holdfast.store.run_folder import (
-    INDEX,
-    METADATA,
-    all_step_folders,
-    is_linked,
-    is_spelled_as_ours,
-    remove_step,
-    surplus,
-)
+from holdfast.store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step, surplus
 
 HOUR = 3600.0
-_OURS = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
 
 
 class Removed(msgspec.Struct, frozen=True):
@@ -128,7 +119,11 @@ class _Sweep:
 
     def _ours(self, folder: str) -> list[str]:
         """Files of a step folder that Holdfast made, but for the index."""
-        names = [f"{folder}/data/{name}" for name in self.store.list(f"{folder}/data") if _OURS.match(name)]
+        names = [
+            f"{folder}/{DATA}/{name}"
+            for name in self.store.list(f"{folder}/{DATA}")
+            if is_named_by_save(name)
+        ]
         top = [name for name in self.store.list(folder) if name.startswith(HIDDEN)]
         return names + [f"{folder}/{name}" for name in top if not name.endswith("/")]
 
@@ -147,8 +142,8 @@ class _Sweep:
         if was_empty and found is not None and found.modified > self.before:
             self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
             return
-        foreign = set(self.store.list(folder)) - {"data/"}
-        foreign |= set(self.store.list(f"{folder}/data"))
+        foreign = set(self.store.list(folder)) - {f"{DATA}/"}
+        foreign |= set(self.store.list(f"{folder}/{DATA}"))
         gone = {os.path.basename(item.path) for item in self.removed if item.path.startswith(folder + "/")}
         if METADATA in foreign:
             self.skipped.append(Skipped(folder, "it is a checkpoint of another format"))
@@ -161,7 +156,7 @@ class _Sweep:
         self.removed.append(Removed(folder, "the step was never committed", 0))
         if not self.dry_run:
             with suppress(HoldfastError):  # a save that begins right now keeps its folder
-                self.store.delete(f"{folder}/data")
+                self.store.delete(f"{folder}/{DATA}")
                 self.store.delete(folder)
 
     def old(self, keep: int) -> None:
@@ -177,7 +172,7 @@ class _Sweep:
 
     def _all(self, folder: str) -> list[str]:
         gone = {item.path for item in self.removed}
-        names = [f"{folder}/data/{name}" for name in self.store.list(f"{folder}/data")]
+        names = [f"{folder}/{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
 
 

@@ -8,7 +8,6 @@ tensor exactly once. What can't be known is refused with the way out: naming the
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -17,19 +16,17 @@ import msgspec
 
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
 from holdfast.format.columns import Columns
-from holdfast.format.container import read_header, safe_data_name
+from holdfast.format.container import read_header
 from holdfast.format.index import Index, encode
-from holdfast.io.file_writer import EMBEDDED
+from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file
 from holdfast.io.open_checkpoint import open_index
 from holdfast.maintenance.target import Place, about, number
 from holdfast.plan.merge import Merger
 from holdfast.saving.commit import present_tail, versions
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
-from holdfast.store.run_folder import INDEX
 
 _ANY_SIZE = 1 << 62
-_PLACE_IN_NAME = re.compile(r"@[\d,]*\Z")
 NAME_THEM = (
     "Move the files that don't belong to it out of its data folder, or name those that do with --only."
 )
@@ -118,10 +115,10 @@ def _good_index(store: Store) -> Reindexed | None:
 
 
 def _data_files(store: Store, only: Sequence[str]) -> list[str]:
-    there = [name for entry in store.list("data") if safe_data_name(name := f"data/{entry}")]
+    there = [name for entry in store.list(DATA) if is_data_file(name := f"{DATA}/{entry}")]
     if not only:
         return there
-    wanted = [name if name.startswith("data/") else f"data/{name}" for name in only]
+    wanted = [name if name.startswith(f"{DATA}/") else f"{DATA}/{name}" for name in only]
     gone = sorted(set(wanted) - set(there))
     if gone:
         raise BadInput(f"{store.url} has no data file {gone[0]!r}.")

@@ -28,12 +28,12 @@ from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.container import Entry, Header, read_header
 from holdfast.format.digest import digest
 from holdfast.format.index import PAGE, Index
-from holdfast.io.file_writer import EMBEDDED
+from holdfast.format.names import EMBEDDED, FORMAT, INDEX, name_of_chunk, without_offset
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import DTYPES
 from holdfast.maintenance.target import Place, about, checkpoint_or_run, number
 from holdfast.store.base import NotFound, Reader, Store
-from holdfast.store.run_folder import INDEX, own_steps
+from holdfast.store.run_folder import own_steps
 
 BATCH = 4 << 20
 SPAN = 256 << 20
@@ -252,7 +252,7 @@ class _Check:
         """No digest covers a data file's header, so all it says is compared with the index."""
         name, rank = self.columns.file_names[file], str(int(self.columns.file_rank[file]))
         stated = {key: header.metadata.get(key) for key in ("format", "rank")}
-        if stated != {"format": "holdfast-1", "rank": rank}:
+        if stated != {"format": FORMAT, "rank": rank}:
             text = f"the header says {stated}, which is not what rank {rank} wrote"
             self.found.append(Damage(name, text, None, 0, header.data_start))
         listed = {entry.data_offsets: (key, entry) for key, entry in header.entries.items()}
@@ -272,9 +272,9 @@ class _Check:
         ndim, dtype = int(columns.ndim[row]), DTYPES[int(columns.dtype[row])]
         shape, expected = unpad(columns.size[chunk], ndim), columns.names[row]
         if shape != columns.shape_of(row):
-            expected += "@" + ",".join(map(str, unpad(columns.offset[chunk], ndim)))
+            expected = name_of_chunk(expected, unpad(columns.offset[chunk], ndim))
         if chunk in self.moved:  # its rank named it by the offset that it knew
-            name, expected = name.partition("@")[0], columns.names[row].partition("@")[0]
+            name, expected = without_offset(name), without_offset(columns.names[row])
         stored = shape if dtype.extra == 1 else (*shape, dtype.extra)
         same_name = name.startswith(expected) and not name[len(expected) :].strip("'")
         return same_name and (entry.dtype, entry.shape) == (dtype.tag, stored)

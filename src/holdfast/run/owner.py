@@ -26,13 +26,13 @@ import msgspec
 
 from holdfast.errors import Conflict, HoldfastError
 from holdfast.exits import Stage, at_exit
+from holdfast.format.names import OWNER
 from holdfast.options import read_environment
 from holdfast.roster.presence import Identity
 from holdfast.store.base import TAIL, NotFound, Store
 from holdfast.threads import start_thread, within
 
 log = logging.getLogger("holdfast")
-FILE = ".holdfast-owner.json"
 BEAT = 10.0
 """Seconds between two signs of life."""
 SILENT = 3.5 * BEAT
@@ -125,7 +125,7 @@ class Lease:
         with suppress(HoldfastError):  # its process will be seen to have ended
             found, _ = self._read()
             if found is not None and found.process == _PROCESS:
-                self.store.delete(FILE)
+                self.store.delete(OWNER)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
         """Watch an owner that can't be seen from here; returns once it is gone."""
@@ -168,7 +168,7 @@ class Lease:
     def _read(self) -> tuple[Owner | None, bytes | None]:
         """The owner, and what tells this version of the file; a file that is damaged belongs to nobody."""
         try:
-            reader = self.store.open(FILE)
+            reader = self.store.open(OWNER)
         except NotFound:
             return None, None
         try:
@@ -182,7 +182,7 @@ class Lease:
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(TAIL))
-        self.store.publish(FILE, msgspec.json.encode(owner), replacing)
+        self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
         self._mine = owner
 
 

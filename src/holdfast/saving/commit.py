@@ -22,15 +22,14 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.columns import Columns
-from holdfast.format.container import safe_data_name
 from holdfast.format.index import Index, encode
+from holdfast.format.names import INDEX, is_data_file
 from holdfast.io.file_writer import WrittenFile
 from holdfast.io.open_checkpoint import open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.protocol.core import VISIBLE_WITHIN
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
-from holdfast.store.run_folder import INDEX
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
@@ -110,7 +109,7 @@ class Commit:
         for rank in sorted(written):
             for raw in written[rank]["files"]:
                 file = WrittenFile(*raw)
-                if not safe_data_name(file.name):
+                if not is_data_file(file.name):
                     raise SaveFailed(
                         f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
                     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError
 from holdfast.format import objects
 from holdfast.format.columns import Columns
 from holdfast.format.digest import digest, hex_digest
+from holdfast.format.names import rank_in_name
 from holdfast.io.file_writer import WrittenFile, discard, write_files
 from holdfast.io.open_checkpoint import open_index
 from holdfast.layout.grid import Grid
@@ -38,7 +38,6 @@ from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
 PREVIOUS = "previous"
-_PRIVATE = re.compile(r"@(\d+)(?:\.|\Z)")
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -377,8 +376,8 @@ def _commit(
         names, source = list(expected), "expected="
 
     def keep(name: str) -> bool:
-        private = _PRIVATE.search(name)
-        if private and int(private[1]) not in at.participants:
+        private = rank_in_name(name)
+        if private is not None and private not in at.participants:
             return False  # a rank's own value, and the world is smaller now
         return (include is None or any(matches(name, p) for p in include)) and not any(
             matches(name, p) for p in exclude or ()

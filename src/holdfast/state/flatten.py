@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import BadInput
+from holdfast.format.names import name_of_rank
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.shard_table import Holding, Replica
@@ -130,7 +131,7 @@ def _walk(
     elif isinstance(value, Shard):
         leaves.append(Leaf(name, value, put))
     elif isinstance(value, PerRank):
-        _walk(value.value, f"{name}@{rank}", _attribute(value), flat, rank, True)
+        _walk(value.value, name_of_rank(name, rank), _attribute(value), flat, rank, True)
         for leaf in leaves[first:]:
             leaf.optional = value.optional
     elif is_stateful(value):

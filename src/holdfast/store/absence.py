@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import HoldfastError
+from holdfast.format.names import DATA, INDEX, METADATA
 from holdfast.store.base import FOLDERS, Store
 from holdfast.store.local import LocalStore
-from holdfast.store.run_folder import INDEX, METADATA, all_step_folders, is_only_marked, newest_steps, step_of
+from holdfast.store.run_folder import all_step_folders, is_only_marked, newest_steps, step_of
 
 _SHOWN = 5
 
@@ -37,7 +38,7 @@ def _why(store: Store) -> tuple[str, str]:
         )
     if all_step_folders(store):
         return _run(store)
-    if "data/" in names:
+    if f"{DATA}/" in names:
         return (
             f"there are data files, but no {INDEX}, so a save failed, or is still under way",
             "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover this one.",

@@ -19,17 +19,13 @@ from typing import NamedTuple, TypeVar
 
 from holdfast.errors import BadInput, HoldfastError, StorageError
 from holdfast.format.marker import MARKER_HEAD, is_marker
+from holdfast.format.names import COMMON_FILE, CONFIG, DATA, INDEX, METADATA, TRACKER, TRAINER_STATE
 from holdfast.store.base import FOLDERS, Kind, Store
 from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
 T = TypeVar("T")
-INDEX = "index.safetensors"
-METADATA = ".metadata"
-"""Of torch DCP and of megatron-core's torch_dist."""
-TRACKER = "latest_checkpointed_iteration.txt"
-"""By which Megatron-LM, and frameworks that are built on it, find their newest checkpoint."""
-_OTHERS = ("trainer_state.json", "metadata.json", "common.pt")
+_OTHERS = (TRAINER_STATE, CONFIG, COMMON_FILE)
 """Files by which folders are checkpoints of formats that Holdfast does not load."""
 LOOKED_AT = 200
 """Folders without a step's name that are looked into, in a run folder without a step."""
@@ -222,7 +218,7 @@ def _others(store: Store, names: list[str]) -> Iterator[str]:
 
 def is_linked(store: Store, folder: str) -> bool:
     """Is a step's folder, or its data folder, a link? What that leads to is not this run's to delete."""
-    found = store.stat(folder), store.stat(f"{folder}/data")
+    found = store.stat(folder), store.stat(f"{folder}/{DATA}")
     return any(entry is not None and entry.kind is Kind.LINK for entry in found)
 
 
@@ -267,9 +263,9 @@ def remove_step(store: Store, folder: str) -> bool:
     ):  # beside an index the metadata is a mark for other tools, and means nothing without it
         if name in names:
             store.delete(f"{folder}/{name}")
-    for name in store.list(f"{folder}/data"):
-        store.delete(f"{folder}/data/{name}")
-    store.delete(f"{folder}/data")
+    for name in store.list(f"{folder}/{DATA}"):
+        store.delete(f"{folder}/{DATA}/{name}")
+    store.delete(f"{folder}/{DATA}")
     for name in store.list(folder):
         if not name.endswith("/"):
             store.delete(f"{folder}/{name}")

@@ -14,7 +14,7 @@ import torch
 from holdfast.background.async_save import async_save_into
 from holdfast.background.manager import LANE
 from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
-from holdfast.format.torch_dist import COMMON, SHARD
+from holdfast.format.names import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from holdfast.format.torch_dist import HOLDFAST_CONFIG
+from holdfast.format.names import HOLDFAST_CONFIG
 from holdfast.groups.lifecycle.warm_up import warm_up as warm_up_groups
 from holdfast.groups.session.session import Session
 from holdfast.integrations.megatron import checkpointing, mcore, metadata, optimizer, queue

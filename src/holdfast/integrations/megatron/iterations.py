@@ -8,6 +8,7 @@ from typing import Any
 
 from holdfast.background.pending import Pending
 from holdfast.errors import HoldfastError
+from holdfast.format.names import TRACKER
 from holdfast.integrations.megatron import mcore
 from holdfast.integrations.megatron.checkpointing import load_state
 from holdfast.integrations.megatron.metadata import mark
@@ -16,7 +17,7 @@ from holdfast.protocol.call import Call, whole_step
 from holdfast.run.steps import Steps
 from holdfast.saving.job import Save
 from holdfast.store.base import replace_file
-from holdfast.store.run_folder import TRACKER, committed_steps
+from holdfast.store.run_folder import committed_steps
 
 log = logging.getLogger("holdfast")
 

@@ -13,7 +13,7 @@ import torch
 
 from holdfast.errors import BadInput, HoldfastError
 from holdfast.format import objects
-from holdfast.format.torch_dist import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, SHARD
+from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, INDEX, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.megatron import mcore
 from holdfast.io.open_checkpoint import open_source, read_file
@@ -21,7 +21,6 @@ from holdfast.io.raw_read import read_object
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file
 from holdfast.store.local import open_store
-from holdfast.store.run_folder import INDEX
 
 log = logging.getLogger("holdfast")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from holdfast.errors import BadInput
 from holdfast.format import objects
-from holdfast.format.torch_dist import COMMON
+from holdfast.format.names import COMMON
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.common import Comparison

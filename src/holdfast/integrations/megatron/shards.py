@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import BadInput
-from holdfast.format.torch_dist import COMMON
+from holdfast.format.names import COMMON
 from holdfast.integrations.megatron import mcore
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import TensorSpec
