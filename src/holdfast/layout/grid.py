@@ -151,8 +151,3 @@ class Grid:
             "order": self.order,
             "first_rank": self.first_rank,
         }
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that together hold one copy of the dense weights."""
-        return math.prod(self.dense[name] for name in ("tp", "pp"))
