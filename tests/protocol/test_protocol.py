@@ -203,19 +203,21 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     commit.VISIBLE_WITHIN = 0.5
     try:
         from holdfast.protocol.call import begin_call
-        from holdfast.saving.job import Save
+        from holdfast.saving.job import SaveJob
+        from holdfast.saving.request import SaveRequest
         from holdfast.state.flatten import flatten
         from holdfast.store.local import LocalStore
 
         def job(roster: MemoryRoster) -> Any:
             store = LocalStore(places[roster.rank])
             store.url = "shared"  # both ranks believe that they save to one place
-            return Save(
-                store,
-                lambda rank: flatten(state(rank), rank),
-                begin_call(roster, timeout=10, stall_timeout=5),
+            request = SaveRequest(
+                store=store,
+                collect=lambda rank: flatten(state(rank), rank),
+                call=begin_call(roster, timeout=10, stall_timeout=5),
                 step=1,
-            ).run()
+            )
+            return SaveJob(request).run()
 
         found = ranks(2, job)
     finally:

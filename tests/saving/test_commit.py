@@ -19,7 +19,8 @@ from holdfast.protocol.call import begin_call
 from holdfast.roster.memory import MemoryRoster
 from holdfast.saving import commit
 from holdfast.saving.commit import Commit
-from holdfast.saving.job import Save
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store import filesystem
 from holdfast.store.local import LocalStore
@@ -171,7 +172,9 @@ def waiting_commit(
     with monkeypatch.context() as patch:
         patch.setattr(Commit, "prepare", prepare)
         call = begin_call(MemoryRoster(), timeout=60, stall_timeout=60)
-        Save(store, lambda rank: flatten({"w": torch.ones(4)}, rank), call).run()
+        SaveJob(
+            SaveRequest(store=store, collect=lambda rank: flatten({"w": torch.ones(4)}, rank), call=call)
+        ).run()
     slow = Delayed(store.files)
     made = Commit(
         slow, "save", Deadline(1000.0, ManualClock()), {}, None, None, "", lambda name: [], lambda: tick(made)

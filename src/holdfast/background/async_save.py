@@ -13,7 +13,8 @@ from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.protocol.call import begin_call, one_folder
 from holdfast.roster.base import Roster
-from holdfast.saving.job import PREVIOUS, Save
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
@@ -57,7 +58,7 @@ def async_save(
     """
     store = open_store(one_folder(path, checkpoint_id))
 
-    def make() -> Save:
+    def make() -> SaveJob:
         call = begin_call(
             roster,
             no_dist=no_dist,
@@ -66,10 +67,10 @@ def async_save(
             timeout=timeout,
             stall_timeout=stall_timeout,
         )
-        return Save(
-            store,
-            lambda rank: flatten(state_dict, rank),
-            call.lane(LANE),
+        request = SaveRequest(
+            store=store,
+            collect=lambda rank: flatten(state_dict, rank),
+            call=call.lane(LANE),
             step=step,
             include=include,
             exclude=exclude,
@@ -77,15 +78,16 @@ def async_save(
             overwrite=overwrite,
             grid=grid,
             notes=notes,
-            options=options,
+            options=options or Options(),
         )
+        return SaveJob(request)
 
     return async_save_into(store, make, step, host_memory_budget, retries)
 
 
 def async_save_into(
     store: Store,
-    make: Callable[[], Save],
+    make: Callable[[], SaveJob],
     step: int | None,
     host_memory_budget: int | None,
     retries: int,

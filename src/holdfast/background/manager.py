@@ -13,34 +13,20 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
-from typing import Any
 from weakref import finalize
 
 from holdfast.background.arena import Arena
 from holdfast.background.gpu_copy import DeviceCopies
 from holdfast.background.pending import Pending
-from holdfast.background.stage import Into, Staged, stage, stage_wave, witnessed
+from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
+from holdfast.background.stage import Into, Staged, stage
 from holdfast.background.writer_client import WriterProcess
-from holdfast.background.writer_messages import Job
-from holdfast.background.writer_process import write_job
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.exits import ENDED_BY_INTERRUPT, Failure, Stage, at_exit, not_at_exit, uncaught
-from holdfast.format.names import DATA
-from holdfast.io.file_writer import WrittenFile, discard, split_files
-from holdfast.layout.tensor import OBJECT
-from holdfast.options import Options
-from holdfast.plan.save import plan_save
-from holdfast.plan.shard_table import Replica
 from holdfast.protocol.operation import read_state
-from holdfast.saving.job import Save, SaveReport, Work
-from holdfast.state.memory import BytesMemory
-from holdfast.store.local import LocalStore
+from holdfast.saving.job import SaveJob, SaveReport
 
 log = logging.getLogger("holdfast")
-PutDown = Callable[[Work, list[Replica], dict[str, Any]], list[WrittenFile]]
 LANE = "async"
 """The lane of the roster on which asynchronous saves meet those of other ranks."""
 EXIT_GRACE = 30.0
@@ -52,8 +38,6 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._copying = False
-        """Does a thread in the background copy into the arena?"""
         self._writer = WriterProcess()
         self._pending: Pending | None = None
         self._lock = threading.Lock()
@@ -62,13 +46,13 @@ class Background:
 
     def save(
         self,
-        make: Callable[[], Save],
+        make: Callable[[], SaveJob],
         path: str,
         step: int | None,
         budget: int | None,
         retries: int,
     ) -> Pending:
-        """Stage what `make` reads, and save it in the background. Waits for the save before this one."""
+        """Stage the state of the job that `make` gives, and save it in the background. Waits for the save before this one."""
         if self.is_of_another_process():
             raise BadInput(
                 "This process was forked after an asynchronous save; it can't go on with its parent's."
@@ -76,28 +60,29 @@ class Background:
         with self._lock:
             self._wait_for_the_last()
             pending = Pending(path, step)
-            save = make()
+            job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead from then on.
-            save.work.trouble = save.work.trouble or read_state(self._writer.start, save.work.held.rank)
-            into = DeviceCopies(save.work.streams).into
-            staged = self._stage(save, budget, into)
-            pending.attempt(save)
+            job.trouble = job.trouble or read_state(self._writer.start, job.rank)
+            into = DeviceCopies(job.streams).into
+            staged = self._stage(job, budget, into)
+            pending.attempt(job)
             self._pending = pending
             if staged is not None:
-                _forget(save.work)
+                forget_copied(job)
                 pending.has_staged()
-                put_down = partial(self._put_down, staged)
+                job.sink = StagedSink(self._writer, self._arena, staged)
             else:
                 assert budget is not None
-                put_down = partial(self._in_waves, pending, budget, into)
+                assert self._arena is not None
+                job.sink = WaveSink(self._writer, self._arena, pending.has_staged, budget, into)
                 retries = 0  # the state that another attempt would copy is not this one any more
-            pending.start(lambda: self._run(pending, save, put_down, retries))
+            pending.start(lambda: self._run(pending, job, retries))
             try:
                 pending.staging_completion.result()  # in waves it takes as long as the writing of all but the last
             except BaseException:
                 pending.cancel()
                 raise
-        interrupt = save.work.trouble.__cause__ if save.work.trouble is not None else None
+        interrupt = job.trouble.__cause__ if job.trouble is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
         return pending
@@ -109,7 +94,7 @@ class Background:
                 return
             self._writer.kill()
             arena, self._arena = self._arena, None
-            if arena is not None and not self._copying:
+            if arena is not None:
                 arena.close()
             unheard = self._pending is not None and self._pending.failed_unseen()
             if self._retired and not unheard:  # what nobody has heard of is told at the end of the process
@@ -135,132 +120,50 @@ class Background:
                 )
             self._pending = None
 
-    def _stage(self, save: Save, budget: int | None, into: Into) -> Staged | None:
+    def _stage(self, job: SaveJob, budget: int | None, into: Into) -> Staged | None:
         """What was copied; None if it has to be copied in waves."""
-        work = save.work
-        found: list[Staged | None] = []
+        results: list[Staged | None] = []
 
         def copy() -> None:
             if self._arena is None:
                 self._arena = Arena()
             begun = time.monotonic()
-            staged = stage(work.held, work.options, self._arena, budget, into)
-            found.append(staged)
+            staged = stage(job.table, job.options, self._arena, budget, into)
+            results.append(staged)
             if staged is not None:
                 seconds = time.monotonic() - begun
-                save.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
+                job.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
 
-        if work.trouble is None:
-            work.trouble = read_state(copy, work.held.rank)
-        return found[0] if found else Staged([])
+        if job.trouble is None:
+            job.trouble = read_state(copy, job.rank)
+        return results[0] if results else Staged([])
 
-    def _run(self, pending: Pending, save: Save, put_down: PutDown, retries: int) -> SaveReport:
-        pause = 0.1
+    def _run(self, pending: Pending, job: SaveJob, retries: int) -> SaveReport:
+        deadline, pause = job.request.call.deadline, 0.1
         for left in range(retries, -1, -1):
-            save.work.put_down = put_down
             try:
-                return self._run_once(save)
+                return self._run_once(job)
             except (CommitUnconfirmed, RosterLost, BadInput):
                 raise
             except HoldfastError as error:
-                if not left or pending.cancelled or save.operation.call.deadline.passed():
+                if not left or pending.cancelled or deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
-                save.operation.call.deadline.clock.sleep(min(pause, save.operation.call.deadline.left()))
+                deadline.clock.sleep(min(pause, deadline.left()))
                 pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
-                save.begin_again()
-                pending.attempt(save)
+                job.begin_again()
+                pending.attempt(job)
         raise AssertionError("unreachable")
 
-    def _run_once(self, save: Save) -> SaveReport:
+    def _run_once(self, job: SaveJob) -> SaveReport:
         try:
-            return save.run(beside_training=True)
+            return job.run(beside_training=True)
         except BaseException:
-            if self._writer.busy or self._copying:  # the thread that does it was left behind
-                self._writer.kill()
-                self._arena, self._copying = (
-                    None,
-                    False,
-                )  # what it still copies must not get into the next save
-            raise
-
-    def _put_down(
-        self, staged: Staged, work: Work, replicas: list[Replica], about: dict[str, Any]
-    ) -> list[WrittenFile]:
-        """Write what was copied."""
-        return self._write(work, replicas, about, work.options, staged, None)
-
-    def _in_waves(
-        self,
-        pending: Pending,
-        budget: int,
-        into: Into,
-        work: Work,
-        replicas: list[Replica],
-        about: dict[str, Any],
-    ) -> list[WrittenFile]:
-        """Copy as much as the budget allows, write it as a file, and so on; the caller waits for the last copy."""
-        arena = self._arena
-        assert arena is not None
-        held, limit = work.held, min(work.options.max_file_bytes, budget)
-        options = replace(work.options, columns=(), max_file_bytes=limit)
-        plan = plan_save(held, replicas, options)
-        work.streams.wait()
-        cuts, digests = split_files(plan, options), witnessed(held, plan)
-        made: list[WrittenFile] = []
-        for part, cut in enumerate(cuts):
-            self._copying = True
-            staged = stage_wave(held, plan, cut, arena, into)
-            staged.witnessed = digests
-            work.operation.still_wanted()
-            self._copying = False
-            if part == len(cuts) - 1:
-                _forget(work)
-                pending.has_staged()
-            made += self._write(work, replicas, about, options, staged, part)
-        return made
-
-    def _write(
-        self,
-        work: Work,
-        replicas: list[Replica],
-        about: dict[str, Any],
-        options: Options,
-        staged: Staged,
-        only: int | None,
-    ) -> list[WrittenFile]:
-        """Files from the arena, by the writer process; by this thread where only this process sees the store."""
-        assert self._arena is not None
-        held, store = work.held, work.store
-        job = Job(
-            number=0,
-            arena=0,
-            size=self._arena.size,
-            store=store.url,
-            rank=held.rank,
-            specs=held.specs,
-            boxes=held.boxes,
-            replicas=replicas,
-            plain=held.plain,
-            lates=held.lates,
-            base=staged.base,
-            witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
-            about=about,
-            options=options,
-            only=only,
-        )
-
-        def planned(total: int) -> None:
-            work.total = total
-
-        if not isinstance(store, LocalStore):
-            return write_job(job, self._arena, store, planned, work.moved)
-        try:
-            return self._writer.write(self._arena, job, planned, work.moved, work.operation.still_wanted)
-        except BaseException:
-            self._writer.kill()  # it may be stuck, and what it still wrote would be left behind
-            if not work.options.keep_failed:
-                _sweep(store, about["attempt"], held.rank)
+            copying = isinstance(job.sink, WaveSink) and job.sink.copying
+            if self._writer.busy or copying:
+                self._writer.kill()  # the thread that uses it was left behind
+            if copying:
+                self._arena = None  # what that still copies must not get into the next save
             raise
 
     def is_of_another_process(self) -> bool:
@@ -298,23 +201,6 @@ def _outcome(pending: Pending) -> Failure | None:
     return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
 
 
-def _forget(work: Work) -> None:
-    """What was copied is not held on to, but for objects, which are compared with other ranks'."""
-    held = work.held
-    held.memory = [
-        memory if spec.kind == OBJECT else _COPIED
-        for spec, memory in zip(held.specs, held.memory, strict=True)
-    ]
-
-
-def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
-    """Delete what a writer that was ended left behind."""
-    with suppress(HoldfastError):
-        mine = f"{attempt}-r{rank:05d}"
-        discard(store, [f"{DATA}/{name}" for name in store.list(DATA) if name.startswith(mine)])
-
-
-_COPIED = BytesMemory(b"")
 _known: set[Background] = set()
 """All of this process that may have a save under way, or one that failed and nobody has asked for."""
 _of_thread = threading.local()

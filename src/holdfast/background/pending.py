@@ -9,7 +9,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.errors import DeadlineExceeded, HoldfastError
-from holdfast.saving.job import Save, SaveReport
+from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.threads import start_thread
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class Pending:
             future.set_running_or_notify_cancel()  # `cancel` of a future can't end a save; that of this object can
         self.only_warns = False
         """Is a failure to be logged, and no more?"""
-        self._save: Save | None = None
+        self._save: SaveJob | None = None
         self._who = "a rank"
         self._last = Progress("staging", 0, 0)
         self.cancelled: HoldfastError | None = None
@@ -100,7 +100,7 @@ class Pending:
         self._last = self.progress()
         self._save = None
 
-    def attempt(self, save: Save) -> None:
+    def attempt(self, save: SaveJob) -> None:
         """It is this save that goes on now."""
         self._save, self._who = save, save.operation.at.who
         if self.cancelled is not None:
@@ -177,7 +177,7 @@ class Pending:
         save = self._save
         if save is None:
             return self._last
-        return Progress(save.operation.at.phase, save.operation.presence.progress, save.work.total)
+        return Progress(save.operation.at.phase, save.operation.presence.progress, save.bytes_total)
 
     def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
         try:

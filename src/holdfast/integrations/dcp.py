@@ -19,7 +19,8 @@ from holdfast.integrations.dcp_metadata import mark
 from holdfast.loading.job import load as _load
 from holdfast.options import Options
 from holdfast.protocol.call import Call, begin_call, one_folder
-from holdfast.saving.job import Save, SaveReport
+from holdfast.saving.job import SaveJob, SaveReport
+from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
@@ -100,7 +101,7 @@ def async_save(
     )
     store = open_store(one_folder(None, checkpoint_id))
 
-    def make() -> Save:
+    def make() -> SaveJob:
         call = begin_call(
             no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
         )
@@ -109,11 +110,16 @@ def async_save(
     return async_save_into(store, make, None, host_memory_budget, 0)
 
 
-def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Options | None) -> Save:
+def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Options | None) -> SaveJob:
     """A save that reads the state now, and marks the folder for tools of DCP once it is committed."""
-    return Save(
-        store, lambda rank: flatten(state_dict, rank), call, options=options, after=lambda: mark(store)
+    request = SaveRequest(
+        store=store,
+        collect=lambda rank: flatten(state_dict, rank),
+        call=call,
+        options=options or Options(),
+        after=lambda: mark(store),
     )
+    return SaveJob(request)
 
 
 def _refuse(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: Any) -> None:

@@ -36,7 +36,8 @@ from holdfast.options import Options
 from holdfast.plan.shard_table import contiguous_at
 from holdfast.protocol.call import begin_call
 from holdfast.roster.memory import MemoryRoster
-from holdfast.saving.job import Save, SaveReport
+from holdfast.saving.job import SaveJob, SaveReport
+from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat, Leaf
 from holdfast.state.memory import Part
 from holdfast.store.base import Reader, Store, replace_file, storage_errors
@@ -142,18 +143,19 @@ def import_torch_dist(
             if (common := read_file(store, COMMON_FILE)) is not None:
                 yield COMMON, Part.object(COMMON, objects.TORCH + _intact(common, COMMON_FILE))
 
-        def take(rank: int) -> Flat:
+        def collect(rank: int) -> Flat:
             return Flat([Leaf(name, value, _ignore) for name, value in values()])
 
-        report = Save(
-            open_store(out),
-            take,
-            begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
+        request = SaveRequest(
+            store=open_store(out),
+            collect=collect,
+            call=begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
             step=step,
             notes={"imported": "torch_dist"},
             overwrite=False,
-            options=options,
-        ).run()
+            options=options or Options(),
+        )
+        report = SaveJob(request).run()
     if (folder / CONFIG).exists():
         replace_file(open_store(out), CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     return report

@@ -1,4 +1,7 @@
-"""`load`: from a committed checkpoint into a user's state, in place, in any layout."""
+"""The load of one rank: collect the state, choose a version, plan, read, put what was read into the state, report.
+
+`LoadJob` is what the protocol (`protocol.core.load_steps`) drives; its methods stand in the order in which they are called.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
-from holdfast.loading.offset_exchange import Lengths, put_in_place, unplaced
+from holdfast.loading.offset_exchange import Lengths, exchange_offsets, put_in_place, unplaced
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import Holding, describe
@@ -65,39 +68,104 @@ class LoadReport(msgspec.Struct, frozen=True):
     no state under them."""
 
 
-@dataclass
-class _Work:
-    """The load of one rank, as the protocol wants it."""
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """A load of this rank: what it was asked for. The same value for plain, DCP and Megatron loads.
+
+    collect: yields the leaves of the state for a rank. What it raises is told to the other ranks.
+    signature: what else tells this call from others on the same folder; the same on all ranks.
+    The other fields are the arguments of `holdfast.load`.
+    """
 
     store: Store
-    held: Holding
-    strict: bool
-    options: Options
-    operation: Operation
-    leaves: list[Leaf] = field(default_factory=list)
-    owner: list[int] = field(default_factory=list)
-    """Per row of `held`, its leaf."""
-    trouble: HoldfastError | None = None
-    streams: CallerStreams = field(default_factory=lambda: CallerStreams(Holding()))
-    step: int | None = None
-    needed: int = 0
-    bytes_read: int = 0
-    missing: list[str] = field(default_factory=list)
-    filled: list[int] = field(default_factory=list)
-    """Leaves that were filled."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    """Bytes of each object that was read, by leaf."""
-    prefix: bytes = b""
-    values: dict[int, Any] = field(default_factory=dict)
-    """Objects that were read, by leaf."""
-    patterns: Patterns = (None, None)
-    built: list[tuple[Leaf, Any]] = field(default_factory=list)
-    """What was made for leaves, to take their place."""
-    lazy: LazyStates | None = None
-    asked: int = 0
-    """Rows that this rank asks for."""
-    there: int = 0
-    """Names in the checkpoint."""
+    collect: Callable[[int], Flat]
+    call: Call
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    strict: bool = True
+    options: Options = field(default_factory=Options)
+    signature: object = None
+
+    def run(self) -> LoadReport:
+        """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""
+        job = LoadJob(self)
+        try:
+            job.run()
+        except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
+            offsets = exchange_offsets(self.store, self.call, job.table, job.trouble)
+            job = LoadJob(self, offsets)
+            job.run()
+        return job.apply()
+
+
+class LoadJob:
+    """A load of this rank. The state is collected at once; `run` brings the load to its end, `apply` puts the result into the state.
+
+    offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which finds out whether it is needed.
+    """
+
+    def __init__(self, request: LoadRequest, offsets: Lengths | None = None) -> None:
+        self.request, self.store, self._offsets = request, request.store, offsets
+        self.rank = request.call.rank
+        self.patterns: Patterns = (request.include, request.exclude)
+        self.table = Holding(self.rank)
+        self.leaves: list[Leaf] = []
+        self.owner: list[int] = []
+        """Per row of `table`, its leaf."""
+        self.after: list[Callable[[], None]] = []
+        """What is called once all is in the state: `load_state_dict` of stateful values."""
+        self.streams = CallerStreams(self.table)
+        self.step: int | None = None
+        self.bytes_needed = self.bytes_read = 0
+        self.rows_asked = 0
+        """Rows that this rank asks for."""
+        self.names_stored = 0
+        """Names in the checkpoint."""
+        self.missing: list[str] = []
+        self.filled: list[int] = []
+        """Leaves that were filled."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of each object that was read, by leaf."""
+        self.prefix = b""
+        self.values: dict[int, Any] = {}
+        """Objects that were read, by leaf."""
+        self.lazy: LazyStates | None = None
+        self.built: list[tuple[Leaf, Any]] = []
+        """What was made for leaves, to take their place."""
+        self.operation = Operation(
+            "load",
+            f"load of {self.store.url}",
+            self.store.url,
+            request.call,
+            LOAD_TRANSITIONS,
+            include=request.include,
+            exclude=request.exclude,
+            strict=request.strict,
+            signature=request.signature,
+            lengths=offsets is not None,
+        )
+        self.trouble = read_state(self._collect, self.rank)
+        """What collecting the state met. The protocol tells it to the other ranks."""
+        if offsets is None and self.trouble is None:
+            self.trouble = unplaced(self.table, self.operation.at.title)
+
+    def run(self) -> None:
+        """Run the protocol to its end."""
+        self.operation.run(lambda: load_steps(self.operation.at, self), self.trouble)
+
+    # -- collect ----------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        request = self.request
+        flat = request.collect(self.rank)
+        self.after = flat.after
+        self.leaves = select(flat.leaves, request.include, request.exclude)
+        self.table, self.owner = hold(self.leaves, self.rank, request.call.participants, for_load=True)
+        self.streams = CallerStreams(self.table)
+        if self._offsets is not None:
+            put_in_place(self.table, self._offsets)
+
+    # -- choose a version and read it -------------------------------------------------------------
 
     def choose(self) -> Message:
         if self.trouble is not None:
@@ -123,53 +191,53 @@ class _Work:
                     ) from None
                 raise self._replaced() from None
         self._decode()
-        return {"bytes": self.bytes_read, "asked": self.asked}
+        return {"bytes": self.bytes_read, "asked": self.rows_asked}
 
     def check(self, reports: dict[int, Message]) -> None:
         """A load into nothing, where there is something, is one into the wrong state."""
-        if self.there and not any(report["asked"] for report in reports.values()):
+        if self.names_stored and not any(report["asked"] for report in reports.values()):
             raise BadInput(
-                f"The load of {self.store.url}, which holds {self.there} names, asks for nothing: no rank has a value in its state.",
+                f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no rank has a value in its state.",
                 hint="Give the values that are to be filled (a module, its state_dict(), what holdfast.get_state_dict gives, tensors), "
                 "or look at include= and exclude=.",
             )
 
     def _read(self, index: Source) -> None:
         self.lazy = LazyStates(
-            self.store.url, self.leaves, self.owner, self.held, self.operation.at.participants
+            self.store.url, self.leaves, self.owner, self.table, self.request.call.participants
         )
-        self.lazy.look(index, self.patterns, self.strict)
-        self.missing, self.there = self.lazy.missing, index.tensors
-        rows = index.find([spec.name for spec in self.held.specs])
+        self.lazy.look(index, self.patterns, self.request.strict)
+        self.missing, self.names_stored = self.lazy.missing, index.tensors
+        rows = index.find([spec.name for spec in self.table.specs])
         keep = self._check_missing(rows, index)
-        held = Holding(self.held.rank)
+        wanted = Holding(self.table.rank)
         tensors, position = np.unique(rows[keep], return_inverse=True)
         columns = index.select(tensors)
         for place, row in enumerate(keep):
-            self._take(held, row, columns, int(position[place]))
-        plan = plan_read(held, position, columns, index.where)
-        check_filled(held, plan)
-        self.needed = plan.bytes_needed
-        announce(held, [self.leaves[self.owner[row]] for row in keep])
+            self._take(wanted, row, columns, int(position[place]))
+        plan = plan_read(wanted, position, columns, index.where)
+        check_filled(wanted, plan)
+        self.bytes_needed = plan.bytes_needed
+        announce(wanted, [self.leaves[self.owner[row]] for row in keep])
         self.streams.wait()
         read = read_into(
             self.store,
-            held,
+            wanted,
             columns,
             plan,
-            self.options.writer_threads,
-            lambda moved: self.operation.progress(moved, self.needed),
+            self.request.options.writer_threads,
+            lambda moved: self.operation.progress(moved, self.bytes_needed),
         )
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
         self.prefix = index.object_prefix
         self.filled = [self.owner[row] for row in keep]
-        objects_read = [place for place in range(len(keep)) if held.specs[place].kind == OBJECT]
-        self.sizes = {self.filled[place]: held.specs[place].shape[0] for place in objects_read}
+        objects_read = [place for place in range(len(keep)) if wanted.specs[place].kind == OBJECT]
+        self.sizes = {self.filled[place]: wanted.specs[place].shape[0] for place in objects_read}
 
     def _replaced(self) -> Replaced:
         return Replaced(
-            f"{self.store.url} was replaced or removed while rank {self.held.rank} loaded it.",
+            f"{self.store.url} was replaced or removed while rank {self.table.rank} loaded it.",
             hint="Load again.",
         )
 
@@ -201,20 +269,20 @@ class _Work:
 
     def _check_missing(self, rows: Any, index: Source) -> list[int]:
         """Rows of the holding that the checkpoint has; the others are an error unless excused."""
-        gone = [row for row in range(len(self.held)) if rows[row] < 0]
+        gone = [row for row in range(len(self.table)) if rows[row] < 0]
         empty = {
             row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
         }
-        refuse_empty(self.store.url, [self.held.specs[row].name for row in sorted(empty)], index)
+        refuse_empty(self.store.url, [self.table.specs[row].name for row in sorted(empty)], index)
         names = list(
             dict.fromkeys(
-                self.held.specs[row].name
+                self.table.specs[row].name
                 for row in gone
                 if row not in empty and not self.leaves[self.owner[row]].optional
             )
         )
-        self.asked = len(self.held) - len(empty)
-        if names and self.strict:
+        self.rows_asked = len(self.table) - len(empty)
+        if names and self.request.strict:
             have = index.names()
 
             def say(name: str) -> str:
@@ -228,19 +296,19 @@ class _Work:
                 details={"missing": names[:100]},
             )
         self.missing += names
-        return [row for row in range(len(self.held)) if rows[row] >= 0]
+        return [row for row in range(len(self.table)) if rows[row] >= 0]
 
-    def _take(self, held: Holding, row: int, columns: Columns, tensor: int) -> None:
+    def _take(self, wanted: Holding, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
-        spec, memory = self.held.specs[row], self.held.memory[row]
+        spec, memory = self.table.specs[row], self.table.memory[row]
         kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
         if spec.kind == OBJECT and kind == OBJECT:
             assert isinstance(memory, BytesMemory)
             with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                 memory.resize(shape[0])
-            held.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
+            wanted.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
             return
-        dtype, box = int(columns.dtype[tensor]), self.held.boxes[row]
+        dtype, box = int(columns.dtype[tensor]), self.table.boxes[row]
         leaf = self.leaves[self.owner[row]]
         if spec.kind == TENSOR == kind and (leaf.converts or leaf.fits):
             assert isinstance(memory, TensorMemory)
@@ -258,22 +326,43 @@ class _Work:
                 else "Build the model as it was saved, or leave this name out with exclude=.",
                 details={"tensor": spec.name},
             )
-        held.add(spec, box, (0, 1), False, memory)
+        wanted.add(spec, box, (0, 1), False, memory)
 
     def _decode(self) -> None:
         """Objects, before this rank says that it has read: one that can't be decoded fails the load everywhere."""
         rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
         for owner, size in self.sizes.items():
-            memory = self.held.memory[rows[owner]]
+            memory = self.table.memory[rows[owner]]
             assert isinstance(memory, BytesMemory)
             name = self.leaves[owner].name
             with bounded_memory(f"The object {name!r} of {self.store.url}"):
                 self.values[owner] = objects.decode(self.prefix + memory.value(size), name)
         self.built = self.lazy.build(self.values) if self.lazy is not None else []
 
-    def give_back(self) -> None:
-        """What was read into the state."""
+    # -- put it into the state --------------------------------------------------------------------
+
+    def apply(self) -> LoadReport:
+        """Put what was read into the state. What fails here is not known to other ranks."""
         give_back(self.leaves, self.filled, self.values, self.built)
+        at = self.operation.at
+        for finish in self.after:
+            try:
+                finish()
+            except Exception as error:
+                raise LoadFailed(
+                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: {type(error).__name__}: {error}",
+                    rank=self.rank,
+                    hint="Other ranks don't know of this.",
+                ) from error
+        return LoadReport(
+            self.store.url,
+            self.step,
+            len(set(self.filled)),
+            self.bytes_needed,
+            self.bytes_read,
+            self.operation.seconds(),
+            tuple(self.missing),
+        )
 
 
 def _fitted(
@@ -325,98 +414,18 @@ def load(
         timeout=timeout,
         stall_timeout=stall_timeout,
     )
+    request = LoadRequest(
+        store=store,
+        collect=lambda rank: flatten(state_dict, rank),
+        call=call,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        options=options or Options(),
+    )
     while True:
         try:
-            return load_from(
-                store,
-                lambda rank: flatten(state_dict, rank),
-                call,
-                include=include,
-                exclude=exclude,
-                strict=strict,
-                options=options,
-            )
+            return request.run()
         except Replaced:  # the same on every rank: all begin anew, with the version that is there now
             if call.deadline.left() < timeout / 2:
                 raise
-
-
-def load_from(
-    store: Store,
-    take: Callable[[int], Flat],
-    call: Call,
-    *,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
-    strict: bool = True,
-    options: Options | None = None,
-    signature: object = None,
-) -> LoadReport:
-    """`load` from a store, into what `take(rank)` yields; what that raises is told to the other ranks.
-
-    signature: what else tells this call from others on the same folder, the same on all ranks.
-    """
-    flat = Flat()
-    lengths: Lengths | None = None
-
-    def begin() -> _Work:
-        operation = Operation(
-            "load",
-            f"load of {store.url}",
-            store.url,
-            call,
-            LOAD_TRANSITIONS,
-            include=include,
-            exclude=exclude,
-            strict=strict,
-            signature=signature,
-            lengths=lengths is not None,
-        )
-        held = Holding(call.rank)
-        return _Work(store, held, strict, options or Options(), operation, patterns=(include, exclude))
-
-    def read() -> None:
-        taken = take(call.rank)
-        flat.after = taken.after
-        work.leaves = select(taken.leaves, include, exclude)
-        work.held, work.owner = hold(work.leaves, call.rank, call.participants, for_load=True)
-        work.streams = CallerStreams(work.held)
-        if lengths is not None:
-            put_in_place(work.held, lengths)
-
-    while True:
-        work = begin()
-        operation = work.operation
-        work.trouble = read_state(read, call.rank)
-        if lengths is None and work.trouble is None:
-            work.trouble = unplaced(work.held, operation.at.title)
-        try:
-            operation.run(lambda: load_steps(operation.at, work), work.trouble)  # noqa: B023
-            break
-        except Unplaced:  # the same on every rank
-            lengths = Lengths(
-                f"lengths for the {operation.at.title}",
-                f"{store.url}|lengths",
-                call,
-            ).of(work.held, work.trouble)
-            lengths.run()
-    work.give_back()
-    for finish in flat.after:
-        try:
-            finish()
-        except Exception as error:
-            raise LoadFailed(
-                f"{operation.at.title}: all was read, but load_state_dict failed on {operation.at.who}: "
-                f"{type(error).__name__}: {error}",
-                rank=call.rank,
-                hint="Other ranks don't know of this.",
-            ) from error
-    return LoadReport(
-        store.url,
-        work.step,
-        len(set(work.filled)),
-        work.needed,
-        work.bytes_read,
-        operation.seconds(),
-        tuple(work.missing),
-    )

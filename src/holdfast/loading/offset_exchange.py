@@ -1,4 +1,4 @@
-"""Before a load: where do shards begin whose offsets only all lengths together tell?
+"""Compute the offsets of shards that depend on the local length of every rank.
 
 A save leaves this to its commit. A load must know before it reads, so the ranks meet once more: each says what it has along the
 uneven axis, the committer adds up. Only loads of which a rank has such a shard come here; that rank's `Unplaced` brings all of them.
@@ -13,8 +13,10 @@ from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import listed
 from holdfast.plan.shard_table import Holding
+from holdfast.protocol.call import Call
 from holdfast.protocol.task import Turn
 from holdfast.roster.base import Message
+from holdfast.store.base import Store
 
 
 def unplaced(held: Holding, title: str) -> HoldfastError | None:
@@ -79,6 +81,13 @@ class Lengths(Turn):
     def act(self, answer: Message) -> Message:
         self.shifts = list(map(int, answer["shifts"]))
         return {}
+
+
+def exchange_offsets(store: Store, call: Call, table: Holding, trouble: HoldfastError | None) -> Lengths:
+    """Tell the other ranks what this one holds along uneven axes, and hear where its shards begin."""
+    lengths = Lengths(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(table, trouble)
+    lengths.run()
+    return lengths
 
 
 def put_in_place(held: Holding, lengths: Lengths) -> None:

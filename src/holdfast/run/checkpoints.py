@@ -10,10 +10,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from holdfast.background.pending import Pending
-from holdfast.loading.job import LoadReport, load_from
+from holdfast.loading.job import LoadReport, LoadRequest
 from holdfast.protocol.call import Call, whole_step
 from holdfast.run.steps import Steps
-from holdfast.saving.job import PREVIOUS, Save
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.run_folder import step_of
@@ -49,11 +50,11 @@ class Checkpoints(Steps):
 
         step = whole_step(step)
 
-        def make(call: Call) -> Save:
-            return Save(
-                self._folder(step),
-                lambda rank: flatten(state, rank),
-                call,
+        def make(call: Call) -> SaveJob:
+            request = SaveRequest(
+                store=self._folder(step),
+                collect=lambda rank: flatten(state, rank),
+                call=call,
                 step=step,
                 include=include,
                 exclude=exclude,
@@ -66,6 +67,7 @@ class Checkpoints(Steps):
                 permit=partial(self._permit, call),
                 after=lambda: self._retire(step),
             )
+            return SaveJob(request)
 
         return self._save(make, step)
 
@@ -96,7 +98,13 @@ class Checkpoints(Steps):
         """`restore`, returning the whole report."""
 
         def load(store: Store, call: Call) -> LoadReport:
-            report = load_from(store, lambda rank: flatten(state, rank), call, options=self._options, **how)
+            report = LoadRequest(
+                store=store,
+                collect=lambda rank: flatten(state, rank),
+                call=call,
+                options=self._options,
+                **how,
+            ).run()
             if report.step is None:  # it was saved without one, or by torch DCP: its folder tells
                 report = replace(report, step=step_of(os.path.basename(store.url)))
             return report

@@ -29,7 +29,7 @@ from holdfast.protocol.call import Call, begin_call, whole_step
 from holdfast.protocol.operation import agree
 from holdfast.roster.base import Roster
 from holdfast.run.owner import lease_of
-from holdfast.saving.job import Save
+from holdfast.saving.job import SaveJob
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.store.run_folder import (
@@ -115,7 +115,7 @@ class Steps:
             stall_timeout=stall_timeout,
         )
         """Begins a call: its deadline counts from then."""
-        self._grid, self._options = grid, options
+        self._grid, self._options = grid, options or Options()
         self._takeover = takeover
         self._lease = lease_of(
             self.store
@@ -187,7 +187,7 @@ class Steps:
             raise error
         log.warning("A save in the background failed: %s", error)
 
-    def _save(self, make: Callable[[Call], Save], step: int) -> Pending | None:
+    def _save(self, make: Callable[[Call], SaveJob], step: int) -> Pending | None:
         """Begin what `make` reads; None if it was skipped because too many are under way on some rank."""
         if self._skips and self._asynchronous and self._is_busy(step):
             return None

@@ -7,7 +7,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from holdfast.deadline import REAL_CLOCK
@@ -19,8 +19,8 @@ PATIENCE = 30.0
 """Seconds that a call which may pass by itself is tried again."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
-VANISHING = 100
-"""Times that folders are made anew because a failed save takes its empty ones away at the same moment."""
+VANISHING = 5.0
+"""Seconds that folders are made anew because a failed save takes its empty ones away at the same moment."""
 STALE = frozenset({errno.ESTALE})
 """A network file system lost a file's handle: what has the name now is found by opening it again."""
 PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
@@ -119,8 +119,8 @@ def sync_folder(path: str) -> None:
         close_quietly(fd)
 
 
-def make_folders(path: str) -> None:
-    """mkdir -p whose every new name is durable."""
+def make_folders(path: str) -> list[str]:
+    """mkdir -p. The folders that hold a new name are returned; syncing them makes the names durable."""
     missing = []
     while not os.path.isdir(path) and path != os.path.dirname(path):
         missing.append(path)
@@ -133,22 +133,34 @@ def make_folders(path: str) -> None:
                 raise StorageError(
                     f"{folder} is a file, not a folder.", details={"errno": errno.ENOTDIR}
                 ) from None
-        sync_folder(os.path.dirname(folder))
+    return [os.path.dirname(folder) for folder in reversed(missing)]
 
 
 def create_file(path: str, access: int) -> int:
-    """A descriptor of a new file, in folders that are made if they are not there."""
-    left = VANISHING
+    """A descriptor of a new file, in folders that are made, durably, if they are not there.
+
+    A failed save takes its empty folders away, maybe at the same moment: then they are made again. They are synced once the file is in
+    them, and they can't go any more.
+    """
+    ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
     while True:
         try:
-            make_folders(os.path.dirname(path))
-            return os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except (
-            FileNotFoundError
-        ):  # a failed save took the folder away, empty as it was, between these two lines
-            left -= 1
-            if not left:
+            grown = make_folders(os.path.dirname(path))
+            fd = os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            break
+        except FileNotFoundError:
+            if REAL_CLOCK.now() >= ends:
                 raise
+        REAL_CLOCK.sleep(0.001)
+    try:
+        for folder in grown:
+            sync_folder(folder)
+    except BaseException:
+        close_quietly(fd)
+        with suppress(OSError):
+            os.unlink(path)
+        raise
+    return fd
 
 
 @contextmanager

@@ -23,13 +23,13 @@ from holdfast.integrations.megatron.saving import State, own_containers, read_st
 from holdfast.integrations.megatron.shards import take_data, to_load
 from holdfast.io.open_checkpoint import open_index, open_source
 from holdfast.layout.tensor import listed
-from holdfast.loading.job import load_from
+from holdfast.loading.job import LoadRequest
 from holdfast.options import Options
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.consensus import Together
 from holdfast.protocol.operation import agree, read_state
 from holdfast.roster.base import Roster
-from holdfast.saving.job import Save
+from holdfast.saving.job import SaveJob
 from holdfast.state.flatten import Flat, Leaf
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
@@ -91,14 +91,14 @@ def save(
         preprocess_common_before_consistancy_check,
     )
 
-    def make(call: Call) -> Save:
+    def make(call: Call) -> SaveJob:
         return read_state_dict(
             store,
             state,
             call,
             step=step,
             expected=expected,
-            options=options,
+            options=options or Options(),
             after=lambda: mark(store),
         )
 
@@ -170,7 +170,7 @@ def load_state(
     missing = request.missing(call)
     common: list[Any] = []
 
-    def take(rank: int) -> Flat:
+    def collect(rank: int) -> Flat:
         if trouble is not None:
             raise trouble
         request.refuse(missing)
@@ -178,7 +178,13 @@ def load_state(
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with allowing(mcore.safe_types()):
-        load_from(store, take, call, options=options, signature=request.mode.value)
+        LoadRequest(
+            store=store,
+            collect=collect,
+            call=call,
+            options=options or Options(),
+            signature=request.mode.value,
+        ).run()
     try:
         loaded = request.give(common[0] if common else request.common)
     except Exception as error:

@@ -15,7 +15,7 @@ from holdfast.integrations.megatron.metadata import mark
 from holdfast.integrations.megatron.saving import State, read_state_dict
 from holdfast.protocol.call import Call, whole_step
 from holdfast.run.steps import Steps
-from holdfast.saving.job import Save
+from holdfast.saving.job import SaveJob
 from holdfast.store.base import replace_file
 from holdfast.store.run_folder import committed_steps
 
@@ -46,7 +46,7 @@ class Checkpoints(Steps):
 
         iteration = whole_step(iteration)
 
-        def make(call: Call) -> Save:
+        def make(call: Call) -> SaveJob:
             return read_state_dict(
                 self._folder(iteration),
                 State(sharded_state_dict, content_metadata),

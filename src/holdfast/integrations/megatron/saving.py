@@ -14,7 +14,8 @@ from holdfast.integrations.megatron.common import Comparison
 from holdfast.integrations.megatron.shards import Copies, to_save
 from holdfast.protocol.call import Call
 from holdfast.roster.base import Message
-from holdfast.saving.job import Save
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
 
@@ -34,12 +35,12 @@ def read_state_dict(
     state: State,
     call: Call,
     **how: Any,
-) -> Save:
-    """A `save` into a store that has yet to run; `how` is that of `Save`."""
+) -> SaveJob:
+    """A save that has collected the state and has yet to run. how: fields of `SaveRequest`."""
     everyone = call.participants
     told = _Told(Comparison(state.preprocess) if state.validate and len(everyone) > 1 else None)
 
-    def take(rank: int) -> Flat:
+    def collect(rank: int) -> Flat:
         parts, common = _take_apart(state)
         if rank == everyone[0]:
             _check_storable(common)
@@ -48,7 +49,16 @@ def read_state_dict(
 
     notes = {"megatron-core": mcore.VERSION}
     with allowing(mcore.safe_types()):
-        return Save(store, take, call, notes=notes, say=told.say, hear=told.hear, **how)
+        request = SaveRequest(
+            store=store,
+            collect=collect,
+            call=call,
+            notes=notes,
+            report=told.report,
+            merge_reports=told.merge,
+            **how,
+        )
+        return SaveJob(request)
 
 
 def _take_apart(state: State) -> tuple[list[Any], dict[str, Any]]:
@@ -76,12 +86,12 @@ class _Told:
         if self._comparison is not None:
             self._comparison.read(own_containers(common), ranks, steps.comparable)
 
-    def say(self) -> Message:
+    def report(self) -> Message:
         said: Message = {"steps": self._steps} if self._steps else {}
         common = self._comparison.say() if self._comparison is not None else ""
         return said | ({"common": common} if common else {})
 
-    def hear(self, said: dict[int, Message]) -> Message:
+    def merge(self, said: dict[int, Message]) -> Message:
         """What goes into the notes of the index."""
         if self._comparison is not None:
             self._comparison.compare({rank: message.get("common", "") for rank, message in said.items()})
