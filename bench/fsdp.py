@@ -150,7 +150,7 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from holdfast.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
     from holdfast.protocol.operation import collector_paused
     from holdfast.state.dtensor import CHUNKS
-    from holdfast.state.flatten import flatten, hold
+    from holdfast.state.flatten import build_shard_table, flatten
 
     mesh = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp_cp",))
     lengths = np.random.default_rng(0).integers(0, 5, (tensors, rank.world))
@@ -186,7 +186,7 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
 
     def describe() -> None:
         with collector_paused():  # as in a save
-            hold(flatten(state, rank.index).leaves, rank.index, everyone)
+            build_shard_table(flatten(state, rank.index).leaves, rank.index, everyone)
 
     for _ in range(reps):
         forget()

@@ -14,8 +14,8 @@ from holdfast.layout.grid import Grid
 from holdfast.protocol.phases import (
     CHOICE_TRANSITIONS,
     LOAD_TRANSITIONS,
+    TASK_TRANSITIONS,
     TRANSITIONS,
-    TURN_TRANSITIONS,
     Table,
 )
 
@@ -78,7 +78,7 @@ BLOCKS = {
     "save": TRANSITIONS,
     "load": LOAD_TRANSITIONS,
     "choice": CHOICE_TRANSITIONS,
-    "turn": TURN_TRANSITIONS,
+    "turn": TASK_TRANSITIONS,
 }
 
 

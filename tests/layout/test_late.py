@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.layout.deferred_offset import Late, place, told
+from holdfast.layout.deferred_offset import DeferredOffset, place, told
 
-Row = tuple[int, Late]
+Row = tuple[int, DeferredOffset]
 
 
 def placed(
@@ -33,7 +33,7 @@ def lines(draw: st.DrawFn) -> list[Row]:
             length = draw(st.integers(0, 9))
             for _ in range(draw(st.integers(1, 2))):
                 start = draw(st.sampled_from([-1, at, 3]))
-                rows.append((tensor, Late(axis, lane, position, length, start)))
+                rows.append((tensor, DeferredOffset(axis, lane, position, length, start)))
             at += length
     return draw(st.permutations(rows))
 
@@ -59,7 +59,11 @@ def test_every_shard_begins_where_those_before_it_end(rows: list[Row]) -> None:
 
 
 def test_replicas_of_different_length_are_told() -> None:
-    rows = [(0, Late(0, 0, 0, 4, -1)), (0, Late(0, 0, 1, 3, 4)), (0, Late(0, 0, 1, 2, -1))]
+    rows = [
+        (0, DeferredOffset(0, 0, 0, 4, -1)),
+        (0, DeferredOffset(0, 0, 1, 3, 4)),
+        (0, DeferredOffset(0, 0, 1, 2, -1)),
+    ]
     _, differ, _ = placed(rows)
     assert differ is not None
     assert {rows[at][1].length for at in differ} == {2, 3}
@@ -73,7 +77,7 @@ def test_who_knows_better_sets_the_others_right(lengths: list[int], data: st.Dat
     starts = [data.draw(st.integers(0, 20)) for _ in lengths]
     starts[knows] = told(begins[knows])
     rows = [
-        (0, Late(0, 0, at, length, start))
+        (0, DeferredOffset(0, 0, at, length, start))
         for at, (length, start) in enumerate(zip(lengths, starts, strict=True))
     ]
     shifts, _, totals = placed(rows, sum(lengths))

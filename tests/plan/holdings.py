@@ -7,7 +7,7 @@ import numpy as np
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import CODE_OF, TensorSpec
 from holdfast.plan.save import Planned
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 
 
 class NoMemory:
@@ -24,13 +24,13 @@ class NoMemory:
 
 def holding(
     *rows: tuple[str, tuple[int, ...], Box | None], dtype: str = "float32", plain: bool = False, rank: int = 0
-) -> Holding:
+) -> ShardTable:
     """Rows of (name, global shape, box or None for all of it)."""
-    held = Holding(rank)
+    table = ShardTable(rank)
     for name, shape, box in rows:
         spec = TensorSpec(name, CODE_OF[dtype], shape)
-        held.add(spec, whole(shape) if box is None else box, None, plain, NoMemory())
-    return held
+        table.add(spec, whole(shape) if box is None else box, None, plain, NoMemory())
+    return table
 
 
 def boxes_of(plan: Planned, row: int) -> tuple[np.ndarray, np.ndarray]:

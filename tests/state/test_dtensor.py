@@ -26,9 +26,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from holdfast.errors import BadInput
 from holdfast.layout.coverage import tiles
 from holdfast.layout.deferred_offset import told
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.state.dtensor import local_runs, spans
-from holdfast.state.flatten import flatten, hold
+from holdfast.state.flatten import build_shard_table, flatten
 from holdfast.state.subclasses import is_dtensor
 
 Placement = Cut | _StridedShard | Replicate
@@ -92,27 +92,27 @@ def test_plain_shards_agree_with_the_public_formula(size: int, dp: int, tp: int)
 @given(st.integers(0, 64), st.integers(1, 5), st.integers(1, 5))
 def test_all_ranks_together_hold_each_index_once(size: int, dp: int, tp: int) -> None:
     placements = (_StridedShard(0, split_factor=tp), Cut(0))
-    held = [
+    table = [
         at
         for place in itertools.product(range(dp), range(tp))
         for at in indices(local_runs(size, cuts_of((dp, tp), place, placements)))
     ]
-    assert sorted(held) == list(range(size))
+    assert sorted(table) == list(range(size))
 
 
 def test_strided_shards_where_dcp_is_wrong() -> None:
     """13 rows, FSDP over 3 of tensor parallelism over 2: DCP writes the first offset and the length,
     which claims rows that the rank does not hold. Ours are the rows that torch put there."""
     placements = (_StridedShard(0, split_factor=2), Cut(0))
-    wrong, held = [], []
+    wrong, table = [], []
     for place in itertools.product(range(3), range(2)):
         runs = local_runs(13, cuts_of((3, 2), place, placements))
-        held += indices(runs)
+        table += indices(runs)
         assert indices(runs) == torchs(13, (3, 2), place, placements)
         shape, offset = _compute_local_shape_and_global_offset((13, 4), (3, 2), list(place), placements)
         if indices(runs) != list(range(offset[0], offset[0] + shape[0])):
             wrong.append(place)
-    assert sorted(held) == list(range(13))
+    assert sorted(table) == list(range(13))
     assert wrong  # the day torch is right, this test may go
     assert any(len(local_runs(13, cuts_of((3, 2), place, placements))) > 1 for place in wrong)
 
@@ -128,9 +128,9 @@ def fake_rank(rank: int, shape: tuple[int, ...], names: tuple[str, ...]) -> Iter
         dist.destroy_process_group()
 
 
-def scattered(held: Holding, shape: tuple[int, ...], fill: np.ndarray) -> None:
+def scattered(table: ShardTable, shape: tuple[int, ...], fill: np.ndarray) -> None:
     """Write what a rank holds into an array of the whole tensor, through the shards' own memory."""
-    for spec, box, memory in zip(held.specs, held.boxes, held.memory, strict=True):
+    for spec, box, memory in zip(table.specs, table.boxes, table.memory, strict=True):
         assert spec.shape == shape
         if box.volume:
             out = bytearray(box.volume * 4)
@@ -209,13 +209,13 @@ def check_layout(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements
             if all(type(p) is not _StridedShard for p in placements):
                 own = distribute_tensor(value.clone(), mesh, placements, src_data_rank=None)
                 assert torch.equal(own._local_tensor, local)
-            held, owner = hold(flatten({"w": tensor}, rank).leaves, rank, tuple(range(world)))
-        assert len(held) >= 1
-        assert owner == [0] * len(held)
-        assert not any(held.plain)
-        scattered(held, shape, fill)
-        seen.setdefault(held.replicas[0] if held.boxes[0].volume else None, []).extend(
-            box for box in held.boxes if box.volume
+            table, owner = build_shard_table(flatten({"w": tensor}, rank).leaves, rank, tuple(range(world)))
+        assert len(table) >= 1
+        assert owner == [0] * len(table)
+        assert not any(table.plain)
+        scattered(table, shape, fill)
+        seen.setdefault(table.replicas[0] if table.boxes[0].volume else None, []).extend(
+            box for box in table.boxes if box.volume
         )
     copies = int(
         np.prod([n for n, p in zip(mesh_shape, placements, strict=True) if isinstance(p, Replicate)])
@@ -237,8 +237,8 @@ def test_replicas_are_numbered_over_the_replicated_dimensions() -> None:
             tensor = distribute_tensor(
                 torch.zeros(4, 4), mesh, [Replicate(), Cut(0), Replicate()], src_data_rank=None
             )
-            held, _ = hold(flatten({"w": tensor}, rank).leaves, rank, tuple(range(8)))
-            found.append((held.boxes[0].offset[0], held.replicas[0]))
+            table, _ = build_shard_table(flatten({"w": tensor}, rank).leaves, rank, tuple(range(8)))
+            found.append((table.boxes[0].offset[0], table.replicas[0]))
     assert found == [
         (0, (0, 4)),
         (0, (1, 4)),
@@ -258,9 +258,9 @@ def test_a_mesh_of_some_ranks_leaves_replicas_to_be_agreed() -> None:
         tensor = distribute_tensor(torch.zeros(4), part, [Replicate()], src_data_rank=None)
         assert spans(part, (0, 1))
         assert not spans(part, (0, 1, 2, 3))
-        inside, _ = hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1))
+        inside, _ = build_shard_table(flatten({"w": tensor}, 1).leaves, 1, (0, 1))
         assert inside.replicas == [(1, 2)]
-        outside, _ = hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1, 2, 3))
+        outside, _ = build_shard_table(flatten({"w": tensor}, 1).leaves, 1, (0, 1, 2, 3))
         assert outside.replicas == [None]
     finally:
         dist.destroy_process_group()
@@ -272,8 +272,10 @@ def test_a_rank_outside_the_mesh_holds_nothing() -> None:
         tensor = distribute_tensor(
             torch.zeros(4), DeviceMesh("cpu", torch.arange(2)), [Cut(0)], src_data_rank=None
         )
-        held, owner = hold(flatten({"w": tensor, "x": torch.ones(1)}, 3).leaves, 3, (0, 1, 2, 3))
-        assert [spec.name for spec in held.specs] == ["x"]
+        table, owner = build_shard_table(
+            flatten({"w": tensor, "x": torch.ones(1)}, 3).leaves, 3, (0, 1, 2, 3)
+        )
+        assert [spec.name for spec in table.specs] == ["x"]
         assert owner == [1]
     finally:
         dist.destroy_process_group()
@@ -286,7 +288,7 @@ def test_a_pending_reduction_is_refused() -> None:
             BadInput,
             match=r"'w' is a DTensor with a pending reduction .* over mesh dimension 0.*redistribute",
         ):
-            hold(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
+            build_shard_table(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
 
 
 @pytest.mark.parametrize("local", [(2, 3), (3, 3), (4,)])
@@ -299,7 +301,7 @@ def test_a_local_tensor_that_does_not_fit_is_refused(local: tuple[int, ...]) -> 
         with pytest.raises(
             BadInput, match=r"the local tensor has shape .*, but its placements .* give \(2, 2\); declare it"
         ):
-            hold(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
+            build_shard_table(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
 
 
 def late_of(
@@ -317,8 +319,10 @@ def late_of(
         tensor = DTensor.from_local(
             torch.zeros(local), mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
         )
-        held, _ = hold(flatten({"w": tensor}, place).leaves, place, tuple(range(int(np.prod(mesh_shape)))))
-        return held.boxes[0], held.lates[0]
+        table, _ = build_shard_table(
+            flatten({"w": tensor}, place).leaves, place, tuple(range(int(np.prod(mesh_shape))))
+        )
+        return table.boxes[0], table.lates[0]
 
 
 def test_a_length_of_its_own_leaves_the_offset_open() -> None:
@@ -344,16 +348,16 @@ def test_chunk_metadata_is_believed() -> None:
 
     with fake_rank(1, (2,), ("dp",)) as mesh:
 
-        def held_by(chunks: list[Chunk]) -> Holding:
+        def held_by(chunks: list[Chunk]) -> ShardTable:
             tensor = DTensor.from_local(
                 torch.zeros(3, 2), mesh, [Cut(0)], run_check=False, shape=torch.Size((8, 2)), stride=(2, 1)
             )
             tensor._local_tensor.__create_chunk_list__ = lambda: chunks
-            return hold(flatten({"w": tensor}, 1).leaves, 1, (0, 1))[0]
+            return build_shard_table(flatten({"w": tensor}, 1).leaves, 1, (0, 1))[0]
 
-        held = held_by([Chunk(torch.Size((5, 0)), torch.Size((3, 2)))])
-        assert held.boxes == [((5, 0), (3, 2))]
-        assert held.lates == [(0, 0, 1, 3, told(5))]
+        table = held_by([Chunk(torch.Size((5, 0)), torch.Size((3, 2)))])
+        assert table.boxes == [((5, 0), (3, 2))]
+        assert table.lates == [(0, 0, 1, 3, told(5))]
         for wrong in (
             [],
             [Chunk(torch.Size((5, 0)), torch.Size((2, 2)))],
@@ -378,7 +382,7 @@ def test_saving_reads_the_local_tensor_without_a_copy() -> None:
     with fake_rank(0, (2,), ("dp",)) as mesh:
         local = torch.arange(4.0)
         tensor = DTensor.from_local(local, mesh, [Cut(0)], run_check=False)
-        held, _ = hold(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
-        assert held.memory[0].address == local.data_ptr()
-        assert held.boxes[0].offset == (0,)
-        assert held.specs[0].shape == (8,)
+        table, _ = build_shard_table(flatten({"w": tensor}, 0).leaves, 0, (0, 1))
+        assert table.memory[0].address == local.data_ptr()
+        assert table.boxes[0].offset == (0,)
+        assert table.specs[0].shape == (8,)

@@ -14,7 +14,7 @@ from holdfast import PerRank, Shard
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import OBJECT
-from holdfast.state.flatten import flatten, hold, matches, select
+from holdfast.state.flatten import build_shard_table, flatten, matches, select
 
 
 def names(state: Any, rank: int = 0) -> list[str]:
@@ -76,7 +76,7 @@ def test_keys_that_are_no_names_are_refused() -> None:
     with pytest.raises(BadInput, match="under 'a' has the key"):
         flatten({"a": {object(): 1}}, 0)
     with pytest.raises(BadInput, match="not valid Unicode"):
-        hold(flatten({"\ud800": torch.zeros(1)}, 0).leaves, 0, (0,))
+        build_shard_table(flatten({"\ud800": torch.zeros(1)}, 0).leaves, 0, (0,))
 
 
 def test_stateful_values_are_asked_and_told() -> None:
@@ -249,14 +249,14 @@ def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
         "mine": PerRank(torch.zeros(2)),
         "object": ["a", 1],
     }
-    held, owner = hold(flatten(state, 3).leaves, 3, (0, 3))
-    assert [spec.name for spec in held.specs] == ["plain", "shards", "shards", "mine@3", "object"]
+    table, owner = build_shard_table(flatten(state, 3).leaves, 3, (0, 3))
+    assert [spec.name for spec in table.specs] == ["plain", "shards", "shards", "mine@3", "object"]
     assert owner == [0, 1, 2, 3, 4]
-    assert held.replicas == [None, (1, 4), (0, 1), (0, 1), None]
-    assert held.plain == [True, False, False, True, True]
-    assert held.boxes[2] == Box((1, 0), (1, 3))
-    assert held.specs[4].kind == OBJECT
-    alone, _ = hold(flatten(state, 3).leaves, 3, (3,))
+    assert table.replicas == [None, (1, 4), (0, 1), (0, 1), None]
+    assert table.plain == [True, False, False, True, True]
+    assert table.boxes[2] == Box((1, 0), (1, 3))
+    assert table.specs[4].kind == OBJECT
+    alone, _ = build_shard_table(flatten(state, 3).leaves, 3, (3,))
     assert alone.replicas[0] == (0, 1)
 
 
@@ -281,7 +281,7 @@ def test_shards_that_make_no_sense_are_refused(make: Any, words: str) -> None:
 def test_shards_outside_their_tensor_are_refused_with_the_rank() -> None:
     leaves = flatten({"a": Shard(torch.zeros(3), (4,), (2,))}, 2).leaves
     with pytest.raises(BadInput, match=r"Rank 2 holds offset \(2,\) and shape \(3,\) of 'a'") as caught:
-        hold(leaves, 2, (2,))
+        build_shard_table(leaves, 2, (2,))
     assert caught.value.rank == 2
 
 
@@ -294,7 +294,7 @@ def test_shards_outside_their_tensor_are_refused_with_the_rank() -> None:
 )
 def test_tensors_that_are_not_stored_are_refused(value: torch.Tensor, words: str) -> None:
     with pytest.raises(BadInput, match=words) as caught:
-        hold(flatten({"a": value}, 1).leaves, 1, (1,))
+        build_shard_table(flatten({"a": value}, 1).leaves, 1, (1,))
     assert caught.value.rank == 1
 
 

@@ -13,7 +13,7 @@ import holdfast
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box
 from holdfast.maintenance.inspect import describe
-from holdfast.state.flatten import flatten, hold
+from holdfast.state.flatten import build_shard_table, flatten
 from tests.state import sharded_jobs as jobs
 from tests.support.processes import ProcessWorld
 
@@ -61,14 +61,18 @@ def test_a_dtensor_of_several_local_shards(two: ProcessWorld, tmp_path: Path) ->
 
 def test_boxes_of_a_checkpointable_tensor_are_held_where_they_lie() -> None:
     local = jobs.with_boxes(torch.zeros(4, 6), [((1, 0), (0, 0), (2, 6)), ((8, 0), (2, 0), (2, 6))])
-    held, owner = hold(flatten({"w": local}, 0).leaves, 0, (0, 1))
-    assert held.boxes == [Box((1, 0), (2, 6)), Box((8, 0), (2, 6))]
-    assert {spec.shape for spec in held.specs} == {(10, 6)}
-    assert held.replicas == [None, None]
+    table, owner = build_shard_table(flatten({"w": local}, 0).leaves, 0, (0, 1))
+    assert table.boxes == [Box((1, 0), (2, 6)), Box((8, 0), (2, 6))]
+    assert {spec.shape for spec in table.specs} == {(10, 6)}
+    assert table.replicas == [None, None]
     assert owner == [0, 0]
-    nothing, _ = hold(flatten({"w": jobs.with_boxes(torch.zeros(0, 6), [])}, 0).leaves, 0, (0, 1))
+    nothing, _ = build_shard_table(
+        flatten({"w": jobs.with_boxes(torch.zeros(0, 6), [])}, 0).leaves, 0, (0, 1)
+    )
     assert not len(nothing)
-    scalar, _ = hold(flatten({"w": jobs.with_boxes(torch.zeros(()), [((), (), ())], ())}, 0).leaves, 0, (0,))
+    scalar, _ = build_shard_table(
+        flatten({"w": jobs.with_boxes(torch.zeros(()), [((), (), ())], ())}, 0).leaves, 0, (0,)
+    )
     assert scalar.boxes == [Box((), ())]
 
 

@@ -20,7 +20,7 @@ from holdfast.layout.box import Box
 from holdfast.loading.filling import check_filled
 from holdfast.maintenance.inspect import describe
 from holdfast.plan.read import Overlaps
-from holdfast.state.flatten import flatten, hold
+from holdfast.state.flatten import build_shard_table, flatten
 from holdfast.state.memory import TensorMemory
 from holdfast.state.optimizer_state import Given, check_whole
 from holdfast.state.subclasses import has_memory, is_wrapper, same_memory
@@ -201,7 +201,9 @@ def test_a_plan_that_leaves_something_out_is_refused(sizes: list[tuple[int, int]
     """Nothing in a checkpoint makes such a plan; if ever there is one, it is not carried out."""
     import numpy as np
 
-    held, _ = hold(flatten({"w": torch.zeros(4, 4), "empty": torch.zeros(0, 4)}, 0).leaves, 0, (0,))
+    table, _ = build_shard_table(
+        flatten({"w": torch.zeros(4, 4), "empty": torch.zeros(0, 4)}, 0).leaves, 0, (0,)
+    )
     count = len(sizes)
 
     def plan_of(found: list[tuple[int, int]]) -> ReadPlan:
@@ -212,8 +214,8 @@ def test_a_plan_that_leaves_something_out_is_refused(sizes: list[tuple[int, int]
     with pytest.raises(
         LoadFailed, match=f"'w' would get {4 * sum(r for r, _ in sizes)} elements, and has 16"
     ):
-        check_filled(held, plan_of(sizes))
-    check_filled(held, plan_of([(1, 4), (3, 4)]))
+        check_filled(table, plan_of(sizes))
+    check_filled(table, plan_of([(1, 4), (3, 4)]))
     assert count == len(sizes)
 
 

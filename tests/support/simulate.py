@@ -34,15 +34,15 @@ from holdfast.errors import (
     HoldfastError,
     RosterLost,
 )
-from holdfast.protocol.core import save_steps, turn_steps
+from holdfast.protocol.core import save_steps, task_steps
 from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
-from holdfast.protocol.phases import TRANSITIONS, TURN_TRANSITIONS
+from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
 from holdfast.protocol.rendezvous import History, Site, leave, meet
 from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
 from tests.support.faults import Faults, draw_faults
-from tests.support.simulated_work import SimulatedSave, SimulatedTurn
+from tests.support.simulated_work import SimulatedSave, SimulatedTask
 
 SLACK = 2.0
 """Seconds past its deadline by which a live rank must have returned."""
@@ -101,7 +101,7 @@ class World:
     calls: int = 1
     """How many calls each rank makes, one after the other."""
     turn: bool = False
-    """Is it a turn (`turn_steps`), and no save?"""
+    """Is it a turn (`task_steps`), and no save?"""
     durations: tuple[float, ...] = (0.0, 0.01, 0.5, 3.0)
     """Seconds that an action takes at most."""
     clock: SimulatedClock = field(default_factory=SimulatedClock)
@@ -167,7 +167,7 @@ class _Rank:
             "save of x",
             Deadline(world.timeout, world.clock),
             world.stall_timeout,
-            table=TURN_TRANSITIONS if world.turn else TRANSITIONS,
+            table=TASK_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
             about=site.about,
@@ -184,7 +184,7 @@ class _Rank:
         attempt = yield from meet(at, site, self.history)
         try:
             if world.turn:
-                yield from turn_steps(at, SimulatedTurn(world, self.rank, self.call))
+                yield from task_steps(at, SimulatedTask(world, self.rank, self.call))
             else:
                 yield from save_steps(at, SimulatedSave(world, self.rank, self.call, attempt))
         except HoldfastError as error:

@@ -66,17 +66,17 @@ class SimulatedSave:
         return bool(seen) and seen[-1].attempt == self.attempt
 
 
-class SimulatedTurn:
+class SimulatedTask:
     """What one simulated rank does in a turn: it goes on beside the protocol, and may fail or never end."""
 
     def __init__(self, world: World, rank: int, call: int) -> None:
         self.world, self.rank, self.call = world, rank, call
         self.ends = float("inf")
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         return {}
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         if self.world.faults.bad_coverage:
             raise CoverageError("Ranks don't fit together.")
         return {rank: {} for rank in said}

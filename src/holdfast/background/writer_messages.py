@@ -10,7 +10,7 @@ import msgspec
 
 from holdfast.io.file_writer import WrittenFile
 from holdfast.layout.box import Box
-from holdfast.layout.deferred_offset import Late
+from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
 
@@ -24,7 +24,7 @@ class Attach(msgspec.Struct, tag=True, array_like=True):
 
 
 class Job(msgspec.Struct, tag=True, array_like=True):
-    """Write a rank's files from an arena. Columns, a row a shard, as in `Holding`."""
+    """Write a rank's files from an arena. Columns, a row a shard, as in `ShardTable`."""
 
     number: int
     arena: int
@@ -36,7 +36,7 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     boxes: list[Box]
     replicas: list[tuple[int, int]]
     plain: list[bool]
-    lates: list[Late | None]
+    lates: list[DeferredOffset | None]
     base: list[int]
     """Where in the arena each row begins."""
     witnessed: list[tuple[int, bytes, int, int]]

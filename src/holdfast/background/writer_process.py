@@ -20,7 +20,7 @@ from holdfast.errors import HoldfastError
 from holdfast.io.file_writer import WrittenFile, write_files
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.save import plan_save
-from holdfast.plan.shard_table import Holding, Memory
+from holdfast.plan.shard_table import Memory, ShardTable
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
@@ -89,20 +89,20 @@ def write_job(
     job: Job, arena: Arena, store: Store, planned: Callable[[int], None], progress: Callable[[int], None]
 ) -> list[WrittenFile]:
     """Plan and write a job; `planned` is told how many bytes it is."""
-    held = _holding(job, arena)
-    plan = plan_save(held, job.replicas, job.options)
+    table = _holding(job, arena)
+    plan = plan_save(table, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))
     witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
-    return write_files(store, held, plan, job.about, job.options, progress, witnessed, job.only)
+    return write_files(store, table, plan, job.about, job.options, progress, witnessed, job.only)
 
 
-def _holding(job: Job, arena: Arena) -> Holding:
+def _holding(job: Job, arena: Arena) -> ShardTable:
     """The rank's rows, over what was copied of them."""
-    held = Holding(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
+    table = ShardTable(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
     for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):
         memory: Memory = ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
-        held.memory.append(memory)
-    return held
+        table.memory.append(memory)
+    return table
 
 
 def main(fd: int) -> None:

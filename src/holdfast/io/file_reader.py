@@ -26,7 +26,7 @@ from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, Stage
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.coverage import first_problem
 from holdfast.plan.read import Overlaps, overlaps
-from holdfast.plan.shard_table import Holding, contiguous_at
+from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.store.base import Reader, Store
 
 
@@ -37,12 +37,12 @@ class ReadPlan(NamedTuple):
     bytes_needed: int
 
 
-def plan_read(held: Holding, rows: Array, columns: Columns, where: str) -> ReadPlan:
+def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> ReadPlan:
     """Which chunks fill which rows of the holding; `rows` gives each one's tensor in `columns`.
 
     Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
     """
-    tables = held.tables()
+    tables = table.tables()
     dims = max(tables.dims, columns.dims)
     shape, offset, size = (
         _widen(columns.shape, dims, 1),
@@ -93,7 +93,7 @@ class _Job:
     """The shared state of one load's reading."""
 
     store: Store
-    held: Holding
+    table: ShardTable
     columns: Columns
     plan: ReadPlan
     progress: Progress
@@ -136,7 +136,7 @@ class _Job:
     def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
         """Chunks that go, all of them, into one contiguous piece of one target: nearly all that there are
         when the layout is the one that saved, or cuts along the first axis. Found for all at once."""
-        columns, pairs, tables = self.columns, self.plan.pairs, self.held.tables()
+        columns, pairs, tables = self.columns, self.plan.pairs, self.table.tables()
         nbytes, wanted = self.nbytes[chunks], pairs.wanted[first]
         itemsize = tables.itemsize[wanted]
         dims = pairs.size.shape[1]
@@ -145,7 +145,7 @@ class _Job:
         whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
         together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
         rows = np.flatnonzero(alone & whole_chunk & together & (nbytes <= BATCH))
-        memory = self.held.memory
+        memory = self.table.memory
         return {
             chunk: _Run(
                 position, size, (ctypes.c_ubyte * size).from_address(memory[target].address + at), chunk, 0
@@ -230,14 +230,14 @@ class _Job:
     def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
         """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""
         row = int(self.plan.pairs.wanted[pair])
-        memory = self.held.memory[row]
+        memory = self.table.memory[row]
         if not memory.address:
             return None
         shape, inner, itemsize = self._relative(chunk, pair)
         start = contiguous_at(shape, inner)
         if start is None:
             return None
-        outer = self.held.boxes[row]
+        outer = self.table.boxes[row]
         ndim = len(outer.shape)
         box = Box(unpad(self.plan.pairs.offset[pair], ndim), inner.shape).relative_to(outer.offset)
         at = contiguous_at(outer.shape, box)
@@ -321,7 +321,7 @@ class _Job:
         for pair in range(self.first[chunk], self.last[chunk]):
             shape, inner, itemsize = self._relative(chunk, pair)
             row = int(self.plan.pairs.wanted[pair])
-            outer = self.held.boxes[row]
+            outer = self.table.boxes[row]
             origin = unpad(self.columns.offset[chunk], len(shape))
             low, high = start // itemsize, (start + len(data)) // itemsize
             done = 0
@@ -332,7 +332,7 @@ class _Job:
                 if common is None:
                     continue
                 place = Box(tuple(a + b for a, b in zip(common.offset, origin, strict=True)), common.shape)
-                self.held.memory[row].scatter(
+                self.table.memory[row].scatter(
                     place.relative_to(outer.offset), piece, part.shape, common.relative_to(part.offset)
                 )
 
@@ -358,7 +358,7 @@ def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
 
 
 def read_into(
-    store: Store, held: Holding, columns: Columns, plan: ReadPlan, threads: int, progress: Progress
+    store: Store, table: ShardTable, columns: Columns, plan: ReadPlan, threads: int, progress: Progress
 ) -> int:
     """Execute a plan; returns the bytes read from data files."""
-    return _Job(store, held, columns, plan, progress).run(threads)
+    return _Job(store, table, columns, plan, progress).run(threads)

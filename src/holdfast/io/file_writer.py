@@ -22,7 +22,7 @@ from holdfast.io.stream import ChunkSource, Progress, stream_chunks
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
 from holdfast.plan.save import Planned, SavePlan
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.store.base import Store, Writer
 
 CHUNKS_PER_FILE = 200_000
@@ -59,7 +59,7 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
 
 def write_files(
     store: Store,
-    held: Holding,
+    table: ShardTable,
     plan: SavePlan,
     about: dict[str, Any],
     options: Options,
@@ -77,15 +77,15 @@ def write_files(
     for part, (start, stop) in enumerate(cuts):
         if only not in (None, part):
             continue
-        name = data_file(about["attempt"], held.rank, part)
-        told = about | {"rank": held.rank, "part": part, "parts": len(cuts)}
+        name = data_file(about["attempt"], table.rank, part)
+        told = about | {"rank": table.rank, "part": part, "parts": len(cuts)}
         writer = None
         try:
             writer = store.create(name)
             some = Planned(*(column[start:stop] for column in plan.chunks))
             known = witnessed or {}
             made.append(
-                _write_file(writer, name, held, plan, some, part == 0, told, options, progress, known)
+                _write_file(writer, name, table, plan, some, part == 0, told, options, progress, known)
             )
             writer.finish()
         except BaseException:
@@ -106,7 +106,7 @@ def discard(store: Store, names: list[str]) -> None:
 def _write_file(
     writer: Writer,
     name: str,
-    held: Holding,
+    table: ShardTable,
     plan: SavePlan,
     chunks: Planned,
     first: bool,
@@ -115,21 +115,21 @@ def _write_file(
     progress: Progress,
     witnessed: Witnessed,
 ) -> WrittenFile:
-    columns, order = embedded_columns(held, plan, chunks, name, first)
+    columns, order = embedded_columns(table, plan, chunks, name, first)
     embedded_size = len(encode(columns, about))
-    entries, end = _entries(held, chunks, embedded_size)
-    header = encode_header(entries, {"format": FORMAT, "rank": str(held.rank)})
+    entries, end = _entries(table, chunks, embedded_size)
+    header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
     data_start = len(header)
     starts = data_start + np.cumsum(chunks.nbytes) - chunks.nbytes
     columns.position[:] = starts[order]
     columns.file_size[:] = data_start + end
 
     writer.write_at(0, [header])
-    digests = stream_chunks(writer, held, chunks, starts, options.writer_threads, progress)
+    digests = stream_chunks(writer, table, chunks, starts, options.writer_threads, progress)
     digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
     columns.digests[:] = _ragged(digests, digest_ends, order)
     if first:
-        _fill_witnesses(columns, held, plan, witnessed, progress)
+        _fill_witnesses(columns, table, plan, witnessed, progress)
     embedded = encode(columns, about)
     if len(embedded) != embedded_size:
         raise AssertionError("an embedded index must not change its size")
@@ -138,12 +138,12 @@ def _write_file(
 
 
 def embedded_columns(
-    held: Holding, plan: SavePlan, chunks: Planned, name: str, first: bool
+    table: ShardTable, plan: SavePlan, chunks: Planned, name: str, first: bool
 ) -> tuple[Columns, Array]:
     """The embedded index, but for positions and digests; and the chunks' order in it."""
-    names = np.asarray([spec.name for spec in held.specs], dtype=object)
+    names = np.asarray([spec.name for spec in table.specs], dtype=object)
     if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
-        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(held, plan)]))
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(table, plan)]))
     else:
         listed = np.unique(chunks.row)
     by_name: dict[str, int] = {}
@@ -152,21 +152,21 @@ def embedded_columns(
     sorted_names = sorted(by_name)
     place = {tensor: at for at, tensor in enumerate(sorted_names)}
     rows = [by_name[tensor] for tensor in sorted_names]
-    tensor_of_row = np.full(len(held), -1, np.int64)
+    tensor_of_row = np.full(len(table), -1, np.int64)
     for row in listed.tolist():
         tensor_of_row[row] = place[names[row]]
     tensor = tensor_of_row[chunks.row]
     order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
-    tables = held.tables()
+    tables = table.tables()
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
-    late_of_row, late = _late(held, np.flatnonzero(tensor_of_row >= 0))
+    late_of_row, late = _late(table, np.flatnonzero(tensor_of_row >= 0))
     columns = Columns(
         names=sorted_names,
-        dtype=np.asarray([held.specs[row].dtype for row in rows], "u1"),
-        kind=np.asarray([held.specs[row].kind for row in rows], "u1"),
-        ndim=np.asarray([len(held.specs[row].shape) for row in rows], "u1"),
+        dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
+        kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
+        ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
         shape=tables.shape[rows].astype("<i8"),
         chunk_end=np.cumsum(counts, dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
@@ -178,7 +178,7 @@ def embedded_columns(
         digests=np.zeros(int(blocks.sum()), "<u8"),
         file_names=[name],
         file_size=np.zeros(1, "<i8"),
-        file_rank=np.asarray([held.rank], "<i4"),
+        file_rank=np.asarray([table.rank], "<i4"),
         witness_tensor=tensor_of_row[witnesses.row].astype("<i8"),
         witness_offset=witnesses.offset.astype("<i8"),
         witness_size=witnesses.size.astype("<i8"),
@@ -196,22 +196,22 @@ def embedded_columns(
     return columns, order
 
 
-def _late(held: Holding, rows: Array) -> tuple[Array, Array]:
-    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in `Late`."""
-    late = [(row, *found) for row in rows.tolist() if (found := held.lates[row]) is not None]
-    table = np.asarray(late, "<i8").reshape(-1, 6)
-    number = np.full(len(held), -1, "<i8")
-    number[table[:, 0]] = np.arange(len(table))
-    return number, table
+def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
+    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in `DeferredOffset`."""
+    late = [(row, *found) for row in rows.tolist() if (found := table.lates[row]) is not None]
+    deferred = np.asarray(late, "<i8").reshape(-1, 6)
+    number = np.full(len(table), -1, "<i8")
+    number[deferred[:, 0]] = np.arange(len(deferred))
+    return number, deferred
 
 
-def _silent(held: Holding, plan: SavePlan) -> Array:
+def _silent(table: ShardTable, plan: SavePlan) -> Array:
     """Rows that have neither chunk nor witness but must be listed: empty tensors."""
-    return np.asarray([row for row, box in enumerate(held.boxes) if 0 in box.shape], np.int64)
+    return np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
 
 
 def _entries(
-    held: Holding, chunks: Planned, embedded: int
+    table: ShardTable, chunks: Planned, embedded: int
 ) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
     """The header's rows, and where data ends. A chunk that is all of its tensor has its name."""
     rows = []
@@ -220,13 +220,13 @@ def _entries(
     offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
     taken: set[str] = set()
     for at, row in enumerate(chunks.row.tolist()):
-        spec = held.specs[row]
+        spec = table.specs[row]
         ndim = len(spec.shape)
         shape = tuple(sizes[at][len(sizes[at]) - ndim :])
         name = spec.name
         if shape != spec.shape:
             begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
-            late = held.lates[row]
+            late = table.lates[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
             name = name_of_chunk(name, begin)
@@ -252,11 +252,11 @@ def _ragged(values: Array, ends: Array, order: Array) -> Array:
 
 
 def _fill_witnesses(
-    columns: Columns, held: Holding, plan: SavePlan, witnessed: Witnessed, progress: Progress
+    columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: Progress
 ) -> None:
     for at in range(len(plan.witnesses.row)):
         known = witnessed.get(witness_key(plan, at))
-        columns.witness_block[at], columns.witness_digest[at] = known or witness(held, plan, at)
+        columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
         if at % 64 == 0:
             progress(0)
 
@@ -266,11 +266,11 @@ def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:
     return int(plan.witnesses.row[at]), plan.witnesses.offset[at].tobytes()
 
 
-def witness(held: Holding, plan: SavePlan, at: int) -> tuple[int, int]:
+def witness(table: ShardTable, plan: SavePlan, at: int) -> tuple[int, int]:
     """Digest what this rank holds and another writes: (-1, of every block), or one block that the box picks."""
     seen = plan.witnesses
     count = int(block_counts(seen.nbytes[at : at + 1], seen.block[at : at + 1])[0])
-    source = ChunkSource(held, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
+    source = ChunkSource(table, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
     if plan.witness_full[at]:
         blocks = [digest(source.one_block(number)) for number in range(count)]
         return -1, digest_many(np.asarray(blocks, "<u8"))

@@ -15,7 +15,7 @@ from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import open_source
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.store.base import Store
 
 SLAB = 64 << 20
@@ -42,10 +42,10 @@ def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
     spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
     memory = _Bytes(box, DTYPES[spec.dtype].size)
     if box.volume:
-        held = Holding()
-        held.add(spec, box, (0, 1), False, memory)
-        plan = plan_read(held, np.zeros(1, np.int64), columns, where)
-        read_into(store, held, columns, plan, 1, lambda moved: None)
+        table = ShardTable()
+        table.add(spec, box, (0, 1), False, memory)
+        plan = plan_read(table, np.zeros(1, np.int64), columns, where)
+        read_into(store, table, columns, plan, 1, lambda moved: None)
     return memory.array.reshape(-1)
 
 

@@ -16,7 +16,7 @@ from holdfast.format.digest import block_counts, digest
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.save import Planned
-from holdfast.plan.shard_table import Holding, contiguous_at
+from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.store.base import Writer
 
 BATCH = 2 << 20
@@ -54,9 +54,9 @@ class ChunkSource:
 
     __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes")
 
-    def __init__(self, held: Holding, plan: Planned, at: int, nbytes: int, block: int) -> None:
+    def __init__(self, table: ShardTable, plan: Planned, at: int, nbytes: int, block: int) -> None:
         row = int(plan.row[at])
-        spec, outer, self._memory = held.specs[row], held.boxes[row], held.memory[row]
+        spec, outer, self._memory = table.specs[row], table.boxes[row], table.memory[row]
         ndim = len(spec.shape)
         self._box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(outer.offset)
         self._itemsize = DTYPES[spec.dtype].size
@@ -144,7 +144,7 @@ class Stream:
 
 
 def stream_chunks(
-    writer: Writer, held: Holding, chunks: Planned, starts: Array, threads: int, progress: Progress
+    writer: Writer, table: ShardTable, chunks: Planned, starts: Array, threads: int, progress: Progress
 ) -> Array:
     """Hash and write all chunks; returns the block digests in file order."""
     counts = block_counts(chunks.nbytes, chunks.block)
@@ -152,7 +152,7 @@ def stream_chunks(
     digests = np.zeros(int(counts.sum()), "<u8")
     lock = threading.Lock()
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
-    simple = _simple(held, chunks)
+    simple = _simple(table, chunks)
 
     def moved(size: int) -> None:
         with lock:
@@ -164,7 +164,7 @@ def stream_chunks(
             if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
                 stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
             else:
-                stream.chunk(ChunkSource(held, chunks, at, nbytes[at], blocks[at]))
+                stream.chunk(ChunkSource(table, chunks, at, nbytes[at], blocks[at]))
         stream.flush()
         first = int(ends[start] - counts[start])
         digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
@@ -183,12 +183,12 @@ def stream_chunks(
     return digests
 
 
-def _simple(held: Holding, chunks: Planned) -> list[int]:
+def _simple(table: ShardTable, chunks: Planned) -> list[int]:
     """Addresses of chunks that are one block and all of their shard; 0 for the others."""
-    tables = held.tables()
+    tables = table.tables()
     whole_shard = (chunks.nbytes == tables.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
     address = np.fromiter(
-        (held.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
+        (table.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
     )
     found: list[int] = np.where(whole_shard, address, 0).tolist()
     return found

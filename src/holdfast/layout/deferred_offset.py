@@ -18,7 +18,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 
-class Late(NamedTuple):
+class DeferredOffset(NamedTuple):
     """Where a shard stands among those that share an axis."""
 
     axis: int

@@ -10,34 +10,34 @@ import torch
 
 from holdfast.errors import HoldfastError, LoadFailed
 from holdfast.io.file_reader import ReadPlan
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.state.flatten import Leaf
 from holdfast.state.memory import count_changes
 from holdfast.state.subclasses import is_sharded_tensor
 
 
-def check_filled(held: Holding, plan: ReadPlan) -> None:
+def check_filled(table: ShardTable, plan: ReadPlan) -> None:
     """Refuse a plan that leaves elements of a target as they are, or writes some twice."""
     wanted = plan.pairs.wanted
-    planned = np.zeros(len(held), np.int64)
+    planned = np.zeros(len(table), np.int64)
     np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1) if len(wanted) else 0)
-    needed = np.prod(held.tables().size, axis=1)
+    needed = np.prod(table.tables().size, axis=1)
     wrong = np.flatnonzero(planned != needed)
     if len(wrong):
         row = int(wrong[0])
         raise LoadFailed(
-            f"{held.specs[row].name!r} would get {int(planned[row])} elements, and has {int(needed[row])} on rank {held.rank}.",
+            f"{table.specs[row].name!r} would get {int(planned[row])} elements, and has {int(needed[row])} on rank {table.rank}.",
             hint="This is a defect of Holdfast; nothing was read into the state.",
         )
 
 
-def announce(held: Holding, leaves: Iterable[Leaf]) -> None:
+def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:
     """Let autograd know what is about to be filled, before the first byte is."""
-    count_changes(_tensors(held, leaves))
+    count_changes(_tensors(table, leaves))
 
 
-def _tensors(held: Holding, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor]:
-    for memory in held.memory:
+def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor]:
+    for memory in table.memory:
         tensor = getattr(memory, "tensor", None)
         if tensor is not None:
             yield tensor

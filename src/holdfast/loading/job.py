@@ -35,17 +35,17 @@ from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
-from holdfast.loading.offset_exchange import Lengths, exchange_offsets, put_in_place, unplaced
+from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast.options import Options
 from holdfast.plan.merge import what
-from holdfast.plan.shard_table import Holding, describe
+from holdfast.plan.shard_table import ShardTable, describe
 from holdfast.protocol.call import Call, begin_call, one_folder
 from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import LOAD_TRANSITIONS
 from holdfast.roster.base import Message, Roster
 from holdfast.state.cuda_streams import CallerStreams
-from holdfast.state.flatten import Flat, Leaf, Patterns, flatten, hold, select
+from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
 from holdfast.state.memory import BytesMemory, TensorMemory
 from holdfast.store.base import NotFound, Store
 from holdfast.store.local import open_store
@@ -104,11 +104,11 @@ class LoadJob:
     offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which finds out whether it is needed.
     """
 
-    def __init__(self, request: LoadRequest, offsets: Lengths | None = None) -> None:
+    def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
         self.request, self.store, self._offsets = request, request.store, offsets
         self.rank = request.call.rank
         self.patterns: Patterns = (request.include, request.exclude)
-        self.table = Holding(self.rank)
+        self.table = ShardTable(self.rank)
         self.leaves: list[Leaf] = []
         self.owner: list[int] = []
         """Per row of `table`, its leaf."""
@@ -160,7 +160,9 @@ class LoadJob:
         flat = request.collect(self.rank)
         self.after = flat.after
         self.leaves = select(flat.leaves, request.include, request.exclude)
-        self.table, self.owner = hold(self.leaves, self.rank, request.call.participants, for_load=True)
+        self.table, self.owner = build_shard_table(
+            self.leaves, self.rank, request.call.participants, for_load=True
+        )
         self.streams = CallerStreams(self.table)
         if self._offsets is not None:
             put_in_place(self.table, self._offsets)
@@ -210,7 +212,7 @@ class LoadJob:
         self.missing, self.names_stored = self.lazy.missing, index.tensors
         rows = index.find([spec.name for spec in self.table.specs])
         keep = self._check_missing(rows, index)
-        wanted = Holding(self.table.rank)
+        wanted = ShardTable(self.table.rank)
         tensors, position = np.unique(rows[keep], return_inverse=True)
         columns = index.select(tensors)
         for place, row in enumerate(keep):
@@ -298,7 +300,7 @@ class LoadJob:
         self.missing += names
         return [row for row in range(len(self.table)) if rows[row] >= 0]
 
-    def _take(self, wanted: Holding, row: int, columns: Columns, tensor: int) -> None:
+    def _take(self, wanted: ShardTable, row: int, columns: Columns, tensor: int) -> None:
         """A row to fill, once what the checkpoint holds fits it."""
         spec, memory = self.table.specs[row], self.table.memory[row]
         kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)

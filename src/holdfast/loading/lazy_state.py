@@ -22,8 +22,8 @@ from holdfast.format.columns import Columns
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Dims
 from holdfast.layout.tensor import DTYPES, TENSOR
-from holdfast.plan.shard_table import Holding
-from holdfast.state.flatten import Leaf, Patterns, hold, is_selected, leaves_of
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.flatten import Leaf, Patterns, build_shard_table, is_selected, leaves_of
 from holdfast.state.live import ParameterState, Rest, zeros
 from holdfast.state.memory import TensorMemory
 from holdfast.state.structure import STRUCTURE, build, guess, join
@@ -51,9 +51,9 @@ class LazyStates:
     """Adds leaves, their rows and their owners to those of a load."""
 
     def __init__(
-        self, url: str, leaves: list[Leaf], owner: list[int], held: Holding, everyone: tuple[int, ...]
+        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, everyone: tuple[int, ...]
     ) -> None:
-        self.url, self.leaves, self.owner, self.held, self.everyone = url, leaves, owner, held, everyone
+        self.url, self.leaves, self.owner, self.table, self.everyone = url, leaves, owner, table, everyone
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
@@ -137,7 +137,7 @@ class LazyStates:
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
         present: dict[str, Any] = {}
         if isinstance(value, ParameterState) and value:
-            present = {part.name: part.value for part in leaves_of(leaf, self.held.rank)}
+            present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
         for at in rows:
             name, tensor = columns.names[at], None
             if int(columns.kind[at]) == TENSOR:
@@ -150,28 +150,28 @@ class LazyStates:
                 made.parts[name] = tensor
             new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
         self.made.append(made)
-        held, owner = hold(new, self.held.rank, self.everyone, for_load=True)
+        table, owner = build_shard_table(new, self.table.rank, self.everyone, for_load=True)
         parameter = getattr(value, "parameter", None)
         if parameter is not None:
-            self._lie_like(held, parameter)
+            self._lie_like(table, parameter)
         self.owner += [len(self.leaves) + at for at in owner]
         self.leaves += new
-        self.held.extend(held)
+        self.table.extend(table)
 
-    def _lie_like(self, held: Holding, parameter: torch.Tensor) -> None:
+    def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
         """Give uneven shards the box of the parameter's shard, whose place all ranks have settled."""
-        late = [row for row, found in enumerate(held.lates) if found is not None and held.boxes[row].volume]
+        late = [row for row, found in enumerate(table.lates) if found is not None and table.boxes[row].volume]
         if not late:
             return
         address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
         of = self._parameters()
         for row in late:
-            found = of.get((address, held.boxes[row].shape))
+            found = of.get((address, table.boxes[row].shape))
             if found is not None:
-                held.boxes[row] = self.held.boxes[found]
-            elif held.lates[row].start == -1:  # type: ignore[union-attr]
+                table.boxes[row] = self.table.boxes[found]
+            elif table.lates[row].start == -1:  # type: ignore[union-attr]
                 raise BadInput(
-                    f"Rank {held.rank} holds a part of {held.specs[row].name!r} whose offset it does not know, and its parameter is "
+                    f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not know, and its parameter is "
                     "not in the state.",
                     hint="Load the model together with its optimizer, or let the optimizer take a step before.",
                 )
@@ -182,7 +182,7 @@ class LazyStates:
             self._at = {
                 (memory.tensor.data_ptr(), box.shape): row
                 for row, (memory, box, late) in enumerate(
-                    zip(self.held.memory, self.held.boxes, self.held.lates, strict=True)
+                    zip(self.table.memory, self.table.boxes, self.table.lates, strict=True)
                 )
                 if late is not None and isinstance(memory, TensorMemory)
             }

@@ -12,49 +12,49 @@ from holdfast.errors import BadInput, HoldfastError, Unplaced
 from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import listed
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.store.base import Store
 
 
-def unplaced(held: Holding, title: str) -> HoldfastError | None:
+def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
     """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may not see."""
-    for spec, late in zip(held.specs, held.lates, strict=True):
+    for spec, late in zip(table.specs, table.lates, strict=True):
         if late is not None and late.start < 0:
             return Unplaced(
-                f"{title}: rank {held.rank} holds a part of {spec.name!r} without an offset along axis {late.axis}.",
-                rank=held.rank,
+                f"{title}: rank {table.rank} holds a part of {spec.name!r} without an offset along axis {late.axis}.",
+                rank=table.rank,
             )
     return None
 
 
-class Lengths(Turn):
+class OffsetExchange(CollectiveTask):
     """`shifts`: for each late row of this rank, in order, what to add to its box's offset."""
 
     kind = "load"
 
-    def of(self, held: Holding, trouble: HoldfastError | None) -> Lengths:
+    def of(self, table: ShardTable, trouble: HoldfastError | None) -> OffsetExchange:
         self._trouble = trouble if not isinstance(trouble, Unplaced) else None
         self.rows = [
             [spec.name, spec.shape[late.axis], *late]
-            for spec, late in zip(held.specs, held.lates, strict=True)
+            for spec, late in zip(table.specs, table.lates, strict=True)
             if late is not None
         ]
         return self
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         if self._trouble is not None:
             raise self._trouble  # which the first pass did not come to tell
         return {"rows": self.rows}
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         rows = [(rank, *row) for rank, message in sorted(said.items()) for row in message["rows"]]
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
-        table = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
-        size, axis, lane, position, length, start = table.T
+        lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
+        size, axis, lane, position, length, start = lines.T
         found = place(np.asarray(tensor, np.int64), axis, lane, position, length, start, size)
         names = list(number)
         sizes = dict(zip(zip(tensor, axis.tolist(), strict=True), size.tolist(), strict=True))
@@ -78,28 +78,32 @@ class Lengths(Turn):
             shifts[row[0]].append(shift)
         return {rank: {"shifts": mine} for rank, mine in shifts.items()}
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self.shifts = list(map(int, answer["shifts"]))
         return {}
 
 
-def exchange_offsets(store: Store, call: Call, table: Holding, trouble: HoldfastError | None) -> Lengths:
+def exchange_offsets(
+    store: Store, call: Call, table: ShardTable, trouble: HoldfastError | None
+) -> OffsetExchange:
     """Tell the other ranks what this one holds along uneven axes, and hear where its shards begin."""
-    lengths = Lengths(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(table, trouble)
+    lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
+        table, trouble
+    )
     lengths.run()
     return lengths
 
 
-def put_in_place(held: Holding, lengths: Lengths) -> None:
+def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
     """Move the boxes of late rows to where they are."""
-    late = [row for row, found in enumerate(held.lates) if found is not None]
-    if [[held.specs[row].name, *(held.lates[row] or ())] for row in late] != [
+    late = [row for row, found in enumerate(table.lates) if found is not None]
+    if [[table.specs[row].name, *(table.lates[row] or ())] for row in late] != [
         [name, *rest] for name, _, *rest in lengths.rows
     ]:
         raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
     for row, shift in zip(late, lengths.shifts, strict=True):
-        found, box = held.lates[row], held.boxes[row]
+        found, box = table.lates[row], table.boxes[row]
         if shift and found is not None and box.volume:
             offset = list(box.offset)
             offset[found.axis] += shift
-            held.boxes[row] = Box(tuple(offset), box.shape)
+            table.boxes[row] = Box(tuple(offset), box.shape)

@@ -11,7 +11,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import BadInput
 from holdfast.format.columns import ITEMSIZE, Array, pad
 from holdfast.layout.box import Box, Dims, whole
-from holdfast.layout.deferred_offset import Late
+from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec
 
 Replica = tuple[int, int]
@@ -32,7 +32,7 @@ class Memory(Protocol):
 
 
 @dataclass
-class Holding:
+class ShardTable:
     """Rows: one shard each. A name may have several rows (several boxes)."""
 
     rank: int = 0
@@ -43,7 +43,7 @@ class Holding:
     plain: list[bool] = field(default_factory=list)
     """A replica nobody promised: a plain tensor or an object, to be compared in full."""
     memory: list[Memory] = field(default_factory=list)
-    lates: list[Late | None] = field(default_factory=list)
+    lates: list[DeferredOffset | None] = field(default_factory=list)
     """Where a shard stands whose offset others' lengths may tell."""
     _tables: Tables | None = None
 
@@ -54,7 +54,7 @@ class Holding:
         replica: Replica | None,
         plain: bool,
         memory: Memory,
-        late: Late | None = None,
+        late: DeferredOffset | None = None,
     ) -> None:
         self.specs.append(spec)
         self.boxes.append(box)
@@ -63,7 +63,7 @@ class Holding:
         self.memory.append(memory)
         self.lates.append(late)
 
-    def extend(self, other: Holding) -> None:
+    def extend(self, other: ShardTable) -> None:
         self.specs += other.specs
         self.boxes += other.boxes
         self.replicas += other.replicas
@@ -144,4 +144,4 @@ def contiguous_at(shape: Dims, box: Box) -> int | None:
     return start
 
 
-__all__ = ["Holding", "Memory", "Replica", "Tables", "contiguous_at", "describe", "whole"]
+__all__ = ["Memory", "Replica", "ShardTable", "Tables", "contiguous_at", "describe", "whole"]

@@ -10,11 +10,11 @@ from holdfast.protocol.call import Call
 from holdfast.protocol.operation import agree
 
 
-class Together:
-    """Counts a rank's calls of `here`, and makes one of them be the one, the same on all ranks.
+class StepConsensus:
+    """Counts a rank's calls of `reached`, and makes one of them be the one, the same on all ranks.
 
-    Each rank hears at its own moment that there is something to do (`announce`, on a background thread) and says which of its
-    calls comes next; the latest of these is the one. No rank has passed it, and a rank that waits in `here` to be told
+    Each rank hears at its own moment that there is something to do (`propose`, on a background thread) and says which of its
+    calls comes next; the latest of these is the one. No rank has passed it, and a rank that waits in `reached` to be told
     which it is holds nobody up, because the others answer from their background threads.
     """
 
@@ -28,7 +28,7 @@ class Together:
         self._chosen = 0
         self._error: HoldfastError | None = None
 
-    def announce(self) -> None:
+    def propose(self) -> None:
         """On a background thread: there is something to do. Returns once the call is chosen."""
         with self._lock:
             self._announced, following = True, self._calls + 1
@@ -41,13 +41,13 @@ class Together:
         finally:
             self._told.set()
 
-    def here(self) -> bool:
+    def reached(self) -> bool:
         """Is this the call, or a later one? Raises if the ranks could not agree; then all of them do."""
         with self._lock:
             self._calls += 1
             if not self._announced:
                 return False
-        self._told.wait()  # as long as `announce` takes, which has a deadline
+        self._told.wait()  # as long as `propose` takes, which has a deadline
         if self._error is not None:
             raise self._error
         return self._calls >= self._chosen

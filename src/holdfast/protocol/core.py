@@ -42,9 +42,9 @@ from holdfast.protocol.effects import (
     Put,
     SaveWork,
     Steps,
-    TurnWork,
+    TaskWork,
 )
-from holdfast.protocol.liveness import ASK, QUOTED, Watch
+from holdfast.protocol.liveness import ASK, QUOTED, PeerMonitor
 from holdfast.roster.base import Message
 
 VISIBLE_WITHIN = 75.0
@@ -161,17 +161,17 @@ def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any
         raise (abandoned or _not_ours(at)) from error.__cause__
 
 
-def turn_steps(at: Context, work: TurnWork) -> Steps:
+def task_steps(at: Context, work: TaskWork) -> Steps:
     """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all have.
 
     What a rank does may block for ever, so it goes on beside this, and whoever waits keeps an eye on the others.
     """
     try:
         yield from _refuse_late(at)
-        mine = yield Do("mine", work.mine)
+        mine = yield Do("mine", work.contribute)
         if at.leads:
             asked = yield from _collect(at, "asked", mine, at.participants)
-            answers = yield Do("choose", lambda: work.choose(asked))
+            answers = yield Do("choose", lambda: work.decide(asked))
             for rank in at.participants:
                 if rank != at.rank:
                     yield at.tell("answer", rank, answers[rank])
@@ -275,9 +275,9 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     return assigned.get(at.rank)
 
 
-def _act(at: Context, work: TurnWork) -> Steps:
+def _act(at: Context, work: TaskWork) -> Steps:
     """Until this rank has done its part."""
-    watch = Watch(at)
+    watch = PeerMonitor(at)
     at.on_wait([])  # what it does may wait for any of the others
     while True:
         report = yield Do("poll", work.poll)
@@ -304,7 +304,7 @@ def _collect(
     """
     found = {at.rank: mine}
     missing = sorted(rank for rank in ranks if rank != at.rank)
-    watch = Watch(at)
+    watch = PeerMonitor(at)
     while missing:
         at.on_wait(missing[:QUOTED])
         yield from _raise_if_abandoned(at)
@@ -327,7 +327,7 @@ def _collect(
 
 def _await(at: Context, key: str, what: str) -> Steps:
     """Another rank's: the committer's message under a key."""
-    watch = Watch(at)
+    watch = PeerMonitor(at)
     at.on_wait([at.committer])
     while True:
         found = (yield Get([key]))[0]
@@ -343,7 +343,7 @@ def _await(at: Context, key: str, what: str) -> Steps:
 
 def _await_final(at: Context, work: SaveWork) -> Steps:
     yield from _await(at, at.outcome, "commit")
-    watch = Watch(at)
+    watch = PeerMonitor(at)
     at.on_wait([at.committer])
     while True:
         final = (yield Get([at.final]))[0]

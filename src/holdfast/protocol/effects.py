@@ -175,14 +175,14 @@ class SaveWork(Protocol):
         ...
 
 
-class TurnWork(Protocol):
+class TaskWork(Protocol):
     """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for by `poll`."""
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         """What the committer must know of this rank before any of them acts."""
         ...
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         """Committer: for each rank its answer; raises if ranks don't fit together. Nothing was done yet."""
         ...
 

@@ -16,7 +16,7 @@ COURTESY = 0.5
 """Seconds past the deadline that other ranks leave the committer, which knows best who is missing."""
 
 
-class Watch:
+class PeerMonitor:
     """An eye on ranks that are waited for: gone, stalled, or out of time."""
 
     LOOK_EVERY = 0.25

@@ -44,7 +44,7 @@ LOAD_TRANSITIONS: Table = {
 }
 
 
-TURN_TRANSITIONS: Table = {
+TASK_TRANSITIONS: Table = {
     "entered": {
         "acting": "the committer has heard all ranks, and answered",
         "failed": "an error, or `abandoned`",
@@ -54,7 +54,7 @@ TURN_TRANSITIONS: Table = {
     "done": {},
     "failed": {},
 }
-"""What ranks do together at one time (`turn_steps`): open process groups, warm them up, close them."""
+"""What ranks do together at one time (`task_steps`): open process groups, warm them up, close them."""
 
 CHOICE_TRANSITIONS: Table = {
     "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},

@@ -12,9 +12,9 @@ from typing import Any
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit
 from holdfast.protocol.call import Call
-from holdfast.protocol.core import turn_steps
+from holdfast.protocol.core import task_steps
 from holdfast.protocol.operation import Operation
-from holdfast.protocol.phases import TURN_TRANSITIONS
+from holdfast.protocol.phases import TASK_TRANSITIONS
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
 from holdfast.threads import start_thread
@@ -28,16 +28,16 @@ def _fail_with_stuck_threads() -> Failure | None:
     return Failure("") if any(thread.is_alive() for thread in _started) else None
 
 
-class Turn:
+class CollectiveTask:
     """One of these a call; what it does is for those who extend it.
 
-    `act` runs on a thread of its own, because it may never return; then the call ends without it.
+    `execute` runs on a thread of its own, because it may never return; then the call ends without it.
     """
 
     kind = "groups"
 
     def __init__(self, title: str, place: str, call: Call) -> None:
-        self.operation = Operation(self.kind, title, place, call, TURN_TRANSITIONS)
+        self.operation = Operation(self.kind, title, place, call, TASK_TRANSITIONS)
         self.operation.presence.more = self._more
         self.operation.at.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
         self.roster = call.roster
@@ -49,7 +49,7 @@ class Turn:
     def run(self) -> Message:
         """Raises the error that all ranks raise."""
         try:
-            result: Message = self.operation.run(lambda: turn_steps(self.operation.at, self))
+            result: Message = self.operation.run(lambda: task_steps(self.operation.at, self))
             return result
         finally:
             _started[:] = [thread for thread in _started if thread.is_alive()]
@@ -57,13 +57,13 @@ class Turn:
 
     # -- what those who extend it say -----------------------------------------------------------
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         return {}
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         return {rank: {} for rank in said}
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         """This rank's part, on a thread of its own; by default there is none, and ranks only meet."""
         return {}
 
@@ -88,7 +88,7 @@ class Turn:
     def begin(self, answer: Message) -> None:
         def work() -> None:
             try:
-                self._ended.append((self.act(answer), None))
+                self._ended.append((self.execute(answer), None))
             except Exception as error:
                 self._ended.append((None, error))
             self._over.set()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from holdfast.background.pending import Pending
 from holdfast.loading.job import LoadReport, LoadRequest
 from holdfast.protocol.call import Call, whole_step
-from holdfast.run.steps import Steps
+from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
@@ -20,14 +20,14 @@ from holdfast.store.base import Store
 from holdfast.store.run_folder import step_of
 
 
-class Checkpoints(Steps):
+class Checkpoints(RunFolder):
     """The steps of one run, `run/step-00000100/` and so on.
 
     A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time. `keep` is how many
     committed steps stay (None: all); older ones go after a newer one is committed, never before. Use it as a context
     manager, or call `close()`, before the process group is destroyed: both wait for what is under way.
 
-    asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see `holdfast.run.steps.Steps`.
+    asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see `holdfast.run.folder.RunFolder`.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 from holdfast.deadline import REAL_CLOCK, Deadline
 from holdfast.errors import RosterLost
 from holdfast.protocol.call import begin_call, find_participants, find_roster
-from holdfast.protocol.consensus import Together
+from holdfast.protocol.consensus import StepConsensus
 from holdfast.roster.base import Roster
 
 LANE = "preemption"
@@ -67,14 +67,14 @@ class Preemption:
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
         begin = partial(begin_call, self._roster, participants=who, timeout=budget, stall_timeout=budget)
-        self._together = Together("choice of the step to stop at", self._asked, begin)
+        self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
         self._before = {number: signal.signal(number, self._on_signal) for number in signals}
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
         self._thread.start()
 
     def should_stop(self) -> bool:
         """Is this the step at which all ranks stop? Call it once a step, on every participant."""
-        return self._together.here()
+        return self._consensus.reached()
 
     def request(self, why: str = "request()") -> None:
         """Ask all ranks to stop, from this one."""
@@ -118,4 +118,4 @@ class Preemption:
             if self._closed.is_set():
                 return
             self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
-            self._together.announce()
+            self._consensus.propose()

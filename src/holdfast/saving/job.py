@@ -21,7 +21,7 @@ from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
 from holdfast.plan.merge import disagreement
 from holdfast.plan.save import plan_save
-from holdfast.plan.shard_table import Holding, Replica, describe
+from holdfast.plan.shard_table import Replica, ShardTable, describe
 from holdfast.protocol.call import begin_call, one_folder
 from holdfast.protocol.core import save_steps
 from holdfast.protocol.operation import Operation, read_state
@@ -32,7 +32,7 @@ from holdfast.saving.cleanup import clean_up, makes_folder
 from holdfast.saving.commit import Commit, is_of_attempt
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.cuda_streams import CallerStreams
-from holdfast.state.flatten import flatten, hold, select
+from holdfast.state.flatten import build_shard_table, flatten, select
 from holdfast.store.local import open_store
 
 
@@ -74,7 +74,7 @@ class SaveJob:
     def __init__(self, request: SaveRequest) -> None:
         self.request, self.store, self.options = request, request.store, request.options
         self.rank = request.call.rank
-        self.table = Holding(self.rank)
+        self.table = ShardTable(self.rank)
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
@@ -132,7 +132,7 @@ class SaveJob:
     def _collect(self) -> None:
         request = self.request
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
-        self.table, _ = hold(leaves, self.rank, request.call.participants)
+        self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
         self.streams = CallerStreams(self.table)
 
     # -- agree who writes what ----------------------------------------------------------------------
@@ -283,7 +283,7 @@ def save(
 
     Issues no collective. Returns on every rank by `timeout` seconds (plus two at most), and
     raises the same error on all of them if anything went wrong anywhere; then the folder holds
-    what it held before.
+    what it table before.
 
     state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
     path, checkpoint_id: the folder (torch DCP's name for it is taken too).

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 
 
 class CallerStreams:
     """What the current streams of this thread have been given up to now, on each GPU that has a tensor of a holding."""
 
-    def __init__(self, held: Holding) -> None:
+    def __init__(self, table: ShardTable) -> None:
         self.streams: list[Any] = []
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            tensors = (getattr(memory, "tensor", None) for memory in held.memory)
+            tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
             self.streams = [torch.cuda.current_stream(device) for device in devices]
         self._given = [stream.record_event() for stream in self.streams]

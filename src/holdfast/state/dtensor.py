@@ -23,9 +23,9 @@ import torch
 
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
-from holdfast.layout.deferred_offset import Late, told
+from holdfast.layout.deferred_offset import DeferredOffset, told
 from holdfast.layout.tensor import TensorSpec
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import has_memory, settled, type_name
 from holdfast.state.tensors import spec_of
@@ -193,7 +193,7 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
 
 
 def add_dtensor(
-    held: Holding, name: str, value: Any, everyone: tuple[int, ...], undeclared: tuple[int, int] | None
+    table: ShardTable, name: str, value: Any, everyone: tuple[int, ...], undeclared: tuple[int, int] | None
 ) -> None:
     """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
 
@@ -219,24 +219,33 @@ def add_dtensor(
         declared = layout.replica
     if parts is not None:
         for box, part in parts:
-            held.add(spec, box, declared, False, TensorMemory(part.detach()))
+            table.add(spec, box, declared, False, TensorMemory(part.detach()))
         return
     chunks = getattr(local, CHUNKS, None)
     shape, cut = tuple(local.shape), layout.cut
     found = pieces(spec.shape, layout.cuts)
     if chunks is not None:
-        _add_told(held, spec, local, chunks(), layout, found, declared)
+        _add_told(table, spec, local, chunks(), layout, found, declared)
     elif shape == found.shape and layout.even and len(found.parts) > 1:
         for slices, box in found.parts:
-            held.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
+            table.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
     elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
-        late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
-        _add(held, spec, Box(found.begin, shape), declared, local, late)
+        late = (
+            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
+        )
+        _add(table, spec, Box(found.begin, shape), declared, local, late)
     else:
         axis = _open_axis(name, value, shape, found, layout)
         begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
         length = shape[axis] if local.numel() else 0
-        _add(held, spec, Box(begin, shape), declared, local, Late(axis, *layout.stand[axis], length, -1))
+        _add(
+            table,
+            spec,
+            Box(begin, shape),
+            declared,
+            local,
+            DeferredOffset(axis, *layout.stand[axis], length, -1),
+        )
 
 
 def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
@@ -291,7 +300,7 @@ def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layou
 
 
 def _add_told(
-    held: Holding,
+    table: ShardTable,
     spec: TensorSpec,
     local: torch.Tensor,
     chunks: Sequence[Any],
@@ -311,15 +320,20 @@ def _add_told(
     late = None
     if cut:
         start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
-        late = Late(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
-    _add(held, spec, Box(begin, shape), declared, local, late)
+        late = DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
+    _add(table, spec, Box(begin, shape), declared, local, late)
 
 
 def _add(
-    held: Holding, spec: TensorSpec, box: Box, declared: Any, local: torch.Tensor, late: Late | None
+    table: ShardTable,
+    spec: TensorSpec,
+    box: Box,
+    declared: Any,
+    local: torch.Tensor,
+    late: DeferredOffset | None,
 ) -> None:
     if 0 in box.shape:  # nothing is here, but the name is known, and the length counts
         empty = (0,) * len(spec.shape)
         box, declared = Box(empty, empty), (0, 1)
         late = late._replace(length=0) if late is not None else None
-    held.add(spec, box, declared, False, TensorMemory(local.detach()), late)
+    table.add(spec, box, declared, False, TensorMemory(local.detach()), late)

@@ -22,7 +22,7 @@ from holdfast.errors import BadInput
 from holdfast.format.names import name_of_rank
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
-from holdfast.plan.shard_table import Holding, Replica
+from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.dtensor import add_dtensor
 from holdfast.state.encoding import encoded
 from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest
@@ -313,59 +313,59 @@ def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:
     return found
 
 
-def hold(
+def build_shard_table(
     leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False
-) -> tuple[Holding, list[int]]:
+) -> tuple[ShardTable, list[int]]:
     """The leaves as shards; the second list says which leaf each row belongs to."""
-    held, owner = Holding(rank), []
+    table, owner = ShardTable(rank), []
     alone = len(everyone) == 1
     for at, leaf in enumerate(leaves):
         if isinstance(leaf.value, Rest):
             continue
         if isinstance(leaf.value, ParameterState):
-            part, _ = hold(() if for_load else leaves_of(leaf, rank), rank, everyone)
-            held.extend(part)
+            part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
+            table.extend(part)
             owner.extend([at] * len(part))
             continue
-        before = len(held)
+        before = len(table)
         try:
             if for_load:
                 _make_memory(leaf)
-            _add(held, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
+            _add(table, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
             leaf.name.encode()
         except UnicodeEncodeError:
             raise BadInput(f"The name {leaf.name!r} is not valid Unicode text.") from None
         except BadInput as error:
             error.rank = rank
             raise
-        owner.extend([at] * (len(held) - before))
-    held.check()
-    return held, owner
+        owner.extend([at] * (len(table) - before))
+    table.check()
+    return table, owner
 
 
 def _add(
-    held: Holding, leaf: Leaf, everyone: tuple[int, ...], undeclared: Replica | None, for_load: bool
+    table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], undeclared: Replica | None, for_load: bool
 ) -> None:
     name, value = leaf.name, leaf.value
     if isinstance(value, torch.Tensor):
         if type(value) is torch.Tensor and not is_checkpointable(value):
-            add_tensor(held, name, value, undeclared)
+            add_tensor(table, name, value, undeclared)
         elif is_dtensor(value):
-            add_dtensor(held, name, value, everyone, undeclared)
+            add_dtensor(table, name, value, everyone, undeclared)
         elif is_sharded_tensor(value):
-            add_sharded(held, name, value, everyone, undeclared)
+            add_sharded(table, name, value, everyone, undeclared)
         elif is_checkpointable(value):
-            add_checkpointable(held, name, value, undeclared)
+            add_checkpointable(table, name, value, undeclared)
         else:
-            add_tensor(held, name, value, undeclared)
+            add_tensor(table, name, value, undeclared)
     elif isinstance(value, Shard):
-        add_shard(held, name, value)
+        add_shard(table, name, value)
     elif isinstance(value, Part):
-        held.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
+        table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
         data = b"" if for_load else encoded(name, value)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
-        held.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
+        table.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
 
 
 def _make_memory(leaf: Leaf) -> None:

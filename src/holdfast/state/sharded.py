@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box
-from holdfast.plan.shard_table import Holding, Replica
+from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import is_sharded_tensor
 from holdfast.state.tensors import spec_of
@@ -34,7 +34,7 @@ def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
-def add_checkpointable(held: Holding, name: str, tensor: Any, undeclared: Replica | None) -> None:
+def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Replica | None) -> None:
     """The boxes of a CheckpointableTensor. Who else holds the same box is not said."""
     shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, tensor.global_shape)))
     starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
@@ -51,7 +51,7 @@ def add_checkpointable(held: Holding, name: str, tensor: Any, undeclared: Replic
                 f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} of its own shape {shape}, "
                 "which does not lie inside both."
             )
-        held.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
+        table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
 
 
 def _boxes(found: Any) -> list[tuple[int, ...]]:
@@ -59,7 +59,7 @@ def _boxes(found: Any) -> list[tuple[int, ...]]:
 
 
 def add_sharded(
-    held: Holding, name: str, value: Any, everyone: Sequence[int], undeclared: Replica | None
+    table: ShardTable, name: str, value: Any, everyone: Sequence[int], undeclared: Replica | None
 ) -> None:
     """This rank's shards of a ShardedTensor. Each shard is one rank's, of those in its group.
 
@@ -77,6 +77,6 @@ def add_sharded(
                 hint="Use DTensors (FSDP2), or declare the parts with holdfast.Shard.",
             )
         box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
-        held.add(
+        table.add(
             spec_of(name, shard.tensor, shape), box, declared, False, TensorMemory(shard.tensor.detach())
         )

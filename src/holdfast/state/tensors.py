@@ -9,9 +9,9 @@ import torch
 
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box, whole
-from holdfast.layout.deferred_offset import Late
+from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec, dtype_code
-from holdfast.plan.shard_table import Holding
+from holdfast.plan.shard_table import ShardTable
 from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import check_kind
 
@@ -54,7 +54,7 @@ class Shard:
             raise BadInput(f"Shard: replica={self.replica} must be (index, count) with 0 <= index < count.")
         self.late = self._late(offset, position)
 
-    def _late(self, offset: Sequence[int | None], position: int | None) -> Late | None:
+    def _late(self, offset: Sequence[int | None], position: int | None) -> DeferredOffset | None:
         unknown = [axis for axis, begin in enumerate(offset) if begin is None]
         if not unknown and position is None:
             return None
@@ -67,7 +67,7 @@ class Shard:
         for axis, begin in enumerate(self.offset):
             if axis != unknown[0]:
                 lane = lane * max(self.global_shape[axis], 1) + begin
-        return Late(
+        return DeferredOffset(
             unknown[0], lane, int(position), self.tensor.shape[unknown[0]] if self.tensor.numel() else 0, -1
         )
 
@@ -105,13 +105,13 @@ def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None)
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 
-def add_tensor(held: Holding, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
+def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
     """A plain tensor: this rank holds all of it; who else does is undeclared."""
     spec = spec_of(name, tensor)
-    held.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
+    table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
 
 
-def add_shard(held: Holding, name: str, shard: Shard) -> None:
+def add_shard(table: ShardTable, name: str, shard: Shard) -> None:
     spec = spec_of(name, shard.tensor, shard.global_shape)
     box = Box(shard.offset, tuple(shard.tensor.shape))
-    held.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)
+    table.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)

@@ -72,13 +72,13 @@ def written(rank: int, state: Any, everyone: tuple[int, ...] | None = None) -> l
     from holdfast.integrations.megatron.shards import Copies, to_save
     from holdfast.options import Options
     from holdfast.plan.save import plan_save
-    from holdfast.state.flatten import hold
+    from holdfast.state.flatten import build_shard_table
 
     mcore.apply_factories(state)
     everyone = everyone or tuple(range(dist.get_world_size()))
     sharded, _ = mcore.extract_sharded_base(state)
     leaves = to_save(mcore.nested_values(sharded), {}, Copies(rank, everyone))
-    held, _ = hold([leaf for leaf in leaves if not leaf.private], rank, everyone)
+    held, _ = build_shard_table([leaf for leaf in leaves if not leaf.private], rank, everyone)
     assert None not in held.replicas
     plan = plan_save(held, [replica or (0, 1) for replica in held.replicas], Options(split_bytes=512))
     found = []

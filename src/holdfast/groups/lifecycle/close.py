@@ -15,7 +15,7 @@ import torch.distributed as dist
 from holdfast.errors import GroupsFailed, HoldfastError
 from holdfast.groups.lifecycle.device import Device
 from holdfast.protocol.call import Call
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.threads import start_thread
 from holdfast.torch_private import abort, known_groups
@@ -24,7 +24,7 @@ ABORT_TIME = 5.0
 """Seconds that aborting groups may take before the process goes on without."""
 
 
-class Closing(Turn):
+class Closing(CollectiveTask):
     """Destroy groups, the last made first; the default group at the end, if it is among them."""
 
     def __init__(self, groups: Sequence[Any], call: Call) -> None:
@@ -32,7 +32,7 @@ class Closing(Turn):
         self._groups = list(groups)
         self._device = Device()
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self._device.use()
         known = {id(found.group): found for found in known_groups()}
         for number, group in enumerate(reversed(self._groups), 1):

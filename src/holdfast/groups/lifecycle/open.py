@@ -22,7 +22,7 @@ from holdfast.groups.lifecycle.plan import WORLD, Planned, members, plan_groups,
 from holdfast.groups.lifecycle.state import facts
 from holdfast.layout.grid import Grid
 from holdfast.protocol.call import Call, begin_call
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
 from holdfast.torch_private import abort, groups_made
 
@@ -93,7 +93,7 @@ class Groups(Mapping[str, Any]):
         return list(dict.fromkeys(self._known.values()))
 
 
-class _Opening(Turn):
+class _Opening(CollectiveTask):
     """All groups of a layout, made on all ranks."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _Opening(Turn):
         self._device = Device()
         self.made: dict[tuple[str, ...], Any] = {}
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         if self._trouble is not None:
             raise self._trouble
         return {
@@ -120,7 +120,7 @@ class _Opening(Turn):
             "groups made before": groups_made(),
         }
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         first = self.operation.at.rank
         for rank, message in sorted(said.items()):
             for what, value in message.items():
@@ -131,7 +131,7 @@ class _Opening(Turn):
                     )
         return {rank: {} for rank in said}
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self._device.use()
         total = sum(len(planned.table) for planned in self._plan)
         number = 0

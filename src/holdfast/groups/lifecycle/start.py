@@ -13,7 +13,7 @@ from holdfast.errors import BadInput, GroupsFailed, RosterLost
 from holdfast.groups.lifecycle.device import Device
 from holdfast.options import Environment, read_environment
 from holdfast.protocol.call import Call, begin_call
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.roster.torch_store import TorchRoster
 
@@ -21,7 +21,7 @@ _stores: dict[tuple[str, int], Any] = {}
 """The one that a process has opened stays open: others may still read it, and a next start uses it again."""
 
 
-class _Start(Turn):
+class _Start(CollectiveTask):
     """All ranks are here and mean the same; then they initialise torch.distributed."""
 
     def __init__(self, store: Any, env: Environment, backend: str | None, call: Call) -> None:
@@ -30,7 +30,7 @@ class _Start(Turn):
         self._timeout = call.deadline.seconds
         self._device = Device(uses_gpu=torch.cuda.is_available())
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         return {
             "world size": self._env.world_size,
             "backend": self._backend,
@@ -38,7 +38,7 @@ class _Start(Turn):
             "torch": str(torch.__version__),
         }
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         first = self.roster.rank
         for rank, message in sorted(said.items()):
             for what, value in message.items():
@@ -50,7 +50,7 @@ class _Start(Turn):
         token = secrets.token_hex(6)  # the store may hold keys of an earlier start
         return {rank: {"token": token} for rank in said}
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self._device.use()
         self.doing("in init_process_group")
         try:

@@ -28,7 +28,7 @@ from holdfast.groups.lifecycle.open import Groups
 from holdfast.groups.lifecycle.plan import rounds
 from holdfast.groups.lifecycle.state import facts, warm
 from holdfast.protocol.call import Call, begin_call
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import describe
 from holdfast.torch_private import Known, is_open, known_groups
@@ -68,7 +68,7 @@ class WarmUpReport(msgspec.Struct, frozen=True):
         return sum(group.bytes_taken for group in self.groups)
 
 
-class _WarmUp(Turn):
+class _WarmUp(CollectiveTask):
     def __init__(
         self,
         groups: list[Known],
@@ -88,7 +88,7 @@ class _WarmUp(Turn):
         self.warmed: list[WarmedGroup] = []
         self.rounds = self.groups_in_world = 0
 
-    def mine(self) -> Message:
+    def contribute(self) -> Message:
         rank = self.roster.rank
         return {
             "operations": list(self._operations),
@@ -100,7 +100,7 @@ class _WarmUp(Turn):
             ],
         }
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         self._everyone = agreed(said)
         for rank, message in sorted(said.items()):
             if message["operations"] != list(self._operations):
@@ -127,7 +127,7 @@ class _WarmUp(Turn):
             for rank, order in self._order.items()
         }
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self._device.use()
         self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
         order = list(zip(answer["order"], answer["at"], strict=True))

@@ -30,7 +30,7 @@ from holdfast.groups.session.exit_bound import bound_exit
 from holdfast.groups.session.shutdown import TOLD, Leaving
 from holdfast.layout.grid import Grid
 from holdfast.protocol.call import begin_call, find_roster
-from holdfast.protocol.task import Turn
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.run.checkpoints import Checkpoints
 from holdfast.torch_private import default_store, known_groups
@@ -39,15 +39,15 @@ _open: list[Session] = []
 """Sessions that have begun, and not come to their end."""
 
 
-class _Beginning(Turn):
+class _Beginning(CollectiveTask):
     """All ranks are here, and hear a name of this session that no other has, and who hosts the message store."""
 
-    def choose(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         token = secrets.token_hex(6)
         host = self.operation.presence.message()  # said by the lowest rank
         return {rank: {"token": token, "host": host} for rank in said}
 
-    def act(self, answer: Message) -> Message:
+    def execute(self, answer: Message) -> Message:
         self.token, self.host = str(answer["token"]), dict(answer["host"])
         return {}
 

@@ -26,7 +26,7 @@ from holdfast.layout.tensor import listed
 from holdfast.loading.job import LoadRequest
 from holdfast.options import Options
 from holdfast.protocol.call import Call, begin_call
-from holdfast.protocol.consensus import Together
+from holdfast.protocol.consensus import StepConsensus
 from holdfast.protocol.operation import agree, read_state
 from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob
@@ -107,8 +107,8 @@ def save(
         return None
     pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, None, 0)
     title = f"choice of the call that finalizes the save of {store.url}"
-    together = Together(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
-    return mcore.AsyncRequest(None, (), [Committed(pending, together)])
+    consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
+    return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
 
 
 def load(

@@ -14,7 +14,7 @@ from holdfast.integrations.megatron.checkpointing import load_state
 from holdfast.integrations.megatron.metadata import mark
 from holdfast.integrations.megatron.saving import State, read_state_dict
 from holdfast.protocol.call import Call, whole_step
-from holdfast.run.steps import Steps
+from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import replace_file
 from holdfast.store.run_folder import committed_steps
@@ -22,7 +22,7 @@ from holdfast.store.run_folder import committed_steps
 log = logging.getLogger("holdfast")
 
 
-class Checkpoints(Steps):
+class Checkpoints(RunFolder):
     """The iterations of one run, `run/iter_0000010/` and so on, as Megatron-LM names them.
 
     After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest iteration

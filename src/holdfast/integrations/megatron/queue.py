@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from holdfast.background.pending import Pending
-from holdfast.protocol.consensus import Together
+from holdfast.protocol.consensus import StepConsensus
 
 
 class Committed:
@@ -17,16 +17,16 @@ class Committed:
     The stock queue calls it, too; so a request is right there as well, if with stock's all_reduce.
     """
 
-    def __init__(self, pending: Pending, together: Together) -> None:
-        self.pending, self._together = pending, together
-        pending.upload_completion.add_done_callback(lambda future: together.announce())
+    def __init__(self, pending: Pending, consensus: StepConsensus) -> None:
+        self.pending, self._consensus = pending, consensus
+        pending.upload_completion.add_done_callback(lambda future: consensus.propose())
 
     def __call__(self) -> None:
         self.pending.committed()
 
     def is_due(self, no_dist: bool) -> bool:
         """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have barriers."""
-        return self.pending.done() if no_dist else self._together.here()
+        return self.pending.done() if no_dist else self._consensus.reached()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
         """What the stock queue asks of a caller, if it is put back while a request of ours is in it."""

@@ -48,7 +48,7 @@ TRIES = 10
 T = TypeVar("T")
 
 
-class Steps:
+class RunFolder:
     """A run folder as its ranks use it; what a state is made of is for those who extend it.
 
     keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never before.
