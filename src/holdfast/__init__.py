@@ -61,6 +61,7 @@ _WHERE = {
     "warm_up": "holdfast.groups.lifecycle.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "megatron", "megatron_fsdp", "testing")
+"""Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not."""
 
 __all__ = [
     "Checkpoints",
@@ -81,8 +82,6 @@ __all__ = [
     "get_state_dict",
     "latest",
     "load",
-    "megatron",
-    "megatron_fsdp",
     "open_groups",
     "save",
     "session",

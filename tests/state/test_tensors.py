@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES
 from holdfast.state.flatten import build_shard_table, flatten
 from holdfast.state.memory import BytesMemory, TensorMemory
+from tests.support.boxes import split
 
 ALL = [getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)]
 SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (7,), (0,), (3, 0, 2), (5, 3), (2, 3, 4))
@@ -136,17 +136,6 @@ def test_large_tensors_of_many_blocks(tmp_path: Path) -> None:
     holdfast.load(loaded, tmp_path, options=Options(writer_threads=2))
     assert torch.equal(loaded["a"].view(torch.int32), value.view(torch.int32))
     assert torch.equal(loaded["t"].view(torch.int32), value.t().contiguous().view(torch.int32))
-
-
-def split(box: Box, axis: int, parts: int) -> Iterator[Box]:
-    """Cut into `parts` along `axis`, as evenly as whole indices allow; empty parts are left out."""
-    size = box.shape[axis]
-    for part in range(parts):
-        low, high = size * part // parts, size * (part + 1) // parts
-        if low < high:
-            offset, shape = list(box.offset), list(box.shape)
-            offset[axis], shape[axis] = offset[axis] + low, high - low
-            yield Box(tuple(offset), tuple(shape))
 
 
 @settings(max_examples=25)

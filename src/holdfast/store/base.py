@@ -165,7 +165,7 @@ def checked(path: str) -> str:
 
 @contextmanager
 def storage_errors(doing: str, path: str) -> Iterator[None]:
-    """CollectiveTask the system's errors into one sentence that names the file."""
+    """Turn the system's errors into one sentence that names the file."""
     try:
         yield
     except StorageError:
