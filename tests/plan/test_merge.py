@@ -124,7 +124,7 @@ def test_any_division_among_ranks_merges_to_the_same_chunks(ranks: int, tensors:
     every = []
     for at in range(tensors):
         shape = tuple(random.integers(1, 6, int(random.integers(0, 4))).tolist())
-        boxes = [whole(shape)] if not shape else list(whole(shape).split(0, int(random.integers(1, 5))))
+        boxes = [whole(shape)] if not shape else list(split(whole(shape), 0, int(random.integers(1, 5))))
         for box in boxes:
             chunk = Chunk(
                 f"t{at}", shape, box, tuple(random.integers(0, 99, -(-box.volume * 4 // 64)).tolist())

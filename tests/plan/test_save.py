@@ -15,7 +15,7 @@ from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
 from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
 from holdfast.plan.shard_table import ShardTable, contiguous_at, describe
-from tests.plan.holdings import NoMemory, boxes_of, holding
+from tests.plan.shard_tables import NoMemory, boxes_of, holding
 
 CUT = Options(columns=("*",))
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
