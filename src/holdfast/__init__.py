@@ -9,8 +9,9 @@
     ckpt.restore(state)                       # newest committed step, or None
     ckpt.save(step, state)
 
-Integrations are `holdfast.dcp`, `holdfast.megatron` and `holdfast.megatron_fsdp`. Errors are in `holdfast.errors`, what happens is told
-to `holdfast.events`, and test tools are in `holdfast.testing`. Importing holdfast imports nothing else until a name is used.
+Integrations are `holdfast.dcp`, `holdfast.megatron` and `holdfast.megatron_fsdp`. Errors are in
+`holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
+Importing holdfast imports nothing else until a name is used.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The end of this process: what is done before the interpreter ends, in which order, and the exit code.
 
-An `atexit` handler can change the exit code of a process only by `os._exit`, which skips all handlers that were registered before it:
-log files, experiment trackers, children of multiprocessing. So Holdfast has one handler. It goes first, whenever it was
-registered. If nothing failed it returns, and the interpreter ends as ever. If something failed that nobody has asked about, it runs all
-other handlers, flushes open files, writes the error as the last thing on the terminal, and ends the process with an exit code other
-than 0: the one that was given to `sys.exit`, if it was such a one; by SIGINT if Ctrl-C has ended the program.
+An `atexit` handler can change the exit code of a process only by `os._exit`, which skips all handlers that
+were registered before it:
+log files, experiment trackers, children of multiprocessing. So Holdfast has one handler. It goes first,
+whenever it was registered. If nothing failed it returns, and the interpreter ends as ever. If something
+failed that nobody has asked about, it runs all other handlers, flushes open files, writes the error as the
+last thing on the terminal, and ends the process with an exit code other than 0: the one that was given to
+`sys.exit`, if it was such a one; by SIGINT if Ctrl-C has ended the program.
 
 All of it belongs to the process that asked for it; a fork of that process has none of it.
 """
@@ -88,7 +90,8 @@ def not_at_exit(step: Step) -> None:
 
 
 def on_main_thread_end(listener: Callable[[], None]) -> None:
-    """Call `listener` once the main thread of this process has ended, on that thread, before anything is waited for."""
+    """Call `listener` once the main thread of this process has ended, on that thread, before anything is
+    waited for."""
     _this_process().listeners.append(listener)
 
 
@@ -98,7 +101,8 @@ def is_working() -> bool:
 
 
 def given_code() -> object:
-    """What the main thread gave to `sys.exit` last, as far as that is known; a bare `raise SystemExit` is not seen."""
+    """What the main thread gave to `sys.exit` last, as far as that is known; a bare `raise SystemExit` is not
+    seen."""
     return _this_process().given
 
 

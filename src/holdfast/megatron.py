@@ -1,4 +1,5 @@
-"""Megatron-core's checkpoint calls, without a collective: `from holdfast import megatron as dist_checkpointing`.
+"""Megatron-core's checkpoint calls, without a collective:
+`from holdfast import megatron as dist_checkpointing`.
 
 `save`, `load` and the `load_*` functions take what `megatron.core.dist_checkpointing` takes.
 `optimizer_state_dict` describes a DistributedOptimizer so that it loads in any other layout, and

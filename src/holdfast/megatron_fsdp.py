@@ -1,4 +1,5 @@
-"""Megatron-FSDP's uneven DTensors, described from local data: megatron-core's names and arguments, and no collective.
+"""Megatron-FSDP's uneven DTensors, described from local data: megatron-core's names and arguments, and no
+collective.
 
     from holdfast.megatron_fsdp import (
         handle_gdn_in_state_dict, handle_swiglu_in_state_dict, preprocess_state_dict_for_uneven_dtensor)

@@ -79,8 +79,8 @@ class Arena:
 
 
 class ArenaMemory:
-    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: of a shard that
-    this rank writes in part only that part was copied."""
+    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: of a
+    shard that this rank writes in part only that part was copied."""
 
     __slots__ = ("_itemsize", "_shape", "address")
 

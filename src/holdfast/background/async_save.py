@@ -44,17 +44,19 @@ def async_save(
 ) -> Pending:
     """Copy a state and save it in the background; what is saved is the state at this call.
 
-    The copy lies in shared memory that is used again from save to save; a process of this rank's own, which imports no torch,
-    hashes and writes it. No rank enters a collective. A save that this thread began before, and that is still under way, is waited for
-    first.
+    The copy lies in shared memory that is used again from save to save; a process of this rank's own, which
+    imports no torch, hashes and writes it. No rank enters a collective. A save that this thread began before,
+    and that is still under way, is waited for first.
 
-    host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves, each written
-        before the next, and this call waits for the last copy; one tensor that is larger is refused, with the numbers.
+    host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves,
+        each written before the next, and this call waits for the last copy; one tensor that is larger is
+        refused, with the numbers.
     retries: how often a save that failed is tried again, on all ranks, before its deadline.
-    The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the background.
+    The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the
+    background.
 
-    Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput` here, before
-    anything was started.
+    Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput`
+    here, before anything was started.
     """
     store = open_store(one_folder(path, checkpoint_id))
 
@@ -92,7 +94,8 @@ def async_save_into(
     host_memory_budget: int | None,
     retries: int,
 ) -> Pending:
-    """`async_save` of what `make` reads, by this thread's own arena and writer process: a thread waits for its own saves only."""
+    """`async_save` of what `make` reads, by this thread's own arena and writer process: a thread waits for
+    its own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
     if host_memory_budget is not None and host_memory_budget < 1:

@@ -1,4 +1,5 @@
-"""Copies from a GPU into an arena: pinned memory, and streams of their own. No handle of GPU memory leaves the process."""
+"""Copies from a GPU into an arena: pinned memory, and streams of their own. No handle of GPU memory leaves
+the process."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ _side: dict[Any, Any] = {}
 
 
 class DeviceCopies:
-    """Copies of a save's tensors, which come after what the streams of training have been given at the time of the call."""
+    """Copies of a save's tensors, which come after what the streams of training have been given at the time
+    of the call."""
 
     def __init__(self, caller: CallerStreams) -> None:
         self._training = caller.streams
 
     @contextmanager
     def into(self, arena: Arena) -> Iterator[None]:
-        """What is copied from a GPU inside has arrived at the end; it comes after what training's stream was given before."""
+        """What is copied from a GPU inside has arrived at the end; it comes after what training's stream was
+        given before."""
         if not self._training:
             yield
             return

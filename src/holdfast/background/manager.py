@@ -1,8 +1,9 @@
 """Asynchronous saves of this process: its arena, its writer process, and what is under way.
 
-The caller's thread copies the state and goes on. A thread of its own runs the same protocol as a synchronous save, on
-messages of its own (a lane of the roster), and its storage work is done by the writer process. So no rank enters a
-collective for it, training waits for nothing but the copy, and a failed save is the same error on all ranks.
+The caller's thread copies the state and goes on. A thread of its own runs the same protocol as a synchronous
+save, on messages of its own (a lane of the roster), and its storage work is done by the writer process. So no
+rank enters a collective for it, training waits for nothing but the copy, and a failed save is the same error
+on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ EXIT_GRACE = 30.0
 
 
 class Background:
-    """One save under way at most; the next waits for it. Arenas and processes are not shared between slots."""
+    """One save under way at most; the next waits for it. Arenas and processes are not shared between
+    slots."""
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
@@ -52,7 +54,8 @@ class Background:
         budget: int | None,
         retries: int,
     ) -> Pending:
-        """Stage the state of the job that `make` gives, and save it in the background. Waits for the save before this one."""
+        """Stage the state of the job that `make` gives, and save it in the background. Waits for the save
+        before this one."""
         if self.is_of_another_process():
             raise BadInput(
                 "This process was forked after an asynchronous save; it can't go on with its parent's."
@@ -61,7 +64,8 @@ class Background:
             self._wait_for_the_last()
             pending = Pending(path, step)
             job = make()
-            # A process that can't be started is told to the others, too: else they would be one call ahead from then on.
+            # A process that can't be started is told to the others, too: else they would be one call ahead
+            # from then on.
             job.trouble = job.trouble or read_state(self._writer.start, job.rank)
             into = DeviceCopies(job.streams).into
             staged = self._stage(job, budget, into)
@@ -78,7 +82,8 @@ class Background:
                 retries = 0  # the state that another attempt would copy is not this one any more
             pending.start(lambda: self._run(pending, job, retries))
             try:
-                pending.staging_completion.result()  # in waves it takes as long as the writing of all but the last
+                # In waves it takes as long as the writing of all but the last.
+                pending.staging_completion.result()
             except BaseException:
                 pending.cancel()
                 raise
@@ -88,7 +93,8 @@ class Background:
         return pending
 
     def release(self) -> None:
-        """Give back the arena and the writer process, once nothing is under way. The next save has new ones."""
+        """Give back the arena and the writer process, once nothing is under way. The next save has new
+        ones."""
         with self._lock:
             if self._pending is not None and not self._pending.done():
                 return
@@ -171,7 +177,8 @@ class Background:
         return self._pid != os.getpid()
 
     def drain(self) -> Failure | None:
-        """At the end of the process: wait for what is under way; that it failed is the process's failure, unless somebody has asked."""
+        """At the end of the process: wait for what is under way; that it failed is the process's failure,
+        unless somebody has asked."""
         try:
             return None if self._pending is None else _outcome(self._pending)
         finally:
@@ -185,7 +192,10 @@ def _outcome(pending: Pending) -> Failure | None:
     try:
         ended = pending.wait(timeout)
     except KeyboardInterrupt:
-        said = f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of the process."
+        said = (
+            f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of "
+            "the process."
+        )
         return Failure(said, ENDED_BY_INTERRUPT)
     met = pending.upload_completion.failure()
     if not ended:
@@ -195,7 +205,10 @@ def _outcome(pending: Pending) -> Failure | None:
             log.warning("A save in the background failed: %s", met)
         return None
     assert met is not None
-    said = f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or committed()):"
+    said = (
+        f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or "
+        "committed()):"
+    )
     if log.hasHandlers():
         log.error("%s %s", said, met)
     return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())

@@ -62,7 +62,8 @@ class Pending:
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.upload_completion = Outcome()
         for future in (self.staging_completion, self.upload_completion):
-            future.set_running_or_notify_cancel()  # `cancel` of a future can't end a save; that of this object can
+            # `cancel` of a future can't end a save; that of this object can.
+            future.set_running_or_notify_cancel()
         self.only_warns = False
         """Is a failure to be logged, and no more?"""
         self._save: SaveJob | None = None
@@ -141,7 +142,8 @@ class Pending:
         return None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, well or not; has it? A failure that nobody has seen goes on to be nobody's."""
+        """Wait until it has ended, well or not; has it? A failure that nobody has seen goes on to be
+        nobody's."""
         concurrent.futures.wait([self.upload_completion], timeout)
         return self.done()
 
@@ -157,7 +159,8 @@ class Pending:
         self.upload_completion.add_done_callback(callback)
 
     def cancel(self) -> bool:
-        """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed` tells."""
+        """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed`
+        tells."""
         if self.done():
             return False
         self.cancelled = HoldfastError(
@@ -187,7 +190,8 @@ class Pending:
                 raise  # it is the error of the save itself
             where = self.progress()
             raise DeadlineExceeded(
-                f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, with "
+                f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase "
+                f"{where.phase!r}, with "
                 f"{where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
                 step=self.step,
                 phase=where.phase,

@@ -1,4 +1,5 @@
-"""Where the bytes of an asynchronous save go: through an arena, by the writer process, as a whole or in waves."""
+"""Where the bytes of an asynchronous save go: through an arena, by the writer process, as a whole or in
+waves."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ _COPIED = BytesMemory(b"")
 
 
 class StagedSink:
-    """Writes what was copied before the save began. arena: None where the state could not be read, and nothing will be written."""
+    """Writes what was copied before the save began. arena: None where the state could not be read, and
+    nothing will be written."""
 
     def __init__(self, writer: WriterProcess, arena: Arena | None, staged: Staged) -> None:
         self._writer, self._arena, self._staged = writer, arena, staged
@@ -38,9 +40,11 @@ class StagedSink:
 
 
 class WaveSink:
-    """Copies as much as the budget allows, writes it as a file, and so on. The caller waits for the last copy.
+    """Copies as much as the budget allows, writes it as a file, and so on. The caller waits for the last
+    copy.
 
-    has_staged: called once the last wave is copied. budget: bytes that the copy may take. into: how tensors get into the arena.
+    has_staged: called once the last wave is copied. budget: bytes that the copy may take. into: how tensors
+        get into the arena.
     """
 
     def __init__(

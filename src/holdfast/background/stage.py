@@ -1,8 +1,8 @@
 """A rank's part of a state, copied: what it writes goes into an arena, what others write is digested.
 
-Of a shard whose replicas are declared only the pieces that this rank writes are copied: which they are is a rule that
-needs nobody (`plan/replicas.py`). Of one whose replicas are not declared all is copied, because who writes it is
-agreed later, while training goes on.
+Of a shard whose replicas are declared only the pieces that this rank writes are copied: which they are is a
+rule that needs nobody (`plan/replicas.py`). Of one whose replicas are not declared all is copied, because who
+writes it is agreed later, while training goes on.
 """
 
 from __future__ import annotations
@@ -85,8 +85,10 @@ def _check_one_wave(table: ShardTable, copies: list[Copy], size: int, budget: in
     largest = max(copies, key=lambda copy: copy.nbytes)
     if largest.nbytes + ALIGN > budget:
         raise BadInput(
-            f"The asynchronous save copies {size / MiB:,.3g} MiB on rank {table.rank}, but host_memory_budget allows "
-            f"{budget / MiB:,.3g} MiB at a time, and {table.specs[largest.row].name!r} alone has {largest.nbytes / MiB:,.3g} MiB.",
+            f"The asynchronous save copies {size / MiB:,.3g} MiB on rank {table.rank}, but "
+            f"host_memory_budget allows "
+            f"{budget / MiB:,.3g} MiB at a time, and {table.specs[largest.row].name!r} alone has "
+            f"{largest.nbytes / MiB:,.3g} MiB.",
             rank=table.rank,
             hint="Raise the budget, share the writing among more ranks, or save synchronously.",
         )

@@ -31,7 +31,8 @@ _known: WeakSet[WriterProcess] = WeakSet()
 
 
 def _forked() -> None:
-    """In a fork of the trainer (a data loader's worker): let go of the sockets, by whose end writers know that it is gone."""
+    """In a fork of the trainer (a data loader's worker): let go of the sockets, by whose end writers know
+    that it is gone."""
     for writer in _known:
         writer.let_go()
 
@@ -40,7 +41,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _isolated_python() -> list[str]:
-    """This interpreter, without the working directory, the environment's and the user's folders, and without site-packages."""
+    """This interpreter, without the working directory, the environment's and the user's folders, and without
+    site-packages."""
     flags = ["-I", "-S"]
     if sys.dont_write_bytecode:
         flags.append("-B")
@@ -89,7 +91,8 @@ class WriterProcess:
         self.kill()
         mine, theirs = socket.socketpair()
         try:
-            # No fork of this process's memory: a new interpreter, in a session of its own, so that Ctrl-C does not reach it.
+            # No fork of this process's memory: a new interpreter, in a session of its own, so that Ctrl-C
+            # does not reach it.
             self._process = subprocess.Popen(
                 [*_isolated_python(), str(START), str(theirs.fileno()), json.dumps(_places())],
                 pass_fds=[theirs.fileno()],
@@ -109,7 +112,8 @@ class WriterProcess:
         moved: Callable[[int], None],
         still_wanted: Callable[[], None],
     ) -> list[WrittenFile]:
-        """Do a job to its end. What `moved` or `still_wanted` raise gives it up: then `kill` it, as it may be stuck."""
+        """Do a job to its end. What `moved` or `still_wanted` raise gives it up: then `kill` it, as it may be
+        stuck."""
         self.start()
         wire, process = self._wire, self._process
         assert wire is not None

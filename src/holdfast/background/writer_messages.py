@@ -1,4 +1,5 @@
-"""What a trainer and its writer process say to each other: MessagePack in frames over a socket. No torch, no pickle."""
+"""What a trainer and its writer process say to each other: MessagePack in frames over a socket. No torch, no
+pickle."""
 
 from __future__ import annotations
 

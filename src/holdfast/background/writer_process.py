@@ -1,7 +1,7 @@
 """The writer process: hashes and writes what a trainer has copied into shared memory. It imports no torch.
 
-It runs the same writer as a synchronous save. It ends when its trainer does: the socket between them closes with
-either process, whatever ended it. What it was writing then is no checkpoint, as no index names it.
+It runs the same writer as a synchronous save. It ends when its trainer does: the socket between them closes
+with either process, whatever ended it. What it was writing then is no checkpoint, as no index names it.
 """
 
 from __future__ import annotations

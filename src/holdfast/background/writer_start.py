@@ -1,8 +1,9 @@
 """Where the writer process begins: `python -I -S writer_start.py DESCRIPTOR PLACES`.
 
-The interpreter is isolated: it imports the standard library, and nothing from the working directory, PYTHONPATH, the folder of this
-file or site-packages. The few packages that the writer needs come from where the trainer has them (PLACES: a folder a name, as JSON),
-and nothing else does from there. So what lies about cannot be executed, and both sides run the same version.
+The interpreter is isolated: it imports the standard library, and nothing from the working directory,
+PYTHONPATH, the folder of this file or site-packages. The few packages that the writer needs come from where
+the trainer has them (PLACES: a folder a name, as JSON), and nothing else does from there. So what lies about
+cannot be executed, and both sides run the same version.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
     text = ("{" + ",".join(rows) + "}").encode()
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(
-            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, more than the "
+            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, "
+            f"more than the "
             f"{DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )
@@ -92,7 +93,8 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
         start, stop = entry.data_offsets
         if not 0 <= start <= stop <= room:
             raise CorruptCheckpoint(
-                f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or truncated."
+                f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or "
+                f"truncated."
             )
     return Header(prefix + text, entries, metadata)
 

@@ -58,7 +58,8 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     about = json.dumps(metadata)
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
-            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read whole whenever "
+            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
+            f"whole whenever "
             f"it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
             hint="Keep less in notes=, or save it as a part of the state.",
         )
@@ -318,7 +319,8 @@ class Index:
         for name in found:
             if not is_data_file(name):
                 raise CorruptCheckpoint(
-                    f"{self.where} names the file {name!r}, which is not inside its data folder; it was not opened."
+                    f"{self.where} names the file {name!r}, which is not inside its data folder; it was not "
+                    f"opened."
                 )
         return found
 

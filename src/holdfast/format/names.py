@@ -1,4 +1,5 @@
-"""Every name and constant of the format on disk, and the syntax of names inside of it. docs/format.md describes them.
+"""Every name and constant of the format on disk, and the syntax of names inside of it. docs/format.md
+describes them.
 
 No torch, no NumPy.
 """
@@ -26,7 +27,8 @@ _OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:
-    """The path of a rank's data file. It holds the attempt's name, so that no attempt touches the bytes of another."""
+    """The path of a rank's data file. It holds the attempt's name, so that no attempt touches the bytes of
+    another."""
     suffix = f"-{part:03d}" if part else ""
     return f"{DATA}/{attempt}-r{rank:05d}{suffix}.safetensors"
 
@@ -70,7 +72,8 @@ def without_offset(entry: str) -> str:
 # -- checkpoints of torch DCP and megatron-core ---------------------------------------------------
 
 METADATA = ".metadata"
-"""A folder that holds it is a checkpoint of torch DCP or megatron-core, unless it is a marker (`format.marker`)."""
+"""A folder that holds it is a checkpoint of torch DCP or megatron-core, unless it is a marker
+(`format.marker`)."""
 COMMON_FILE = "common.pt"
 """Where megatron-core keeps what isn't sharded."""
 COMMON = "common_state"

@@ -1,9 +1,10 @@
-"""Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes lie.
+"""Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes
+lie.
 
-`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names become plain values
-and records, and every other is refused. A `.distcp` file holds one archive of torch.save after another, one a chunk
-(`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which `crc_of` gives to who reads it whole.
-No torch here.
+`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names
+become plain values and records, and every other is refused. A `.distcp` file holds one archive of torch.save
+after another, one a chunk (`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which
+`crc_of` gives to who reads it whole. No torch here.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), megatron-core 0.13 to 0.16.
 """
@@ -98,7 +99,8 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
 
 
 def _described(found: Any, length: int) -> list[tuple[str, dict[str, Any]]]:
-    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is long."""
+    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is
+    long."""
     if type(found) is not dict or not all(type(name) is str for name in found):
         raise BadPickle("it describes no tensors")
     described = [(name, _state(found[name])) for name in sorted(found)]
@@ -116,7 +118,8 @@ def _state(record: Any) -> dict[str, Any]:
 
 
 def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
-    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to collide."""
+    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to
+    collide."""
     if type(found) is not dict:
         raise BadPickle("it does not say where anything is stored")
     stored: dict[str, dict[bytes | None, Any]] = {}

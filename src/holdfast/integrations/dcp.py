@@ -1,9 +1,10 @@
 """torch.distributed.checkpoint's calls, with their signatures: `import holdfast.dcp as dcp` is the switch.
 
-Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no collectives, and the
-background is always a process. Arguments that bring code of their own (a writer, a reader, a planner, a stager) can't be honoured, and
-are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved stands a `.metadata` by which tools
-of DCP find it (`holdfast.integrations.dcp_metadata`).
+Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no
+collectives, and the background is always a process. Arguments that bring code of their own (a writer, a
+reader, a planner, a stager) can't be honoured, and are refused with one sentence. Checkpoints that DCP wrote
+load as they are. Beside what is saved stands a `.metadata` by which tools of DCP find it
+(`holdfast.integrations.dcp_metadata`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def save(
     stall_timeout: float = 120.0,
     options: Options | None = None,
 ) -> SaveReport:
-    """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one folder, as in DCP."""
+    """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
+    folder, as in DCP."""
     _refuse("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
     store = open_store(one_folder(None, checkpoint_id))
     call = begin_call(
@@ -93,8 +95,8 @@ def async_save(
 ) -> Pending:
     """`torch.distributed.checkpoint.async_save`, by `holdfast.async_save`.
 
-    What it returns has the methods of the future that DCP returns (`result`, `done`, `exception`, `add_done_callback`), and the
-    fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
+    What it returns has the methods of the future that DCP returns (`result`, `done`, `exception`,
+    `add_done_callback`), and the fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
     """
     _refuse(
         "async_save", checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager
@@ -132,7 +134,8 @@ def _refuse(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: An
             f"checkpoint_id={os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "checkpoint_id="
         )
         raise BadInput(
-            f"holdfast.dcp.{call} takes no {name}= ({type(value).__name__}): Holdfast plans, writes and reads by itself.",
+            f"holdfast.dcp.{call} takes no {name}= ({type(value).__name__}): Holdfast plans, writes and "
+            f"reads by itself.",
             hint=f"Leave {name} out"
             + (f" and give {there}." if checkpoint_id is None and name.startswith("storage") else "."),
         )

@@ -1,8 +1,8 @@
 """torch DCP's `.metadata`: the one of an export, and the marker beside a Holdfast checkpoint.
 
-Tools know a checkpoint of torch DCP by its `.metadata` (torchtitan's search for the newest step, say). The marker shows
-them the names, types and shapes that are there; who loads it with stock DCP gets a FileNotFoundError for a file whose name
-says what to do.
+Tools know a checkpoint of torch DCP by its `.metadata` (torchtitan's search for the newest step, say). The
+marker shows them the names, types and shapes that are there; who loads it with stock DCP gets a
+FileNotFoundError for a file whose name says what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def encode(
     stored: dict[dcp.MetadataIndex, Any],
     save_id: str | None = None,
 ) -> bytes:
-    """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without reading all."""
+    """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without
+    reading all."""
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
     about = {
         "storage_meta": metadata.storage_meta,

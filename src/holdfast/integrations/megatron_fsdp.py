@@ -1,13 +1,16 @@
-"""Megatron-FSDP's uneven DTensors, described from local data: the names and arguments of megatron-core's functions, and no collective.
+"""Megatron-FSDP's uneven DTensors, described from local data: the names and arguments of megatron-core's
+functions, and no collective.
 
-Users import them from `holdfast.megatron_fsdp`. Asks parameters for nothing but what both megatron-core's copy of Megatron-FSDP and the
-package `megatron-fsdp` give them; the tests run the former.
+Users import them from `holdfast.megatron_fsdp`. Asks parameters for nothing but what both megatron-core's
+copy of Megatron-FSDP and the package `megatron-fsdp` give them; the tests run the former.
 
-Theory. Megatron-FSDP lays parameters into flat buffers and cuts those, so the rows of a parameter that a rank holds are known to it:
-`megatron_fsdp_slice`, in elements of the part that tensor parallelism has left. Stock code gathers shapes instead, tensor by tensor, in the
-order of each rank's own dict; where ranks hold different optimizer states (no gradient, an empty shard, another device) they gather
-different tensors, and hang or mix them up. Here the offset is that slice over the elements of a row. A fused parameter (gate and up,
-the projections of a gated delta net) is cut where its parts meet. Parts alias the fused tensor, so a load fills it.
+Theory. Megatron-FSDP lays parameters into flat buffers and cuts those, so the rows of a parameter that a rank
+holds are known to it:
+`megatron_fsdp_slice`, in elements of the part that tensor parallelism has left. Stock code gathers shapes
+instead, tensor by tensor, in the order of each rank's own dict; where ranks hold different optimizer states
+(no gradient, an empty shard, another device) they gather different tensors, and hang or mix them up. Here the
+offset is that slice over the elements of a row. A fused parameter (gate and up, the projections of a gated
+delta net) is cut where its parts meet. Parts alias the fused tensor, so a load fills it.
 """
 
 from __future__ import annotations
@@ -41,9 +44,11 @@ _WRITES = "__create_write_items__"
 def handle_swiglu_in_state_dict(
     model: torch.nn.Module, model_state_dict: State, optimizer_state_dict: State | None
 ) -> tuple[State, State | None]:
-    """megatron-core's: `linear_fc1` of gated layers becomes `..._w` and `..._v`, in the model and in all states of its optimizer.
+    """megatron-core's: `linear_fc1` of gated layers becomes `..._w` and `..._v`, in the model and in all
+    states of its optimizer.
 
-    model: as `unwrap_model` gives it. Returns new dicts of DTensors that alias the given ones, each of which says where it lies.
+    model: as `unwrap_model` gives it. Returns new dicts of DTensors that alias the given ones, each of which
+        says where it lies.
     Raises BadInput for a tensor that can't be split.
     """
     gated = {
@@ -66,7 +71,8 @@ def handle_swiglu_in_state_dict(
 def handle_gdn_in_state_dict(
     model: torch.nn.Module, model_state_dict: State, optimizer_state_dict: State | None
 ) -> tuple[State, State | None]:
-    """megatron-core's: `in_proj` of a gated delta net becomes query, key, value, z, beta and alpha, its `conv1d` the first three."""
+    """megatron-core's: `in_proj` of a gated delta net becomes query, key, value, z, beta and alpha, its
+    `conv1d` the first three."""
     sizes = {}
     for path, module in model.named_modules():
         if all(hasattr(module, name) for name in ("qk_dim", "v_dim", "in_proj_dim", "num_value_heads")):
@@ -89,7 +95,8 @@ def preprocess_state_dict_for_uneven_dtensor(
 ) -> State:
     """megatron-core's: each DTensor that does not say yet where it lies is given chunk metadata, in place.
 
-    model: whose parameters tell. Without it, or for a tensor that is of no parameter, the offset stays open: `holdfast.save` and
+    model: whose parameters tell. Without it, or for a tensor that is of no parameter, the offset stays open:
+        `holdfast.save` and
     `holdfast.load` find it by the lengths that all ranks hold. (torch DCP can't, and needs the model here.)
     """
     if model is None:
@@ -105,10 +112,12 @@ def preprocess_state_dict_for_uneven_dtensor(
 
 
 def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> list[str]:
-    """Zeros for parameters of which this rank holds a part and no optimizer state: they never got a gradient, or another device has it.
+    """Zeros for parameters of which this rank holds a part and no optimizer state: they never got a gradient,
+    or another device has it.
 
-    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of them that other ranks have,
-    and fails. Only what is shaped as the parameter is filled; `step` is said by the ranks that have it.
+    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of
+    them that other ranks have, and fails. Only what is shaped as the parameter is filled; `step` is said by
+    the ranks that have it.
     """
     states = optimizer_state_dict["state"]
     there = {_bare(key): (key, state) for key, state in states.items()}
@@ -141,7 +150,8 @@ def _bare(name: str) -> str:
 
 
 class _Parameters:
-    """`megatron_fsdp_slice` of each parameter, by its name without wrappers; expert numbers are this rank's own."""
+    """`megatron_fsdp_slice` of each parameter, by its name without wrappers; expert numbers are this rank's
+    own."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         buffers = (getattr(module, "param_and_grad_buffer", None) for module in model.modules())
@@ -227,7 +237,8 @@ def _split_all(
 
 
 def _tensor_parallel(value: Any) -> tuple[int | None, int, int]:
-    """The dimension that tensor parallelism cuts (its mesh dimension comes last, and cuts first), this rank's place, of how many."""
+    """The dimension that tensor parallelism cuts (its mesh dimension comes last, and cuts first), this rank's
+    place, of how many."""
     placements, mesh = value.placements, value.device_mesh
     cut = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     names = mesh.mesh_dim_names or ()
@@ -244,7 +255,8 @@ def _left(value: Any) -> tuple[int, ...]:
 
 
 def _begin(value: Any, start: int, rows: int) -> tuple[int, ...]:
-    """Where the local tensor begins, if its part of the (maybe smaller) tensor begins `start` elements into what TP has left."""
+    """Where the local tensor begins, if its part of the (maybe smaller) tensor begins `start` elements into
+    what TP has left."""
     axis, rank, parts = _tensor_parallel(value)
     begin = [start // max(prod(_left(value)[1:]), 1)] + [0] * (value.dim() - 1)
     if axis == 0:
@@ -265,7 +277,8 @@ def _split(key: str, value: Any, parts: Split, at: slice | None) -> dict[str, An
     whole = axis == 0 and any(size % tensor_parallel for size in sizes)
     if at is None or rows % unit or whole or (at.stop - at.start) != local.numel() or at.start % row:
         raise BadInput(
-            f"{key!r} of shape {tuple(value.shape)} can't be split into {', '.join(name.strip('._') for name in names)}: "
+            f"{key!r} of shape {tuple(value.shape)} can't be split into "
+            f"{', '.join(name.strip('._') for name in names)}: "
             f"this rank holds {local.numel()} elements of it, and megatron_fsdp_slice is {at}.",
             hint="Give the model whose parameters these are, as unwrap_model gives it, sharded by rows.",
         )

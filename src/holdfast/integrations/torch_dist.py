@@ -1,7 +1,8 @@
 """Checkpoints of torch DCP and megatron-core (`torch_dist`) to Holdfast's format and back.
 
 Neither direction holds more than one chunk in memory. Importing copies bytes from where they lie, checks the
-CRC-32 that each archive carries, and executes nothing. What is exported, stock torch DCP and stock megatron-core load.
+CRC-32 that each archive carries, and executes nothing. What is exported, stock torch DCP and stock
+megatron-core load.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class _FileMemory:
         self._crc, self._next = torch_dist.crc_of(view, self._crc), at + len(view)
         if self._next == self._member.nbytes and self._member.crc not in (0, self._crc):
             raise CorruptCheckpoint(
-                f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their CRC-32.",
+                f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their "
+                f"CRC-32.",
                 details={"tensor": self._name},
             )
 
@@ -200,7 +202,8 @@ def export_torch_dist(
 ) -> int:
     """Make a `torch_dist` checkpoint of a Holdfast one; returns the bytes written.
 
-    out: a folder that does not exist or is empty. `.metadata` is written last. With common state in it (it was saved by
+    out: a folder that does not exist or is empty. `.metadata` is written last. With common state in it (it
+        was saved by
     `holdfast.integrations.megatron`), stock megatron-core loads it; torch DCP loads any.
     """
     folder = Path(os.fspath(out))

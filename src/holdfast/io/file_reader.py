@@ -124,7 +124,8 @@ class _Job:
             try:
                 if reader.size != int(columns.file_size[file]):
                     raise CorruptCheckpoint(
-                        f"{self.store.url}/{name} has {reader.size} bytes, but was written with {int(columns.file_size[file])}: "
+                        f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
+                        f"{int(columns.file_size[file])}: "
                         "it is truncated or replaced.",
                         details={"file": name},
                     )
@@ -310,7 +311,8 @@ class _Job:
         tensor = self.columns.names[int(self.tensor[run.chunk])]
         start, length = run.position + low, min(self.block[run.chunk], run.length - low)
         return CorruptCheckpoint(
-            f"{self.store.url}/{name} is damaged: bytes {start} to {start + length}, part of {tensor!r}, do not match "
+            f"{self.store.url}/{name} is damaged: bytes {start} to {start + length}, part of {tensor!r}, do "
+            f"not match "
             "the digest they were written with.",
             hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
             details={"file": name, "tensor": tensor, "position": start},

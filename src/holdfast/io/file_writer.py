@@ -43,8 +43,9 @@ class WrittenFile(NamedTuple):
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
-    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one, and not more than its header can list.
-    A rank that writes nothing has names and witnesses to report, so every rank has a file."""
+    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one, and not more than its
+    header can list. A rank that writes nothing has names and witnesses to report, so every rank has a
+    file."""
     nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
     ends = np.cumsum(nbytes)
     cuts, start = [], 0
@@ -197,7 +198,8 @@ def embedded_columns(
 
 
 def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in `DeferredOffset`."""
+    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in
+    `DeferredOffset`."""
     late = [(row, *found) for row in rows.tolist() if (found := table.lates[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
@@ -267,7 +269,8 @@ def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:
 
 
 def witness(table: ShardTable, plan: SavePlan, at: int) -> tuple[int, int]:
-    """Digest what this rank holds and another writes: (-1, of every block), or one block that the box picks."""
+    """Digest what this rank holds and another writes: (-1, of every block), or one block that the box
+    picks."""
     seen = plan.witnesses
     count = int(block_counts(seen.nbytes[at : at + 1], seen.block[at : at + 1])[0])
     source = ChunkSource(table, seen, at, int(seen.nbytes[at]), int(seen.block[at]))

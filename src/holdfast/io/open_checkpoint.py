@@ -1,4 +1,5 @@
-"""What can be loaded from: a committed Holdfast checkpoint, or one of torch DCP or megatron-core's `torch_dist`."""
+"""What can be loaded from: a committed Holdfast checkpoint, or one of torch DCP or megatron-core's
+`torch_dist`."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def open_source(store: Store) -> Iterator[Source]:
 
 
 def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
-    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit` is damage."""
+    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit`
+    is damage."""
     try:
         reader = store.open(name)
     except NotFound:
@@ -140,7 +142,8 @@ class TorchDist:
     def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
         if chunk.start + chunk.length > self._reader(chunk.file).size:
             raise CorruptCheckpoint(
-                f"{self._store.url}/{chunk.file} ends before the part of {entry.name!r} that {self.where} says it holds.",
+                f"{self._store.url}/{chunk.file} ends before the part of {entry.name!r} that {self.where} "
+                f"says it holds.",
                 details={"file": chunk.file, "tensor": entry.name},
             )
         if entry.kind == OBJECT:

@@ -1,11 +1,13 @@
 """Late-bound offsets: a shard whose place along one axis only its neighbours' lengths tell. Pure.
 
-An unevenly sharded tensor (Megatron-FSDP cuts a flat buffer, wherever that falls) is known to a rank by its local length and by its
-position in the mesh. Stock code gathers the lengths, tensor by tensor, and hangs where ranks hold different tensors. Here every rank
-writes down what it knows, and whoever has everybody's rows (the commit of a save) adds the lengths up, once.
+An unevenly sharded tensor (Megatron-FSDP cuts a flat buffer, wherever that falls) is known to a rank by its
+local length and by its position in the mesh. Stock code gathers the lengths, tensor by tensor, and hangs
+where ranks hold different tensors. Here every rank writes down what it knows, and whoever has everybody's
+rows (the commit of a save) adds the lengths up, once.
 
-A rank whose local shape happens to be the one that an even cut would give takes its offset for known. So shards that could be uneven
-carry their position too, and if one rank of a tensor has no offset, all of the same lane are placed anew, by their lengths.
+A rank whose local shape happens to be the one that an even cut would give takes its offset for known. So
+shards that could be uneven carry their position too, and if one rank of a tensor has no offset, all of the
+same lane are placed anew, by their lengths.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ class DeferredOffset(NamedTuple):
     length: int
     """Along the axis, of all that this rank holds there."""
     start: int
-    """Along the axis, where an even cut would have it; -1 if the rank does not know, and the shard's box begins at 0; `told(offset)`
-    if it knows better, so that others of the lane may be wrong."""
+    """Along the axis, where an even cut would have it; -1 if the rank does not know, and the shard's box
+    begins at 0; `told(offset)` if it knows better, so that others of the lane may be wrong."""
 
 
 def told(offset: int) -> int:
@@ -51,10 +53,11 @@ class Placed(NamedTuple):
 def place(
     tensor: Array, axis: Array, lane: Array, position: Array, length: Array, start: Array, size: Array
 ) -> Placed:
-    """Prefix sums over positions, for each (tensor, axis, lane) that is not known to be even; R rows in any order.
+    """Prefix sums over positions, for each (tensor, axis, lane) that is not known to be even; R rows in any
+    order.
 
-    `size`: of the tensor along the axis. A lane whose shards were all told, or take themselves for even, is left alone if it does not
-    add up to that: a part of it is not here, and who checks coverage says where.
+    `size`: of the tensor along the axis. A lane whose shards were all told, or take themselves for even, is
+    left alone if it does not add up to that: a part of it is not here, and who checks coverage says where.
     """
     shift = np.zeros(len(tensor), np.int64)
     if not (start < 0).any():

@@ -1,4 +1,5 @@
-"""Into a state what a load has read: each target is to get exactly its own bytes, and autograd is to know of it."""
+"""Into a state what a load has read: each target is to get exactly its own bytes, and autograd is to know of
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise LoadFailed(
-            f"{table.specs[row].name!r} would get {int(planned[row])} elements, and has {int(needed[row])} on rank {table.rank}.",
+            f"{table.specs[row].name!r} would get {int(planned[row])} elements, and has {int(needed[row])} "
+            f"on rank {table.rank}.",
             hint="This is a defect of Holdfast; nothing was read into the state.",
         )
 
@@ -54,9 +56,11 @@ def give_back(
     objects: Mapping[int, Any],
     built: Iterable[tuple[Leaf, Any]],
 ) -> None:
-    """Objects, and what was made, into the state; then live containers take over what is in them. Tensors are there already.
+    """Objects, and what was made, into the state; then live containers take over what is in them. Tensors are
+    there already.
 
-    filled, objects: positions of leaves, and the objects that were read. built: what takes the place of leaves that were made.
+    filled, objects: positions of leaves, and the objects that were read. built: what takes the place of
+        leaves that were made.
     """
     for at, value in objects.items():
         leaves[at].put(value)

@@ -1,6 +1,8 @@
-"""The load of one rank: collect the state, choose a version, plan, read, put what was read into the state, report.
+"""The load of one rank: collect the state, choose a version, plan, read, put what was read into the state,
+report.
 
-`LoadJob` is what the protocol (`protocol.core.load_steps`) drives; its methods stand in the order in which they are called.
+`LoadJob` is what the protocol (`protocol.core.load_steps`) drives; its methods stand in the order in which
+they are called.
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     """By this rank, the index included."""
     seconds: float
     missing: tuple[str, ...] = ()
-    """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an optimizer still has
-    no state under them."""
+    """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
+    optimizer still has no state under them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +101,11 @@ class LoadRequest:
 
 
 class LoadJob:
-    """A load of this rank. The state is collected at once; `run` brings the load to its end, `apply` puts the result into the state.
+    """A load of this rank. The state is collected at once; `run` brings the load to its end, `apply` puts the
+    result into the state.
 
-    offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which finds out whether it is needed.
+    offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which
+        finds out whether it is needed.
     """
 
     def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
@@ -199,8 +203,10 @@ class LoadJob:
         """A load into nothing, where there is something, is one into the wrong state."""
         if self.names_stored and not any(report["asked"] for report in reports.values()):
             raise BadInput(
-                f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no rank has a value in its state.",
-                hint="Give the values that are to be filled (a module, its state_dict(), what holdfast.get_state_dict gives, tensors), "
+                f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no "
+                f"rank has a value in its state.",
+                hint="Give the values that are to be filled (a module, its state_dict(), what "
+                "holdfast.get_state_dict gives, tensors), "
                 "or look at include= and exclude=.",
             )
 
@@ -292,8 +298,10 @@ class LoadJob:
                 return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
 
             raise MissingTensors(
-                f"{self.store.url} does not hold {len(names)} of the names in the state: {listed(names, say)}.",
-                hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass strict=False to keep "
+                f"{self.store.url} does not hold {len(names)} of the names in the state: "
+                f"{listed(names, say)}.",
+                hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass "
+                f"strict=False to keep "
                 "present values.",
                 details={"missing": names[:100]},
             )
@@ -331,7 +339,8 @@ class LoadJob:
         wanted.add(spec, box, (0, 1), False, memory)
 
     def _decode(self) -> None:
-        """Objects, before this rank says that it has read: one that can't be decoded fails the load everywhere."""
+        """Objects, before this rank says that it has read: one that can't be decoded fails the load
+        everywhere."""
         rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
         for owner, size in self.sizes.items():
             memory = self.table.memory[rows[owner]]
@@ -352,7 +361,8 @@ class LoadJob:
                 finish()
             except Exception as error:
                 raise LoadFailed(
-                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: {type(error).__name__}: {error}",
+                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: "
+                    f"{type(error).__name__}: {error}",
                     rank=self.rank,
                     hint="Other ranks don't know of this.",
                 ) from error

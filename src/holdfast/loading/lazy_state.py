@@ -1,8 +1,9 @@
 """What a load makes: optimizer states that are not there yet, and that the checkpoint has.
 
-An optimizer's state of a parameter comes into being at its first gradient; until then an empty `ParameterState` stands for it. One that
-has containers in it, or tensors that are made of others, is made anew, too, of what it has already: the checkpoint may have more.
-And a list of dicts is one object for us, and an object a value for torch DCP, which saves `param_groups` as `param_groups.0.lr` and so on.
+An optimizer's state of a parameter comes into being at its first gradient; until then an empty
+`ParameterState` stands for it. One that has containers in it, or tensors that are made of others, is made
+anew, too, of what it has already: the checkpoint may have more. And a list of dicts is one object for us, and
+an object a value for torch DCP, which saves `param_groups` as `param_groups.0.lr` and so on.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class LazyStates:
             self._make(leaf, columns, at)
 
     def build(self, objects: Mapping[int, Any]) -> list[tuple[Leaf, Any]]:
-        """What takes the place of leaves, once all parts are read; `objects` are those that were, by the position of their leaf."""
+        """What takes the place of leaves, once all parts are read; `objects` are those that were, by the
+        position of their leaf."""
         for at in range(self._given, len(self.leaves)):
             part = self.leaves[at]
             if at in objects or part.made:
@@ -171,9 +173,11 @@ class LazyStates:
                 table.boxes[row] = self.table.boxes[found]
             elif table.lates[row].start == -1:  # type: ignore[union-attr]
                 raise BadInput(
-                    f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not know, and its parameter is "
+                    f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not "
+                    f"know, and its parameter is "
                     "not in the state.",
-                    hint="Load the model together with its optimizer, or let the optimizer take a step before.",
+                    hint="Load the model together with its optimizer, or let the optimizer take a step "
+                    "before.",
                 )
 
     def _parameters(self) -> dict[tuple[int, Dims], int]:
@@ -191,7 +195,8 @@ class LazyStates:
     def _check_shapes(
         self, parts: list[tuple[Leaf, list[int]]], columns: Columns, index: Source, names: list[str]
     ) -> None:
-        """Refuse states of a parameter that was saved with another shape: they have that shape, and not the present one's."""
+        """Refuse states of a parameter that was saved with another shape: they have that shape, and not the
+        present one's."""
         odd = [
             (leaf, at)
             for leaf, rows in parts
@@ -219,8 +224,10 @@ class LazyStates:
             for row in np.searchsorted(wanted, rows).tolist():
                 if int(saved.kind[row]) == TENSOR and saved.shape_of(row) == shape:
                     raise ShapeMismatch(
-                        f"The checkpoint has an optimizer state {columns.names[at][len(leaf.name) + 1 :]!r} of shape {shape} for a "
-                        f"parameter of shape {tuple(leaf.value.parameter.shape)}: {saved.names[row]!r} was saved with another shape.",
+                        f"The checkpoint has an optimizer state {columns.names[at][len(leaf.name) + 1 :]!r} "
+                        f"of shape {shape} for a "
+                        f"parameter of shape {tuple(leaf.value.parameter.shape)}: {saved.names[row]!r} was "
+                        f"saved with another shape.",
                         hint="Build the model as it was saved, or leave the optimizer out of the load.",
                         details={"tensor": columns.names[at]},
                     )
@@ -235,9 +242,11 @@ class LazyStates:
             other = next((name for name in names[first:stop] if name not in known), None)
             if other is not None and is_selected(other, patterns):
                 raise MissingTensors(
-                    f"{self.url} has nothing of {lazy[0].name!r}, nor of any other state that this optimizer lacks; it has "
+                    f"{self.url} has nothing of {lazy[0].name!r}, nor of any other state that this optimizer "
+                    f"lacks; it has "
                     f"{other!r}.",
-                    hint="Build the model and the optimizer as they were saved, or leave the optimizer out with exclude=.",
+                    hint="Build the model and the optimizer as they were saved, or leave the optimizer out "
+                    "with exclude=.",
                     details={"missing": [leaf.name for leaf in lazy[:100]]},
                 )
 
@@ -270,8 +279,8 @@ def _under(names: list[str], parent: str) -> tuple[int, int]:
 
 
 def refuse_empty(url: str, empty: list[str], index: Source) -> None:
-    """Refuse empty dicts of the state, by their names, where the checkpoint has a subtree: passing one over would lose that without a
-    word. Where it has nothing, there is nothing to load."""
+    """Refuse empty dicts of the state, by their names, where the checkpoint has a subtree: passing one over
+    would lose that without a word. Where it has nothing, there is nothing to load."""
     have = index.names() if empty else []
     for name in empty:
         first, stop = _under(have, name)
@@ -282,10 +291,13 @@ def refuse_empty(url: str, empty: list[str], index: Source) -> None:
         optimizer = index.find_one(groups) >= 0 or at < end
         raise MissingTensors(
             f"{name!r} is empty in the state, but {url} holds {have[first]!r} and more under it.",
-            hint="An optimizer has no state before its first step. Put the optimizer itself into the state, or what "
-            "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with exclude=."
+            hint="An optimizer has no state before its first step. Put the optimizer itself into the state, "
+            "or what "
+            "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with "
+            "exclude=."
             if optimizer
-            else "Give the values that are to be filled there, as the module's own state_dict() has them, or leave it out with "
+            else "Give the values that are to be filled there, as the module's own state_dict() has them, or "
+            "leave it out with "
             "exclude=.",
             details={"missing": [name]},
         )

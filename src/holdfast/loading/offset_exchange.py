@@ -1,7 +1,8 @@
 """Compute the offsets of shards that depend on the local length of every rank.
 
-A save leaves this to its commit. A load must know before it reads, so the ranks meet once more: each says what it has along the
-uneven axis, the committer adds up. Only loads of which a rank has such a shard come here; that rank's `Unplaced` brings all of them.
+A save leaves this to its commit. A load must know before it reads, so the ranks meet once more: each says
+what it has along the uneven axis, the committer adds up. Only loads of which a rank has such a shard come
+here; that rank's `Unplaced` brings all of them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from holdfast.store.base import Store
 
 
 def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
-    """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may not see."""
+    """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may
+    not see."""
     for spec, late in zip(table.specs, table.lates, strict=True):
         if late is not None and late.start < 0:
             return Unplaced(
-                f"{title}: rank {table.rank} holds a part of {spec.name!r} without an offset along axis {late.axis}.",
+                f"{title}: rank {table.rank} holds a part of {spec.name!r} without an offset along axis "
+                f"{late.axis}.",
                 rank=table.rank,
             )
     return None
@@ -61,7 +64,8 @@ class OffsetExchange(CollectiveTask):
         if found.differ is not None:
             one, other = (rows[row] for row in found.differ)
             raise BadInput(
-                f"Ranks {one[0]} and {other[0]} hold the same part of {one[1]!r}, number {one[5]} along axis {one[3]}, but one has "
+                f"Ranks {one[0]} and {other[0]} hold the same part of {one[1]!r}, number {one[5]} along axis "
+                f"{one[3]}, but one has "
                 f"length {one[6]} there and the other {other[6]}.",
                 rank=other[0],
             )
@@ -70,7 +74,8 @@ class OffsetExchange(CollectiveTask):
                 mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
                 have = listed([f"rank {row[0]} holds {row[6]}" for row in mine], str)
                 raise BadInput(
-                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has {sizes[at, along]} there: {have}.",
+                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has "
+                    f"{sizes[at, along]} there: {have}.",
                     hint="Every rank of its mesh must take part in the load.",
                 )
         shifts: dict[int, list[int]] = {rank: [] for rank in said}

@@ -248,8 +248,8 @@ def compare(
 ) -> Compared:
     """Compare two checkpoints. `values` also counts elements that differ, and by how much at most.
 
-    Of a run folder the newest committed step is compared. Data files that are missing or short are CorruptCheckpoint: what
-    digests alone say of them would not be so.
+    Of a run folder the newest committed step is compared. Data files that are missing or short are
+    CorruptCheckpoint: what digests alone say of them would not be so.
     """
     stores = checkpoint_at(a), checkpoint_at(b)
     with open_index(stores[0]) as first, open_index(stores[1]) as second:

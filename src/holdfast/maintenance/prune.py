@@ -6,7 +6,8 @@ What keeps this safe:
   of one running save finish at different times, and all of its files must stay;
 - a step whose index can't be read is left as it is: its files may be all that is left of it, and
   it does not count as one of the newest either;
-- links are not followed, only names that Holdfast gives are touched, and only folders that are named as it names a step's go;
+- links are not followed, only names that Holdfast gives are touched, and only folders that are named as it
+  names a step's go;
 - what a folder of another format's checkpoint holds stays.
 """
 

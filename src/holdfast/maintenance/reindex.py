@@ -167,7 +167,8 @@ def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: boo
     if finished:
         steps = sorted({str(files[0].said.get("step")) for files in finished})
         raise CoverageError(
-            f"{store.url} holds the files of {len(finished)} finished attempts (step {' and '.join(steps)}); which of them "
+            f"{store.url} holds the files of {len(finished)} finished attempts (step {' and '.join(steps)}); "
+            f"which of them "
             "was the checkpoint can't be told.",
             hint=NAME_THEM,
             details={"files": [[file.name for file in files] for files in finished[:2]]},
@@ -175,7 +176,8 @@ def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: boo
     best = min(attempts.values(), key=_lacks)
     unusable = f"; {broken[0].name} can't be used: {broken[0].why}" if broken else ""
     raise CoverageError(
-        f"No save in {store.url} was finished: of attempt {best[0].said.get('attempt')} (step {best[0].said.get('step')}) "
+        f"No save in {store.url} was finished: of attempt {best[0].said.get('attempt')} (step "
+        f"{best[0].said.get('step')}) "
         f"{_lacks(best)} data files are missing, {len(best)} are there{unusable}.",
         hint="Bring the missing files back, or load an older step.",
     )

@@ -27,7 +27,8 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
 
 
 def checkpoint_at(path: Place) -> LocalStore:
-    """The checkpoint that a path means: the one in that folder, or the newest committed step of a run folder."""
+    """The checkpoint that a path means: the one in that folder, or the newest committed step of a run
+    folder."""
     store, is_run = checkpoint_or_run(path)
     if not is_run:
         return store

@@ -303,7 +303,10 @@ class _Check:
             return
         step = number(about(index).get("step"))
         if said.file_names != [name] or said.file_size.tolist() != [size] or step != self.step:
-            text = f"the embedded index is of {said.file_names[:1]} and step {step}, not of this file and checkpoint"
+            text = (
+                f"the embedded index is of {said.file_names[:1]} and step {step}, not of this file and "
+                "checkpoint"
+            )
             self.found.append(Damage(name, text, None, start, size))
         self._compare(file, said, start, size)
 

@@ -81,7 +81,8 @@ class ShardTable:
             first = seen.setdefault(spec.name, spec)
             if first is not spec and first != spec:
                 raise BadInput(
-                    f"Rank {self.rank} holds two tensors under the name {spec.name!r}: {describe(first)} and {describe(spec)}.",
+                    f"Rank {self.rank} holds two tensors under the name {spec.name!r}: {describe(first)} and "
+                    f"{describe(spec)}.",
                     rank=self.rank,
                 )
             if not box.within(spec.shape):

@@ -1,6 +1,8 @@
-"""One call of this rank: who takes part, over which roster, until when, and how long one of them may be silent.
+"""One call of this rank: who takes part, over which roster, until when, and how long one of them may be
+silent.
 
-It is made once, at the public function, and handed on whole, so that nothing in between can renew the deadline.
+It is made once, at the public function, and handed on whole, so that nothing in between can renew the
+deadline.
 """
 
 from __future__ import annotations
@@ -71,9 +73,11 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
         return _roster_of_the_default_group()
     if not no_dist and read_environment().world_size > 1:
         raise BadInput(
-            f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so ranks can't find "
+            f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so "
+            f"ranks can't find "
             "each other.",
-            hint="Call torch.distributed.init_process_group first, or pass no_dist=True if this process saves alone.",
+            hint="Call torch.distributed.init_process_group first, or pass no_dist=True if this process "
+            "saves alone.",
         )
     return MemoryRoster()
 
@@ -112,7 +116,8 @@ def find_participants(
     if roster.rank not in ranks:
         listed = ", ".join(map(str, ranks[:16])) + ("…" if len(ranks) > 16 else "")
         raise BadInput(
-            f"Rank {roster.rank} called, but the participants are {listed}; nothing was done on this rank and the others are not affected.",
+            f"Rank {roster.rank} called, but the participants are {listed}; nothing was done on this rank "
+            f"and the others are not affected.",
             rank=roster.rank,
             hint="Call only on participants, or add this rank to participants= on every rank.",
         )

@@ -1,4 +1,5 @@
-"""The same call on all ranks, without a collective: ranks do a thing at one and the same turn of their loop."""
+"""The same call on all ranks, without a collective: ranks do a thing at one and the same turn of their
+loop."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from holdfast.protocol.operation import agree
 class StepConsensus:
     """Counts a rank's calls of `reached`, and makes one of them be the one, the same on all ranks.
 
-    Each rank hears at its own moment that there is something to do (`propose`, on a background thread) and says which of its
-    calls comes next; the latest of these is the one. No rank has passed it, and a rank that waits in `reached` to be told
-    which it is holds nobody up, because the others answer from their background threads.
+    Each rank hears at its own moment that there is something to do (`propose`, on a background thread) and
+    says which of its calls comes next; the latest of these is the one. No rank has passed it, and a rank that
+    waits in `reached` to be told which it is holds nobody up, because the others answer from their background
+    threads.
     """
 
     def __init__(self, title: str, place: str, begin: Callable[[], Call]) -> None:

@@ -12,7 +12,8 @@ that another rank has died or stalled. So "agreed" and "abandoned" can't both be
 rank raises the same error. A save has a second key, `final`, written by the committer alone once
 the index is durable. Between `agreed` and `final` lies the only window in which a rank may be
 unable to know: it looks into storage, and if the index is not there it says CommitUnconfirmed.
-No rank but the committer believes a message that says `committed`: it looks for the index of this attempt itself.
+No rank but the committer believes a message that says `committed`: it looks for the index of this attempt
+itself.
 
 Who waits for whom: the committer (lowest participant) waits for everyone, everyone else waits
 for the outcome and keeps an eye on the committer. A rank is given up when its process is gone
@@ -48,9 +49,11 @@ from holdfast.protocol.liveness import ASK, QUOTED, PeerMonitor
 from holdfast.roster.base import Message
 
 VISIBLE_WITHIN = 75.0
-"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a folder for 60."""
+"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
+folder for 60."""
 UNDISTURBED = 0.25
-"""Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by then."""
+"""Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by
+then."""
 _STAGES = {
     "claims": "enter the save",
     "told": "list its replicated tensors",
@@ -162,9 +165,11 @@ def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any
 
 
 def task_steps(at: Context, work: TaskWork) -> Steps:
-    """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all have.
+    """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all
+    have.
 
-    What a rank does may block for ever, so it goes on beside this, and whoever waits keeps an eye on the others.
+    What a rank does may block for ever, so it goes on beside this, and whoever waits keeps an eye on the
+    others.
     """
     try:
         yield from _refuse_late(at)
@@ -225,11 +230,13 @@ def _not_ours(at: Context) -> HoldfastError:
     if at.phase != "failed":
         at.enter("failed")
     return HoldfastError(
-        f"{at.title}: the message store says that all ranks agreed, but rank {at.rank} had not done its part yet. Nothing that it says of "
+        f"{at.title}: the message store says that all ranks agreed, but rank {at.rank} had not done its part "
+        f"yet. Nothing that it says of "
         "this call can be believed.",
         step=at.step,
         rank=at.rank,
-        hint="Something else writes into the message store of this job, or ranks were restarted one by one; see docs/security.md.",
+        hint="Something else writes into the message store of this job, or ranks were restarted one by one; "
+        "see docs/security.md.",
     )
 
 
@@ -366,7 +373,8 @@ def _await_final(at: Context, work: SaveWork) -> Steps:
 
 
 def _look(at: Context, work: SaveWork, seconds: float, cause: HoldfastError | str) -> Steps:
-    """Until the index of this attempt is seen in storage. Raises CommitUnconfirmed if it is not within so many seconds, or the deadline."""
+    """Until the index of this attempt is seen in storage. Raises CommitUnconfirmed if it is not within so
+    many seconds, or the deadline."""
     ends = at.clock.now() + min(at.deadline.left(), seconds)
     pause = 0.01
     while not (yield Do("look", work.is_committed)):
@@ -383,7 +391,8 @@ def _look(at: Context, work: SaveWork, seconds: float, cause: HoldfastError | st
 
 def _unconfirmed(at: Context, cause: HoldfastError) -> CommitUnconfirmed:
     return CommitUnconfirmed(
-        f"{at.title}: all ranks had written, but this rank could not learn whether the index was put in place ({cause.message})",
+        f"{at.title}: all ranks had written, but this rank could not learn whether the index was put in "
+        f"place ({cause.message})",
         step=at.step,
         phase=at.phase,
         rank=cause.rank,

@@ -83,13 +83,15 @@ class Context:
     hint: str = ""
     """What an error adds that names ranks which are missing."""
     abandoned: dict[str, int] = field(default_factory=dict)
-    """This rank's calls that were abandoned since the last good end (`protocol/rendezvous.py`); told with its first message."""
+    """This rank's calls that were abandoned since the last good end (`protocol/rendezvous.py`); told with its
+    first message."""
     settled: Message | None = None
     """The outcome, once this rank knows it."""
     own: set[str] = field(default_factory=set)
     """Keys that nobody needs once this rank has left."""
     answers: set[str] = field(default_factory=set)
-    """Committer: keys of what it told single ranks; who reads one deletes it, unless the call was abandoned before."""
+    """Committer: keys of what it told single ranks; who reads one deletes it, unless the call was abandoned
+    before."""
 
     def __post_init__(self) -> None:
         self.clock = self.deadline.clock
@@ -117,7 +119,8 @@ class Context:
         return f"{self.key}/{stage}/{rank}"
 
     def say(self, stage: str, message: Message) -> Put:
-        """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were abandoned before it."""
+        """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were
+        abandoned before it."""
         key = self.said(stage, self.rank)
         self.own.add(key)
         return Put(key, {**message, "abandoned": self.abandoned} if self.abandoned else message)
@@ -176,7 +179,8 @@ class SaveWork(Protocol):
 
 
 class TaskWork(Protocol):
-    """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for by `poll`."""
+    """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for
+    by `poll`."""
 
     def contribute(self) -> Message:
         """What the committer must know of this rank before any of them acts."""

@@ -67,7 +67,8 @@ class PeerMonitor:
             raise self._failed(out, what, DeadlineExceeded)
 
     def _mark(self, message: Message) -> object:
-        """What changes when a rank gets on: in this operation, or anywhere as long as it is not in this one."""
+        """What changes when a rank gets on: in this operation, or anywhere as long as it is not in this
+        one."""
         operations: dict[str, Message] = message.get("operations") or {}
         inside = operations.get(self.at.key)
         if inside is None:
@@ -112,12 +113,14 @@ class PeerMonitor:
         if other == site and its.isdecimal() and its != number:
             behind = int(its) < int(number)
             return (
-                f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number {int(its) + 1} of {at.title}, this one is "
+                f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number "
+                f"{int(its) + 1} of {at.title}, this one is "
                 f"number {int(number) + 1}" + (", and the others had given that one up" if behind else "")
             )
         if part.get("site") is not None and part["site"] == at.about.get("site") and other != site:
             return (
-                f"{'it is in another call' if now else 'its last call was another one'} of {at.title}, with arguments {part.get('arguments')} "
+                f"{'it is in another call' if now else 'its last call was another one'} of {at.title}, with "
+                f"arguments {part.get('arguments')} "
                 f"where rank {at.rank} has {at.about.get('arguments')}"
             )
         return ""
@@ -131,7 +134,8 @@ class PeerMonitor:
         waited = at.deadline.elapsed()
         return kind(
             f"{at.title} failed after {waited:.1f} s, {why} while rank {at.rank} waited for "
-            f"{'rank ' + str(infos[0].rank) if len(infos) == 1 else str(len(infos)) + ' ranks'} to {what}: {shown}.",
+            f"{'rank ' + str(infos[0].rank) if len(infos) == 1 else str(len(infos)) + ' ranks'} to {what}: "
+            f"{shown}.",
             step=at.step,
             phase=at.phase,
             rank=infos[0].rank,

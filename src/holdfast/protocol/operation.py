@@ -178,6 +178,7 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
 def agree(
     title: str, place: str, choose: Callable[[dict[int, Any]], Any], call: Call, mine: Any = None
 ) -> Any:
-    """The lowest participant's answer, a JSON value, on every participant; it is given what each says (`mine`)."""
+    """The lowest participant's answer, a JSON value, on every participant; it is given what each says
+    (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
     return operation.run(lambda: choice_steps(operation.at, choose, mine))

@@ -1,19 +1,22 @@
 """Where the ranks of one call meet, and how their keys in the message store go again.
 
-Theory. All ranks of a job make the same calls in the same order; but one may be late for a call that the others have given up, or skip one
-that the others made. So every rank counts its own calls of each kind, place and arguments, and the n-th call of one meets the
-n-th of the others, never another: a rank that comes late finds the error of its own call, and its next call meets the next of the
-others. What was abandoned is therefore never joined with something newer, and a checkpoint holds the states of one call.
+Theory. All ranks of a job make the same calls in the same order; but one may be late for a call that the
+others have given up, or skip one that the others made. So every rank counts its own calls of each kind, place
+and arguments, and the n-th call of one meets the n-th of the others, never another: a rank that comes late
+finds the error of its own call, and its next call meets the next of the others. What was abandoned is
+therefore never joined with something newer, and a checkpoint holds the states of one call.
 
-A rank that skipped a call counts one less from then on. It is brought level at the next call, of any kind on that lane, that all
-ranks bring to an end: with its first message a rank says which of its calls were abandoned since the last such end, the
-outcome says the highest count of each, and all ranks count on from there. Until then its next call of that very kind finds the
-error of the one that it skipped.
+A rank that skipped a call counts one less from then on. It is brought level at the next call, of any kind on
+that lane, that all ranks bring to an end: with its first message a rank says which of its calls were
+abandoned since the last such end, the outcome says the highest count of each, and all ranks count on from
+there. Until then its next call of that very kind finds the error of the one that it skipped.
 
-What a rank does not know of the outcome of a call (it gave up while stuck) it settles before its next call, by the same atomic claim.
+What a rank does not know of the outcome of a call (it gave up while stuck) it settles before its next call,
+by the same atomic claim.
 
-Keys go with those who use them: each rank deletes its own when it leaves a call, and the last to leave deletes what is left. A call that
-some rank never came to keeps a handful of keys, which go after a later call that all ranks brought to an end.
+Keys go with those who use them: each rank deletes its own when it leaves a call, and the last to leave
+deletes what is left. A call that some rank never came to keeps a handful of keys, which go after a later call
+that all ranks brought to an end.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ from holdfast.protocol.effects import Claim, Context, Count, Delete, Steps
 from holdfast.roster.base import Message, Roster
 
 _REMEMBERED = 1024
-"""Different calls whose counts are kept. A call that is forgotten begins to count anew; its keys are long gone by then."""
+"""Different calls whose counts are kept. A call that is forgotten begins to count anew; its keys are long
+gone by then."""
 SWEEP_AFTER = 60.0
-"""Seconds after which the keys of an abandoned call are deleted by a later good end: a rank that uses this lane on a second thread
-may still look for its outcome, every quarter of a second."""
+"""Seconds after which the keys of an abandoned call are deleted by a later good end: a rank that uses this
+lane on a second thread may still look for its outcome, every quarter of a second."""
 SHARED = ("open", "outcome", "final", "chosen", "assigned", "left")
 """Keys of a call that all its ranks may read."""
 
@@ -67,14 +71,16 @@ class History:
 
     def __init__(self) -> None:
         self.life: int | None = None
-        """How often these ranks began on this lane of this message store: a store may outlive a process group."""
+        """How often these ranks began on this lane of this message store: a store may outlive a process
+        group."""
         self.token = secrets.token_hex(6)
         self._lock = threading.Lock()
         self._next: OrderedDict[str, int] = OrderedDict()
         self._abandoned: OrderedDict[str, int] = OrderedDict()
         """Calls that were abandoned since the last good end, and the number of the next of each."""
         self._open: dict[str, tuple[str, bool]] = {}
-        """By key, the site of each call that has not come to its end here, and whether this rank gave it up."""
+        """By key, the site of each call that has not come to its end here, and whether this rank gave it
+        up."""
         self._left_over: list[tuple[float, str]] = []
         """When and where a call was abandoned."""
 
@@ -104,7 +110,8 @@ class History:
             return dict(self._abandoned)
 
     def end(self, key: str, outcome: Message, now: float) -> list[str] | None:
-        """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end was noted before."""
+        """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end
+        was noted before."""
         with self._lock:
             site, _ = self._open.pop(key, ("", False))
             if not site:
@@ -176,7 +183,8 @@ def _settle(at: Context, history: History, key: str) -> Steps:
 
 
 def _count_lives(at: Context, token: str) -> Steps:
-    """How often this rank began on this lane with these participants; the same on all of them, as they begin together."""
+    """How often this rank began on this lane with these participants; the same on all of them, as they begin
+    together."""
     who, life = _hash(str(at.participants)), 0
     while (yield Claim(f"life/{who}/{at.rank}/{life}", {"token": token}))["token"] != token:
         life += 1

@@ -211,7 +211,8 @@ def _stuck(at: Context, presence: Presence) -> HoldfastError:
     kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(
-            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase {at.phase!r}, asks the message "
+            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase "
+            f"{at.phase!r}, asks the message "
             "store, which does not answer. Which rank is missing can't be known without it.",
             step=at.step,
             phase=at.phase,

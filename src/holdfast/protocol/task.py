@@ -1,4 +1,5 @@
-"""Something that all ranks do together at one time: on a thread, under a deadline, each telling where it is."""
+"""Something that all ranks do together at one time: on a thread, under a deadline, each telling where it
+is."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ _started: list[threading.Thread] = []
 
 
 def _fail_with_stuck_threads() -> Failure | None:
-    """A thread that is in a collective when the interpreter ends has torch abort the process: end it before, with a plain code."""
+    """A thread that is in a collective when the interpreter ends has torch abort the process: end it before,
+    with a plain code."""
     return Failure("") if any(thread.is_alive() for thread in _started) else None
 
 
@@ -71,7 +73,8 @@ class CollectiveTask:
         return {}
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
-        """What says more than an error that this rank met: it may look at what other ranks say of themselves."""
+        """What says more than an error that this rank met: it may look at what other ranks say of
+        themselves."""
         return None
 
     def now(self) -> Message:
@@ -116,7 +119,8 @@ class CollectiveTask:
         return report
 
     def presences(self, ranks: Iterable[int]) -> dict[int, Message]:
-        """What ranks say of themselves, as far as they do; what they say of this turn stands in the message itself."""
+        """What ranks say of themselves, as far as they do; what they say of this turn stands in the message
+        itself."""
         asked = list(ranks)
         messages = self.roster.get([at_key(rank) for rank in asked])
         found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}

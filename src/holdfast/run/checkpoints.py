@@ -23,11 +23,13 @@ from holdfast.store.run_folder import step_of
 class Checkpoints(RunFolder):
     """The steps of one run, `run/step-00000100/` and so on.
 
-    A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time. `keep` is how many
-    committed steps stay (None: all); older ones go after a newer one is committed, never before. Use it as a context
-    manager, or call `close()`, before the process group is destroyed: both wait for what is under way.
+    A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time.
+    `keep` is how many committed steps stay (None: all); older ones go after a newer one is committed, never
+    before. Use it as a context manager, or call `close()`, before the process group is destroyed: both wait
+    for what is under way.
 
-    asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see `holdfast.run.folder.RunFolder`.
+    asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see
+        `holdfast.run.folder.RunFolder`.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -41,11 +43,12 @@ class Checkpoints(RunFolder):
         expected: str | Iterable[str] | None = PREVIOUS,
         notes: Any = None,
     ) -> Pending | None:
-        """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is durable.
+        """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is
+        durable.
 
-        While `in_flight` saves are under way, `on_busy` says what this does (None is returned for a save that was skipped).
-        If the save that it waits for failed, this raises its error, on all ranks, and begins nothing.
-        `expected="previous"` compares names with the newest committed step's.
+        While `in_flight` saves are under way, `on_busy` says what this does (None is returned for a save that
+        was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
+        nothing. `expected="previous"` compares names with the newest committed step's.
         """
 
         step = whole_step(step)
@@ -81,11 +84,12 @@ class Checkpoints(RunFolder):
         strict: bool = True,
         fallback: bool = True,
     ) -> int | None:
-        """Load the newest committed step (or `step`) in place; returns its number, None if there is no checkpoint at all.
+        """Load the newest committed step (or `step`) in place; returns its number, None if there is no
+        checkpoint at all.
 
-        A step may be one of torch DCP or megatron-core. Checkpoints that are no step's, or can't be loaded, are a BadInput, never
-        None. All ranks load the same step. A step that turns out to be damaged is passed over for the
-        one before it, with a warning, unless `fallback=False` or a step was named.
+        A step may be one of torch DCP or megatron-core. Checkpoints that are no step's, or can't be loaded,
+        are a BadInput, never None. All ranks load the same step. A step that turns out to be damaged is
+        passed over for the one before it, with a warning, unless `fallback=False` or a step was named.
         """
         report = self.restore_report(
             state, step, include=include, exclude=exclude, strict=strict, fallback=fallback

@@ -1,5 +1,5 @@
-"""The numbered steps of a run: which is the newest, which may go, what is loaded if the newest is damaged; and the save
-that is under way."""
+"""The numbered steps of a run: which is the newest, which may go, what is loaded if the newest is damaged;
+and the save that is under way."""
 
 from __future__ import annotations
 
@@ -51,16 +51,20 @@ T = TypeVar("T")
 class RunFolder:
     """A run folder as its ranks use it; what a state is made of is for those who extend it.
 
-    keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never before.
+    keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never
+        before.
     asynchronous: `save` returns once the state is copied; else once it is committed.
-    in_flight: how many saves may be under way at once. Each has a copy of the state and a writer process of its own.
-    on_busy: what `save` does while as many are under way: "wait" for the oldest, or "skip" this one, on all ranks.
-    on_failure: of a save in the background: "raise" its error on all ranks at the next `save` that waits for it (with one in flight: the
-        next), at `restore` or `close`;
+    in_flight: how many saves may be under way at once. Each has a copy of the state and a writer process of
+        its own.
+    on_busy: what `save` does while as many are under way: "wait" for the oldest, or "skip" this one, on all
+        ranks.
+    on_failure: of a save in the background: "raise" its error on all ranks at the next `save` that waits for
+        it (with one in flight: the next), at `restore` or `close`;
         "warn" of it and go on; "retry(3)": try three times more, then raise.
-    host_memory_budget: bytes that copies of asynchronous saves may take on this rank, in equal parts; a state that is larger
-        than its part is copied in waves.
-    takeover: save even if another job that is at work, or can't be seen to have ended, saves into this folder; its saves fail then.
+    host_memory_budget: bytes that copies of asynchronous saves may take on this rank, in equal parts; a state
+        that is larger than its part is copied in waves.
+    takeover: save even if another job that is at work, or can't be seen to have ended, saves into this
+        folder; its saves fail then.
     The other arguments are those of `holdfast.save`, for all calls.
     """
 
@@ -136,7 +140,8 @@ class RunFolder:
     def close(self, timeout: float | None = None) -> None:
         """Wait for the saves that are under way, and give back memory, descriptors and writer processes.
 
-        timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a save, on all ranks. A later
+        timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a
+            save, on all ranks. A later
         save begins anew.
         """
         first: HoldfastError | None = None

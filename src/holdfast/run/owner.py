@@ -1,12 +1,14 @@
 """Which job saves into a run folder: a small file says so, and another job is told.
 
-Two jobs that save steps into one run folder would delete each other's, as `keep=` removes what is old. So the committer puts its
-job's name into the folder before its first save, shows every few seconds that it lives, and looks before each commit, and before it removes
-a step, that the folder is still its own.
+Two jobs that save steps into one run folder would delete each other's, as `keep=` removes what is old. So the
+committer puts its job's name into the folder before its first save, shows every few seconds that it lives,
+and looks before each commit, and before it removes a step, that the folder is still its own.
 
-Another job takes the folder over at once where it is known that its owner has ended: it closed its `Checkpoints`, its process is gone from
-this host, or it was an earlier start of the same job. Where that can't be seen it waits until the owner has given no sign of life for a while.
-Clocks of hosts are not compared. An owner that was taken over although it lives is told at its next save, and removes nothing any more.
+Another job takes the folder over at once where it is known that its owner has ended: it closed its
+`Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. Where that
+can't be seen it waits until the owner has given no sign of life for a while. Clocks of hosts are not
+compared. An owner that was taken over although it lives is told at its next save, and removes nothing any
+more.
 """
 
 from __future__ import annotations
@@ -67,7 +69,8 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """A run folder's owner as this process sees it. One a folder and process; only the committer's process holds it."""
+    """A run folder's owner as this process sees it. One a folder and process; only the committer's process
+    holds it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -76,12 +79,15 @@ class Lease:
         self._mine: Owner | None = None
         self._thread: threading.Thread | None = None
         self._calls: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. A simple queue, since a user can go in the middle of anything, and only this one is made for that."""
+        """Wakes the thread. A simple queue, since a user can go in the middle of anything, and only this one
+        is made for that."""
 
     def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
-        """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it over.
+        """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it
+        over.
 
-        user: who needs it until `leave`, or until it is gone. takeover: take it from an owner that is alive, or that can't be seen from
+        user: who needs it until `leave`, or until it is gone. takeover: take it from an owner that is alive,
+            or that can't be seen from
         here, without waiting. tick: told that this goes on.
         """
         with self._lock:
@@ -93,7 +99,8 @@ class Lease:
                 return
             if self._mine is not None and found is not None:
                 raise Conflict(
-                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing was saved or removed.",
+                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
+                    f"was saved or removed.",
                     hint="Give every job a run folder of its own.",
                 )
             if found is not None and not takeover and not _may_take(found, job, self.store.url):
@@ -130,7 +137,8 @@ class Lease:
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
         """Watch an owner that can't be seen from here; returns once it is gone."""
         log.warning(
-            "%s belongs to %s, which can't be seen from here. It is taken over if that gives no sign of life for %.0f s.",
+            "%s belongs to %s, which can't be seen from here. It is taken over if that gives no sign of life "
+            "for %.0f s.",
             self.store.url,
             owner,
             SILENT,
@@ -204,7 +212,8 @@ def _me(job: str, rank: int) -> Owner:
 
 
 def _may_take(owner: Owner, job: str, url: str) -> bool:
-    """Is the owner this job, or known to have ended? False if that can't be seen; raises Conflict if it lives."""
+    """Is the owner this job, or known to have ended? False if that can't be seen; raises Conflict if it
+    lives."""
     env = read_environment()
     if owner.job == job or (owner.name and owner.name == env.job and owner.restarts < env.restarts):
         return True
@@ -216,9 +225,11 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
 
 def _refusal(owner: Owner, url: str) -> Conflict:
     return Conflict(
-        f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs in one folder delete each other's "
+        f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs "
+        f"in one folder delete each other's "
         "steps.",
-        hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes that job's saves fail.",
+        hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes "
+        "that job's saves fail.",
     )
 
 

@@ -40,8 +40,8 @@ class Preemption:
                     break
 
     budget: seconds from the signal until the process should have ended; `left()` says what remains of it.
-    signals: which signals ask for a stop on this rank; handlers are put back by `close`. From another thread than the main
-        one pass `signals=()` and call `request()`.
+    signals: which signals ask for a stop on this rank; handlers are put back by `close`. From another thread
+        than the main one pass `signals=()` and call `request()`.
     """
 
     def __init__(

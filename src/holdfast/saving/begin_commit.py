@@ -1,4 +1,5 @@
-"""What the committer finds out before the other ranks have written: which version it may replace, and which names must be there."""
+"""What the committer finds out before the other ranks have written: which version it may replace, and which
+names must be there."""
 
 from __future__ import annotations
 

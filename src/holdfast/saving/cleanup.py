@@ -30,7 +30,8 @@ def makes_folder(store: Store) -> bool:
 
 
 def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool) -> None:
-    """After a failure, in the background: this rank's files go, and the folder if this save has made it. Never raises."""
+    """After a failure, in the background: this rank's files go, and the folder if this save has made it.
+    Never raises."""
     deleted = threading.Event()
 
     def work() -> None:
@@ -46,7 +47,8 @@ def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool)
 
 
 def _remove_folder(store: Store, tried: threading.Event) -> None:
-    """Remove it once it is empty. If it does not get empty a rank has died, or another save has begun there: it stays."""
+    """Remove it once it is empty. If it does not get empty a rank has died, or another save has begun there:
+    it stays."""
     ends, pause = REAL_CLOCK.now() + OTHERS_LEAVE, 0.01
     while not store.remove() and REAL_CLOCK.now() < ends:
         tried.set()

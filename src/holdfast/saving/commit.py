@@ -130,7 +130,8 @@ class Commit:
         self.tick()
 
     def _warn_if_stale(self, columns: Columns) -> None:
-        """Say it loudly if no tensor has changed since the step before: stale bytes are the failure that nobody sees."""
+        """Say it loudly if no tensor has changed since the step before: stale bytes are the failure that
+        nobody sees."""
         if self.before is None:
             return
         with suppress(HoldfastError), open_index(self.before) as index:
@@ -139,7 +140,8 @@ class Commit:
             count = same_tensors(columns, index.select())
             if count:
                 log.warning(
-                    "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer stepping, and is what is "
+                    "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer "
+                    "stepping, and is what is "
                     "saved the state that it changes?",
                     self.title,
                     count,
@@ -155,7 +157,8 @@ class Commit:
             for rank, message in sorted(written.items()):
                 if message[what] != written[lead][what]:
                     raise SaveFailed(
-                        f"{self.title}: rank {lead} saves {what} {written[lead][what]!r}, rank {rank} {message[what]!r}.",
+                        f"{self.title}: rank {lead} saves {what} {written[lead][what]!r}, rank {rank} "
+                        f"{message[what]!r}.",
                         rank=rank,
                         hint="All ranks must save the same step of the same run.",
                     )
@@ -169,7 +172,8 @@ class Commit:
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
-                        f"{self.title}: rank {rank} wrote {file.name}, but it is not to be seen in {self.store.url} from here.",
+                        f"{self.title}: rank {rank} wrote {file.name}, but it is not to be seen in "
+                        f"{self.store.url} from here.",
                         rank=rank,
                         hint="All ranks must write to one shared file system.",
                     ) from None
@@ -187,8 +191,8 @@ class Commit:
     def publish(self) -> Message:
         """The index comes into being, at once and durably; from here on the checkpoint exists.
 
-        Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other error deletes
-        the data that the index names.
+        Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other
+        error deletes the data that the index names.
         """
         try:
             self.store.publish(INDEX, self.data, self.replacing)
@@ -200,7 +204,8 @@ class Commit:
         return {"state": "committed", "index": self.data[-TAIL:].hex()}
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
-        """What is to be raised after a failure to publish, or None if the index is known not to be in place."""
+        """What is to be raised after a failure to publish, or None if the index is known not to be in
+        place."""
         known = isinstance(error, HoldfastError) and not isinstance(
             error, Unsettled
         )  # by the store's contract
@@ -210,7 +215,8 @@ class Commit:
         rank = error.rank if isinstance(error, HoldfastError) else None
         if looked:
             return CommitUnconfirmed(
-                f"{self.title}: the index is in place, but storage could not confirm that it is durable ({reason})",
+                f"{self.title}: the index is in place, but storage could not confirm that it is durable "
+                f"({reason})",
                 rank=rank,
                 hint="Nothing was deleted. It may be gone after a power cut; look with `holdfast latest`.",
             )
@@ -219,7 +225,8 @@ class Commit:
         return CommitUnconfirmed(
             f"{self.title}: storage did not tell whether the index was put in place ({reason})",
             rank=rank,
-            hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` sweeps what no index "
+            hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` "
+            "sweeps what no index "
             "names.",
         )
 

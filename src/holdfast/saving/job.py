@@ -1,6 +1,7 @@
 """The save of one rank: collect the state, agree who writes what, write, commit, report.
 
-`SaveJob` is what the protocol (`protocol.core.save_steps`) drives; its methods stand in the order in which they are called.
+`SaveJob` is what the protocol (`protocol.core.save_steps`) drives; its methods stand in the order in which
+they are called.
 """
 
 from __future__ import annotations
@@ -51,10 +52,12 @@ class SaveReport(msgspec.Struct, frozen=True):
 
 
 class FileSink(Protocol):
-    """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of asynchronous saves."""
+    """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of
+    asynchronous saves."""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
-        """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files say of themselves."""
+        """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files
+        say of themselves."""
         ...
 
 
@@ -138,7 +141,8 @@ class SaveJob:
     # -- agree who writes what ----------------------------------------------------------------------
 
     def claims(self) -> str | None:
-        """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the folder."""
+        """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
+        folder."""
         if self.trouble is not None:
             raise self.trouble
         self.makes_folder = makes_folder(self.store) or self.makes_folder
@@ -245,7 +249,8 @@ class SaveJob:
         return is_of_attempt(self.store, self.operation.attempt) is True
 
     def tidy(self) -> None:
-        """Committer, after the commit: delete data that only the replaced index named, and do what the caller wants done."""
+        """Committer, after the commit: delete data that only the replaced index named, and do what the caller
+        wants done."""
         assert self.commit is not None
         with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):

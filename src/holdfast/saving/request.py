@@ -1,4 +1,5 @@
-"""What a save was asked for, checked once: the same value for synchronous, asynchronous, DCP and Megatron saves."""
+"""What a save was asked for, checked once: the same value for synchronous, asynchronous, DCP and Megatron
+saves."""
 
 from __future__ import annotations
 

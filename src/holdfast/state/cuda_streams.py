@@ -1,7 +1,8 @@
 """The CUDA streams of a caller, whose tensors another thread copies.
 
-A thread's current stream is its own, and begins as the default one. Work that the caller has given to another stream, `with
-torch.cuda.stream(s)`, is not waited for by copies that a second thread makes, unless it is told to.
+A thread's current stream is its own, and begins as the default one. Work that the caller has given to another
+stream, `with torch.cuda.stream(s)`, is not waited for by copies that a second thread makes, unless it is told
+to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from holdfast.plan.shard_table import ShardTable
 
 
 class CallerStreams:
-    """What the current streams of this thread have been given up to now, on each GPU that has a tensor of a holding."""
+    """What the current streams of this thread have been given up to now, on each GPU that has a tensor of a
+    holding."""
 
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[Any] = []
@@ -30,6 +32,7 @@ class CallerStreams:
             torch.cuda.current_stream(stream.device).wait_event(event)
 
     def finish(self) -> None:
-        """Wait until what this thread's current streams have been given is done, so that the caller's may use it."""
+        """Wait until what this thread's current streams have been given is done, so that the caller's may use
+        it."""
         for stream in self.streams:
             torch.cuda.current_stream(stream.device).synchronize()

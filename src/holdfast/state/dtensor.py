@@ -6,10 +6,11 @@ left into `split_factor` pieces and takes this rank's chunk of each, so the rank
 several runs. Each run is a box of its own (DCP writes the first offset only, which is wrong
 unless the runs happen to touch).
 
-Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those of a tensor may be
-uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that is taken. Else the offset stays open along
-the axis whose length is another, and whoever has everybody's rows adds the lengths up (`layout/late.py`). The order of a mesh's
-dimensions along an axis is the placements', strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
+Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those
+of a tensor may be uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that
+is taken. Else the offset stays open along the axis whose length is another, and whoever has everybody's rows
+adds the lengths up (`layout/late.py`). The order of a mesh's dimensions along an axis is the placements',
+strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from holdfast.state.tensors import spec_of
 CHUNKS = "__create_chunk_list__"
 """A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
 GET_SHARD = "__get_tensor_shard__"
-"""A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec) has it."""
+"""A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec)
+has it."""
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
 Cuts = tuple[tuple[int, int, int], ...]
@@ -93,7 +95,8 @@ class Pieces(NamedTuple):
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike
 def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
-    """What a rank holds of a tensor of `shape`; `cuts`: those of each dimension, as `local_runs` takes them."""
+    """What a rank holds of a tensor of `shape`; `cuts`: those of each dimension, as `local_runs` takes
+    them."""
     runs = [local_runs(size, cut) for size, cut in zip(shape, cuts, strict=True)]
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
     parts = []
@@ -126,7 +129,8 @@ def place_in(mesh: Any) -> Place:
 
 
 def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
-    """Does the mesh contain just the participants? The answer is kept for as long as they are the same object."""
+    """Does the mesh contain just the participants? The answer is kept for as long as they are the same
+    object."""
     known: tuple[tuple[int, ...], bool] | None = getattr(mesh, "_holdfast_spans", None)
     if known is None or known[0] is not everyone:
         known = mesh._holdfast_spans = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
@@ -211,7 +215,8 @@ def add_dtensor(
     layout = _layout(len(spec.shape), value.placements, place)
     if isinstance(layout, int):
         raise BadInput(
-            f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh dimension {layout}; "
+            f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh "
+            f"dimension {layout}; "
             "its value is not known on any rank: redistribute it to Shard or Replicate before saving."
         )
     declared = undeclared
@@ -249,14 +254,17 @@ def add_dtensor(
 
 
 def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
-    """The parts of a local tensor that is made of several, and where they lie; None for one that has its own memory."""
+    """The parts of a local tensor that is made of several, and where they lie; None for one that has its own
+    memory."""
     if not hasattr(local, GET_SHARD):
         if has_memory(local) or local.device.type == "meta":
             return None
         raise BadInput(
-            f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its own: where the tensors that "
+            f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its "
+            f"own: where the tensors that "
             "it is made of lie in the global one is not known.",
-            hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain tensors.",
+            hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
+            "tensors.",
         )
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -268,14 +276,16 @@ def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
         part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, at))
         if tuple(part.shape) != box.shape:
             raise BadInput(
-                f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata says {box.shape}."
+                f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata "
+                f"says {box.shape}."
             )
         found.append((box, part))
     return found
 
 
 def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layout) -> int:
-    """The axis along which this rank has another length than an even cut gives, so that its offset is not known."""
+    """The axis along which this rank has another length than an even cut gives, so that its offset is not
+    known."""
     if layout.even and value._local_tensor.numel():
         open_axes = [axis for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False)) if a != b]
     else:  # several mesh dimensions cut it, or all of it is elsewhere
@@ -294,7 +304,8 @@ def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layou
     if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} "
-            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with holdfast.Shard."
+            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with "
+            f"holdfast.Shard."
         )
     return open_axes[0]
 

@@ -20,7 +20,8 @@ def encoded(name: str, value: Any) -> bytes:
         if odd is None:
             raise
         raise BadInput(
-            f"{name!r} has a NumPy array of {odd} in it; only arrays of numbers can be stored so that loading executes nothing.",
+            f"{name!r} has a NumPy array of {odd} in it; only arrays of numbers can be stored so that "
+            f"loading executes nothing.",
             hint="Store array.tolist() instead.",
         ) from None
 

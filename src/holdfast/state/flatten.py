@@ -4,8 +4,8 @@ Dicts are walked always, lists and tuples only where tensors are inside (as torc
 path, joined by dots, is the name. What has `state_dict` and `load_state_dict` is asked for its
 state; on load it gets it back. Everything that is not a tensor is an object.
 
-Such methods are the user's, and may issue collectives. So they are called in the order of names, which is the same on all ranks
-whatever the order of their dicts is; torch DCP does so, too.
+Such methods are the user's, and may issue collectives. So they are called in the order of names, which is the
+same on all ranks whatever the order of their dicts is; torch DCP does so, too.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def flatten(state: Mapping[Any, Any], rank: int) -> Flat:
             isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
         ):
             raise BadInput(
-                f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); rename one."
+                f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); "
+                f"rename one."
             )
         seen[leaf.name] = leaf
     return flat
@@ -152,7 +153,8 @@ _AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
 
 
 def _walk_mapping(mapping: Mapping[Any, Any], name: str, flat: Flat, rank: int, private: bool) -> None:
-    """Its leaves are in its own order. If something of the user's may be called on the way, that is done in the order of names."""
+    """Its leaves are in its own order. If something of the user's may be called on the way, that is done in
+    the order of names."""
     leaves, first = flat.leaves, len(flat.leaves)
     items = list(mapping.items())
     by_name = not all(
@@ -218,7 +220,8 @@ def _walk_items(value: Any, name: str, flat: Flat, rank: int, private: bool) -> 
         return
     if isinstance(value, tuple) and not all(has_tensors(item) for item in items):
         raise BadInput(
-            f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; make it a list."
+            f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; "
+            f"make it a list."
         )
     for position, item in enumerate(items):
         put = _fixed if isinstance(value, tuple) else _setter(value, position)

@@ -1,8 +1,9 @@
 """Containers of a state that each save and each load looks at again.
 
-What `get_state_dict` returns may be built once and saved after every step. By then an optimizer has made states that it did not have,
-has replaced tensors and numbers, and a schedule has changed the learning rate. So its containers know where their values come from, and
-are renewed before they are saved, or filled. What the user has put there, or has taken out, stays as he left it.
+What `get_state_dict` returns may be built once and saved after every step. By then an optimizer has made
+states that it did not have, has replaced tensors and numbers, and a schedule has changed the learning rate.
+So its containers know where their values come from, and are renewed before they are saved, or filled. What
+the user has put there, or has taken out, stays as he left it.
 
 A copy of one (`dict(...)`, `copy`, `pickle`) is a plain dict: what was in it at that time.
 """
@@ -27,7 +28,8 @@ class Source(Protocol):
 
 
 def renew(target: MutableMapping[Any, Any], fresh: Mapping[Any, Any], last: dict[Any, Any]) -> None:
-    """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the user's."""
+    """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the
+    user's."""
     for key in [key for key in last if key not in fresh]:
         if target.get(key, _GONE) is last.pop(key):
             del target[key]
@@ -47,7 +49,8 @@ def zeros(key: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
 
 
 class Rest:
-    """What a checkpoint has under a name, and the state has not: a load makes it, of the keys that it takes, and fills it in."""
+    """What a checkpoint has under a name, and the state has not: a load makes it, of the keys that it takes,
+    and fills it in."""
 
     __slots__ = ("fill", "make", "parameter", "takes")
 
@@ -107,8 +110,8 @@ class LiveDict(dict[Any, Any]):
 class ParameterState(LiveDict):
     """What an optimizer keeps for one parameter. It is empty until the first step with a gradient.
 
-    A save passes an empty one by, or writes what `zeros` gives. A load makes what the checkpoint has under its name, and puts that into
-    it.
+    A save passes an empty one by, or writes what `zeros` gives. A load makes what the checkpoint has under
+    its name, and puts that into it.
     """
 
     __slots__ = ("make", "parameter", "zeros")
@@ -133,7 +136,8 @@ class ParameterState(LiveDict):
 class LiveList(list[Any]):
     """A list of dicts, `param_groups`, of what `fetch` finds.
 
-    Each gets from a checkpoint also what it has not: an optimizer may count steps there, a schedule keep a rate.
+    Each gets from a checkpoint also what it has not: an optimizer may count steps there, a schedule keep a
+    rate.
     """
 
     __slots__ = ("_fetch", "_last", "source")

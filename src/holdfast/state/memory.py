@@ -56,17 +56,19 @@ def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
     """A subclass may answer an index with a copy; what is written into that is lost."""
     if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         raise LoadFailed(
-            f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in place: indexing it gives a "
+            f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in "
+            f"place: indexing it gives a "
             "copy.",
             hint="Load into plain tensors, and make this one of them.",
         )
 
 
 def count_changes(tensors: Iterable[torch.Tensor]) -> None:
-    """Let autograd know that these are about to be changed, so that a graph that needs their present values refuses to run.
+    """Let autograd know that these are about to be changed, so that a graph that needs their present values
+    refuses to run.
 
-    Bytes are mostly read straight to where a tensor lies, which autograd doesn't see. A DTensor and its local tensor count apart.
-    Inference tensors have no such count, and are in no graph.
+    Bytes are mostly read straight to where a tensor lies, which autograd doesn't see. A DTensor and its local
+    tensor count apart. Inference tensors have no such count, and are in no graph.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
@@ -80,7 +82,8 @@ _here = _Here()
 
 @contextmanager
 def not_waiting() -> Iterator[None]:
-    """Copies from a GPU that this thread makes inside are only begun; whoever asked for this waits for them."""
+    """Copies from a GPU that this thread makes inside are only begun; whoever asked for this waits for
+    them."""
     _here.not_waiting = True
     try:
         yield
@@ -93,8 +96,8 @@ def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ViewMemory:
-    """A tensor that lacks leading axes of length one that its box has. It is looked at when it is written, if this
-    rank writes it: of tens of thousands of copies of experts, most are not."""
+    """A tensor that lacks leading axes of length one that its box has. It is looked at when it is written, if
+    this rank writes it: of tens of thousands of copies of experts, most are not."""
 
     __slots__ = ("lead", "tensor")
 

@@ -21,14 +21,16 @@ def is_meta(value: Any) -> bool:
 
 
 def materialize(name: str, tensor: Any, fixed: bool = False) -> torch.Tensor:
-    """An uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of the default process group.
+    """An uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of the
+    default process group.
 
-    Without a process group that is torch's default device. A wrapper is refused, and one whose place is `fixed`: no other tensor can be
-    put there.
+    Without a process group that is torch's default device. A wrapper is refused, and one whose place is
+    `fixed`: no other tensor can be put there.
     """
     if fixed:
         raise BadInput(
-            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or in a tensor subclass.",
+            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or in "
+            f"a tensor subclass.",
             hint="Materialise it first, or make the tuple a list.",
         )
     if is_wrapper(tensor):

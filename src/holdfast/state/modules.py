@@ -1,4 +1,5 @@
-"""Modules as states: the names of what they hold without what wrappers add to them, and loaded values back into them."""
+"""Modules as states: the names of what they hold without what wrappers add to them, and loaded values back
+into them."""
 
 from __future__ import annotations
 
@@ -26,14 +27,16 @@ def _kinds(kind: Any) -> frozenset[str]:
 
 
 def _clean(part: torch.nn.Module) -> Callable[[str], str]:
-    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those below."""
+    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those
+    below."""
     wrappers: dict[int, str] = {}
     for path, module in part.named_modules():
         kind: Any = type(module)
         kinds = _kinds(kind)
         if "FullyShardedDataParallel" in kinds:
             raise BadInput(
-                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state takes collectives to get.",
+                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state "
+                f"takes collectives to get.",
                 hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
             )
         wrappers |= {id(module): inner for kind, inner in _WRAPPERS.items() if kind in kinds}
@@ -63,7 +66,8 @@ def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
             name = clean(path)
             if of.setdefault(name, id(parameter)) != id(parameter):
                 raise BadInput(
-                    f"Two parameters of the model have the name {name!r} once the names of wrappers are taken out of {path!r}; rename one."
+                    f"Two parameters of the model have the name {name!r} once the names of wrappers are "
+                    f"taken out of {path!r}; rename one."
                 )
             names.setdefault(id(parameter), name)
     return names
@@ -76,7 +80,8 @@ def name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
     except KeyError:
         raise BadInput(
             f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model.",
-            hint="Make the optimizer after the model was wrapped, sharded and moved, or give all parts of the model.",
+            hint="Make the optimizer after the model was wrapped, sharded and moved, or give all parts of "
+            "the model.",
         ) from None
 
 
@@ -89,7 +94,8 @@ def state_of(parts: Sequence[torch.nn.Module]) -> State:
             name = clean(path)
             if name in state:
                 raise BadInput(
-                    f"Two values of the model's state have the name {name!r} once the names of wrappers are taken out of {path!r}; "
+                    f"Two values of the model's state have the name {name!r} once the names of wrappers are "
+                    f"taken out of {path!r}; "
                     "rename one."
                 )
             state[name] = value
@@ -184,7 +190,8 @@ class ModelView:
         return {name: value for name, value in found.items() if name not in frozen}
 
     def loaded(self) -> None:
-        """Into the model what is not in place already: values that are no tensors, and what the user has put into the state."""
+        """Into the model what is not in place already: values that are no tensors, and what the user has put
+        into the state."""
         for part, given in given_of(self._parts, self.state, strict=False):
             if given:
                 give(part, given)

@@ -1,12 +1,15 @@
 """A model and its torch optimizers as a state keyed by names: no step is run, nothing is gathered.
 
-The layout is that of `torch.distributed.checkpoint.state_dict`, so checkpoints go both ways: parameters under their names without what
-wrappers add to them, moments under `state.<name>.<key>`, hyperparameters under `param_groups`.
+The layout is that of `torch.distributed.checkpoint.state_dict`, so checkpoints go both ways: parameters under
+their names without what wrappers add to them, moments under `state.<name>.<key>`, hyperparameters under
+`param_groups`.
 
-Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert that no token reached has none
-either, maybe on one rank only. torch fills the gap with a step of zero gradients, on whatever ranks find their state empty. Here a state
-that is not there is an empty `ParameterState`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
-All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and a load puts into it what it read.
+Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert
+that no token reached has none either, maybe on one rank only. torch fills the gap with a step of zero
+gradients, on whatever ranks find their state empty. Here a state that is not there is an empty
+`ParameterState`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
+All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and a load
+puts into it what it read.
 """
 
 from __future__ import annotations
@@ -37,19 +40,23 @@ def get_state_dict(
 ) -> tuple[State, State]:
     """`torch.distributed.checkpoint.state_dict.get_state_dict`, without a step or a collective.
 
-    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into. They can be built once: each save
-    and load looks again at the model and the optimizers, but for values that you have replaced, and a load puts what it read into them.
-    (`set_state_dict` after it does no harm.) That goes with these dicts and those in them; a deep copy is a copy of what is there now.
+    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into. They
+    can be built once: each save and load looks again at the model and the optimizers, but for values that you
+        have replaced, and a load puts what it read into them.
+    (`set_state_dict` after it does no harm.) That goes with these dicts and those in them; a deep copy is a
+    copy of what is there now.
 
     model: a module, or this rank's parts of one (pipeline stages).
-    options: torch's `StateDictOptions`, of which `flatten_optimizer_state_dict`, `ignore_frozen_params` and `strict` are heeded.
-    missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip" leaves it out, which
-        is right if no rank has it, and an error that names it if some have; "zeros" saves zeros for this rank's part.
-    flatten_optimizer_state_dict: hyperparameters parameter by parameter, as torch does under this name: needed where ranks
-        hold different parameters (pipeline stages, experts as modules of their own).
+    options: torch's `StateDictOptions`, of which `flatten_optimizer_state_dict`, `ignore_frozen_params` and
+        `strict` are heeded.
+    missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip"
+        leaves it out, which is right if no rank has it, and an error that names it if some have; "zeros"
+        saves zeros for this rank's part.
+    flatten_optimizer_state_dict: hyperparameters parameter by parameter, as torch does under this name:
+        needed where ranks hold different parameters (pipeline stages, experts as modules of their own).
 
-    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model, for FSDP1, and for options
-    that gather or scatter.
+    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model,
+    for FSDP1, and for options that gather or scatter.
     """
     _check(options, "get_state_dict")
     flat = flatten_optimizer_state_dict or getattr(options, "flatten_optimizer_state_dict", False)
@@ -70,17 +77,19 @@ def set_state_dict(
     options: Any = None,
     strict: bool = True,
 ) -> None:
-    """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this rank alone.
+    """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this
+    rank alone.
 
-    Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours). Tensors of the model were filled
-    in place; optimizer states become the optimizer's own, without a copy. Everything is checked before anything is changed.
+    Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours).
+    Tensors of the model were filled in place; optimizer states become the optimizer's own, without a copy.
+    Everything is checked before anything is changed.
 
     model_state_dict: an empty one leaves the model as it is, as in torch.
     options: torch's `StateDictOptions`, as in `get_state_dict`.
     strict: a name of the model's state that is not in the model, or the other way round, is an error.
 
-    Raises MissingTensors if the checkpoint had a part of some parameter's state only, BadInput for optimizers and an empty
-    optim_state_dict.
+    Raises MissingTensors if the checkpoint had a part of some parameter's state only, BadInput for optimizers
+    and an empty optim_state_dict.
     """
     _check(options, "set_state_dict")
     strict = (
@@ -113,7 +122,8 @@ def _check(options: Any, call: str) -> None:
     for name in ("full_state_dict", "broadcast_from_rank0", "cpu_offload"):
         if getattr(options, name, False):
             raise BadInput(
-                f"holdfast.{call} takes no {name}: each rank gives and takes its own part, and any layout loads.",
+                f"holdfast.{call} takes no {name}: each rank gives and takes its own part, and any layout "
+                f"loads.",
                 hint=f"Leave {name} out; a save copies to the host by itself.",
             )
 
@@ -158,7 +168,8 @@ class OptimizerView:
                     name = name_of(parameter, names)
                     if name in seen:
                         raise BadInput(
-                            f"The parameter {name!r} is in two groups, or in two optimizers; its state has one name."
+                            f"The parameter {name!r} is in two groups, or in two optimizers; its state has "
+                            f"one name."
                         )
                     seen.add(name)
                     mine[name] = parameter
@@ -193,7 +204,8 @@ class OptimizerView:
         return [{**_hyper(group), "params": list(parameters)} for _, group, parameters in self._each()]
 
     def _flat(self) -> State:
-        """torch's flat layout; a state that is not there yet, or is nested, stands under its parameter's name."""
+        """torch's flat layout; a state that is not there yet, or is nested, stands under its parameter's
+        name."""
         found: State = {}
         for optimizer, group, parameters in self._each():
             hyper = _hyper(group)
@@ -208,7 +220,8 @@ class OptimizerView:
         return found
 
     def _rest(self) -> list[tuple[str, Rest]]:
-        """What an optimizer keeps in its groups, and in states, that it does not yet have, in the flat layout."""
+        """What an optimizer keeps in its groups, and in states, that it does not yet have, in the flat
+        layout."""
         return [
             (path, Rest(partial(self._fill, path), make_it, parameter))
             for optimizer, group, parameters in self._each()
@@ -237,7 +250,8 @@ def _check_keys(optimizer: torch.optim.Optimizer) -> None:
     for key in optimizer.state:
         if not isinstance(key, torch.Tensor):
             raise BadInput(
-                f"{type(optimizer).__name__} keeps a state {key!r} that belongs to no parameter, for which torch's layout has no place.",
+                f"{type(optimizer).__name__} keeps a state {key!r} that belongs to no parameter, for which "
+                f"torch's layout has no place.",
                 hint="Put the optimizer itself into the state instead of what get_state_dict gives for it.",
             )
 
@@ -311,7 +325,8 @@ def _one_of(found: dict[str, State]) -> State:
             first, whose = hyper, name
         elif any(_differ(hyper.get(key), value) for key, value in first.items()):
             raise BadInput(
-                f"{whose!r} and {name!r} are in one parameter group here, and were saved with different hyperparameters; group them as "
+                f"{whose!r} and {name!r} are in one parameter group here, and were saved with different "
+                f"hyperparameters; group them as "
                 "they were."
             )
     return first or {}
@@ -343,7 +358,8 @@ def _nested(flat: Mapping[str, Any]) -> State:
         name, _, key = rest.rpartition(".")
         if kind not in ("state", "param_groups") or not name:
             raise BadInput(
-                f"optim_state_dict has the key {path!r}, which is neither of a parameter's state nor of its group."
+                f"optim_state_dict has the key {path!r}, which is neither of a parameter's state nor of its "
+                f"group."
             )
         (state if kind == "state" else groups).setdefault(name, {})[key] = value
     return {"state": state, "param_groups": [{**hyper, "params": [name]} for name, hyper in groups.items()]}

@@ -1,7 +1,9 @@
-"""The states that an optimizer keeps for its parameters: what a load makes, what is whole, and an optimizer that is in a state as it is.
+"""The states that an optimizer keeps for its parameters: what a load makes, what is whole, and an optimizer
+that is in a state as it is.
 
-No optimizer is known by name here. Where a state that was never made is to lie, its parameter says; what belongs to a state, the states of
-other parameters of the same group say. Only `step` has a meaning of its own, as it has in `torch.optim.Optimizer.load_state_dict`.
+No optimizer is known by name here. Where a state that was never made is to lie, its parameter says; what
+belongs to a state, the states of other parameters of the same group say. Only `step` has a meaning of its
+own, as it has in `torch.optim.Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def make(
         return like(parameter, dtype)
     if is_dtensor(parameter) and shape:
         raise BadInput(
-            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape {tuple(parameter.shape)}.",
+            f"The checkpoint has an optimizer state {key!r} of shape {tuple(shape)} for a DTensor of shape "
+            f"{tuple(parameter.shape)}.",
             hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
         )
     on_device = key != _STEP or group.get("capturable") or group.get("fused")
@@ -49,7 +52,8 @@ def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | Non
 
 
 def zeros_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State:
-    """Zeros for a parameter's state, shaped as the states of other parameters are. Nothing, if there are none on this rank.
+    """Zeros for a parameter's state, shaped as the states of other parameters are. Nothing, if there are none
+    on this rank.
 
     What is not shaped as its parameter (`step`) is said by ranks that have it.
     """
@@ -78,9 +82,10 @@ class Given(NamedTuple):
 def check_whole(group: Sequence[Given]) -> list[State]:
     """The states of a group's parameters, as the optimizer can take them; {} for one that has none.
 
-    A state is a part if another parameter of the same shape has all that it has and more, or if all others with as many dimensions have.
-    (Adafactor keeps other values for vectors than for matrices; what a parameter has may depend on its size.)
-    Raises MissingTensors for a part, but for one that lacks `step` only: no rank had taken one, and all saved zeros.
+    A state is a part if another parameter of the same shape has all that it has and more, or if all others
+    with as many dimensions have. (Adafactor keeps other values for vectors than for matrices; what a
+    parameter has may depend on its size.) Raises MissingTensors for a part, but for one that lacks `step`
+    only: no rank had taken one, and all saved zeros.
     """
     alike: dict[Any, Counter[frozenset[Any]]] = {}
     for _, parameter, state in group:
@@ -107,8 +112,10 @@ def _whole(given: Given, group: Sequence[Given], alike: Mapping[Any, Counter[fro
         return {**state, _STEP: zero}
     if lacking:
         raise MissingTensors(
-            f"The checkpoint has a part of the optimizer's state of {name!r}: {min(map(str, lacking))!r} is not there.",
-            hint="It was saved by another optimizer, or by missing='zeros', which knows of no such value; leave the optimizer's state "
+            f"The checkpoint has a part of the optimizer's state of {name!r}: {min(map(str, lacking))!r} is "
+            f"not there.",
+            hint="It was saved by another optimizer, or by missing='zeros', which knows of no such value; "
+            "leave the optimizer's state "
             "out of the load.",
         )
     return dict(state)
@@ -129,7 +136,8 @@ def _lacking(
 
 
 def with_lazy_states(optimizer: torch.optim.Optimizer, state: Any) -> Any:
-    """What `optimizer.state_dict()` gave, in which parameters that have no state yet stand, too: a load can make theirs.
+    """What `optimizer.state_dict()` gave, in which parameters that have no state yet stand, too: a load can
+    make theirs.
 
     One of another layout than torch's is left as it is.
     """
@@ -156,7 +164,8 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state: Any) -> Any:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """`optimizer.load_state_dict` of what `with_lazy_states` gave, once it is filled.
 
-    torch casts states to their parameter's dtype, which loses what a bfloat16 parameter's float32 moments are for. They keep theirs.
+    torch casts states to their parameter's dtype, which loses what a bfloat16 parameter's float32 moments are
+    for. They keep theirs.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         optimizer.load_state_dict(state)

@@ -1,8 +1,9 @@
-"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, and torch's CheckpointableTensor protocol.
+"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, and torch's
+CheckpointableTensor protocol.
 
-A ShardedTensor (FSDP1, torchrec) has local shards, each with offsets and sizes. A CheckpointableTensor (torch 2.15) is any tensor with the
-attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`: each of its boxes lies at a local offset (an empty one: it is
-all of the tensor), and at a global one.
+A ShardedTensor (FSDP1, torchrec) has local shards, each with offsets and sizes. A CheckpointableTensor (torch
+2.15) is any tensor with the attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`:
+each of its boxes lies at a local offset (an empty one: it is all of the tensor), and at a global one.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Re
     starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(
-            f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} local_sizes; each of its boxes "
+            f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} "
+            f"local_sizes; each of its boxes "
             "has one of each."
         )
     for start, at, size in zip(starts, inner, sizes, strict=True):
@@ -48,7 +50,8 @@ def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Re
         dims = {len(start), len(at or shape), len(size), len(shape), len(spec.shape)}
         if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
             raise BadInput(
-                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} of its own shape {shape}, "
+                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} "
+                f"of its own shape {shape}, "
                 "which does not lie inside both."
             )
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
@@ -63,8 +66,8 @@ def add_sharded(
 ) -> None:
     """This rank's shards of a ShardedTensor. Each shard is one rank's, of those in its group.
 
-    Ranks outside the group may hold the same ShardedTensor over a group of their own; so only if all participants are in it,
-    there is no other copy.
+    Ranks outside the group may hold the same ShardedTensor over a group of their own; so only if all
+    participants are in it, there is no other copy.
     """
     shape = tuple(map(int, value.metadata().size))
     group = value._process_group

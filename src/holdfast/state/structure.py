@@ -1,7 +1,9 @@
-"""How a value that is made of several is built: what is walked, what its parts are called, and how to build it anew.
+"""How a value that is made of several is built: what is walked, what its parts are called, and how to build
+it anew.
 
-Names alone don't tell a list from a dict with numbers for keys, nor which class wraps `codes` and `scale`. Where a state is filled in
-place that need not be known. An optimizer's state that a load has to make is stored with a description of its containers, if it has any.
+Names alone don't tell a list from a dict with numbers for keys, nor which class wraps `codes` and `scale`.
+Where a state is filled in place that need not be known. An optimizer's state that a load has to make is
+stored with a description of its containers, if it has any.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ def has_tensors(value: Any) -> bool:
 
 
 def is_nested(state: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
-    """Has a parameter's state more to it than plain names with tensors and values? What is None may become anything."""
+    """Has a parameter's state more to it than plain names with tensors and values? What is None may become
+    anything."""
     return any(
         type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
         for key, value in state.items()
@@ -63,9 +66,11 @@ def is_empty(value: Any) -> bool:
 
 
 def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
-    """The containers of a value, as a plain value: `["dict", [[key, part], ...]]`, `["list", [part, ...]]`, and so on.
+    """The containers of a value, as a plain value: `["dict", [[key, part], ...]]`, `["list", [part, ...]]`,
+    and so on.
 
-    parameter: whose state it is; tensors that don't lie as it does, nor one row after the other, are described, too.
+    parameter: whose state it is; tensors that don't lie as it does, nor one row after the other, are
+        described, too.
     """
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value, parameter)
@@ -115,7 +120,8 @@ def _plain(context: Any) -> Any:
 
 
 def guess(keys: Iterable[str]) -> Any:
-    """A description by names alone, for a checkpoint that has none (torch DCP's): numbers from 0 on without a gap are a list's."""
+    """A description by names alone, for a checkpoint that has none (torch DCP's): numbers from 0 on without a
+    gap are a list's."""
     root: dict[str, Any] = {}
     for key in keys:
         *path, last = key.split(".")
@@ -141,7 +147,8 @@ def _guessed(node: Any) -> Any:
 
 
 def build(description: Any, name: str, values: Mapping[str, Any], present: Any = None) -> Any:
-    """A value of its parts, which are in `values` by their names. What of `present` has the memory of its parts stays."""
+    """A value of its parts, which are in `values` by their names. What of `present` has the memory of its
+    parts stays."""
     try:
         value = _build(description, name, values, present)
         return {} if value is _ABSENT else value
@@ -149,7 +156,8 @@ def build(description: Any, name: str, values: Mapping[str, Any], present: Any =
         raise
     except Exception as error:
         raise CorruptCheckpoint(
-            f"The checkpoint says how {name!r} is built, and it can't be built so: {type(error).__name__}: {error}"
+            f"The checkpoint says how {name!r} is built, and it can't be built so: {type(error).__name__}: "
+            f"{error}"
         ) from None
 
 
@@ -182,7 +190,8 @@ def _build(description: Any, name: str, values: Mapping[str, Any], present: Any)
 
 
 def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same elements, in memory as they were when they were saved: matrix products are bitwise the same only then."""
+    """The same elements, in memory as they were when they were saved: matrix products are bitwise the same
+    only then."""
     if value.stride() == strides or not value.numel():
         return value
     made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)

@@ -1,8 +1,10 @@
-"""Tensor subclasses: which have memory to read and fill, which are made of other tensors, and which can't be stored.
+"""Tensor subclasses: which have memory to read and fill, which are made of other tensors, and which can't be
+stored.
 
-A wrapper subclass (`torch.Tensor._make_wrapper_subclass`: quantized weights, 8-bit optimizer states) has no memory of its own. One that
-names the tensors it is made of (`__tensor_flatten__`, the protocol of torch.compile) is stored as those, each under the wrapper's name and
-its attribute's: `weight.codes`, `weight.scale`. Filled in place, they make the wrapper another value.
+A wrapper subclass (`torch.Tensor._make_wrapper_subclass`: quantized weights, 8-bit optimizer states) has no
+memory of its own. One that names the tensors it is made of (`__tensor_flatten__`, the protocol of
+torch.compile) is stored as those, each under the wrapper's name and its attribute's: `weight.codes`,
+`weight.scale`. Filled in place, they make the wrapper another value.
 """
 
 from __future__ import annotations
@@ -159,5 +161,6 @@ def allowed_type(path: str, name: str) -> Any:
     raise LoadFailed(
         f"{name!r} was saved as a {path}, which this process does not allow to be built.",
         hint=f"Import {path.rpartition('.')[0]}; if that does not allow it by itself, call "
-        "torch.serialization.add_safe_globals with the type. Or let the optimizer take a step before the load.",
+        "torch.serialization.add_safe_globals with the type. Or let the optimizer take a step before the "
+        "load.",
     )

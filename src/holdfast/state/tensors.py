@@ -25,8 +25,8 @@ class Shard:
     rank holds it. Several Shards of one global tensor go into a list under one name.
 
     One element of `offset` may be None: along that axis the shard begins where those of lower `position` end,
-    whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets along
-    the other axes; all of those have None there. Replicas share a position.
+    whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets
+    along the other axes; all of those have None there. Replicas share a position.
     """
 
     __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
@@ -60,7 +60,8 @@ class Shard:
             return None
         if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
             raise BadInput(
-                f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and position says which of the "
+                f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
+                f"position says which of the "
                 "ranks along it this is, from 0 on."
             )
         lane = 0
@@ -99,7 +100,8 @@ class PerRank:
 
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
-    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be stored."""
+    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be
+    stored."""
     check_kind(name, tensor)
     whole = tensor.shape if shape is None else shape
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))

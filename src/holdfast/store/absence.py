@@ -29,19 +29,23 @@ def _why(store: Store) -> tuple[str, str]:
     if METADATA in names:
         if is_only_marked(store):
             return (
-                f"it holds only the marker that holdfast.dcp.save leaves beside one, a {METADATA} without an {INDEX}",
-                "The index was removed or not copied; `holdfast reindex` makes one from the data files, if they are there.",
+                f"it holds only the marker that holdfast.dcp.save leaves beside one, a {METADATA} without an "
+                f"{INDEX}",
+                "The index was removed or not copied; `holdfast reindex` makes one from the data files, if "
+                "they are there.",
             )
         return (
             "it is one of torch DCP or megatron-core, not of Holdfast",
-            f"holdfast.load reads it as it is; `holdfast import torch_dist {store.url} OUT` makes one of Holdfast.",
+            f"holdfast.load reads it as it is; `holdfast import torch_dist {store.url} OUT` makes one of "
+            f"Holdfast.",
         )
     if all_step_folders(store):
         return _run(store)
     if f"{DATA}/" in names:
         return (
             f"there are data files, but no {INDEX}, so a save failed, or is still under way",
-            "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover this one.",
+            "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "
+            "this one.",
         )
     return f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
 

@@ -1,8 +1,8 @@
 """A run folder: which steps are committed, which is the newest, which may go. No torch, no NumPy.
 
-A step is a folder named `step-10` or `iter_10`, with any number of zeros before the 10. It is committed if it holds our index,
-or the metadata of a checkpoint of torch DCP or megatron-core, which load as well. Of several folders of one number, one
-with our index goes before another format's, then the one that was committed last.
+A step is a folder named `step-10` or `iter_10`, with any number of zeros before the 10. It is committed if it
+holds our index, or the metadata of a checkpoint of torch DCP or megatron-core, which load as well. Of several
+folders of one number, one with our index goes before another format's, then the one that was committed last.
 
 What may be removed is less: folders that are named as Holdfast names them, hold our index, and are no links.
 """
@@ -136,7 +136,8 @@ def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -
 
 
 def is_only_marked(store: Store) -> bool:
-    """Is the `.metadata` in a folder without an index no checkpoint's, but what `holdfast.dcp.save` leaves beside one?"""
+    """Is the `.metadata` in a folder without an index no checkpoint's, but what `holdfast.dcp.save` leaves
+    beside one?"""
     try:
         reader = store.open(METADATA)
     except StorageError:
@@ -185,15 +186,16 @@ def refuse_other_checkpoints(store: Store) -> None:
         where = f"{store.url}/{folder}"
         loads = _mark(store, folder) is not None
         raise BadInput(
-            f"{store.url} has no step-<number> or iter_<number> folder with a checkpoint, but {folder!r} in it is one"
-            + ("." if loads else ", of a format that Holdfast does not load."),
+            f"{store.url} has no step-<number> or iter_<number> folder with a checkpoint, but {folder!r} in "
+            f"it is one" + ("." if loads else ", of a format that Holdfast does not load."),
             hint=f"Load it by holdfast.load(state, {where!r}), or give an empty folder to begin anew."
             if loads
             else "Give an empty folder to begin anew.",
         )
     if TRACKER in names:
         raise BadInput(
-            f"{store.url} has no committed step, but a {TRACKER}, so a run of Megatron-LM or of a framework built on it has "
+            f"{store.url} has no committed step, but a {TRACKER}, so a run of Megatron-LM or of a framework "
+            f"built on it has "
             "checkpoints there, in a format or place that Holdfast does not know.",
             hint="Load one by holdfast.load(state, folder), or give an empty folder to begin anew.",
         )

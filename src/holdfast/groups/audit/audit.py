@@ -19,13 +19,14 @@ def audit(
     stall_timeout: float = 60.0,
     roster: Roster | None = None,
 ) -> list[Hazard]:
-    """Hazards of this process's groups and environment: groups never warmed up, groups of one rank, other timeouts than the default
-    group's, names that depend on a rank's history, leaked groups, and switches that hide a hang.
+    """Hazards of this process's groups and environment: groups never warmed up, groups of one rank, other
+    timeouts than the default group's, names that depend on a rank's history, leaked groups, and switches that
+    hide a hang.
 
     all_ranks: call it on all ranks; they compare, over the roster, how many groups each has made.
 
-    Each `Hazard` has `kind`, `what` and `remedy`. `holdfast doctor --pid` shows the same of a process that has called `open_groups`,
-    `warm_up` or `session`.
+    Each `Hazard` has `kind`, `what` and `remedy`. `holdfast doctor --pid` shows the same of a process that
+    has called `open_groups`, `warm_up` or `session`.
     """
     found = hazards(facts())
     if all_ranks:
@@ -46,7 +47,8 @@ def _compared(call: Call) -> list[Hazard]:
     return [
         Hazard(
             "unequal numbers of groups",
-            f"Rank {first} has made {ours} groups, rank {other} {theirs}: torch names groups by counting, so the next group that both make "
+            f"Rank {first} has made {ours} groups, rank {other} {theirs}: torch names groups by counting, so "
+            f"the next group that both make "
             "has two names, and its ranks wait for each other until the timeout.",
             "Call new_group on all ranks of the world in one order, also for groups that a rank is not in.",
         )

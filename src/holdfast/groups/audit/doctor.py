@@ -1,7 +1,7 @@
 """A live process tells what it knows of its groups, to whoever asks on its host: `holdfast doctor --pid`.
 
-It listens on a Unix socket in the abstract namespace, named by its pid: no file is left behind, and only processes of the same user, or
-root, get an answer. No torch is needed to ask.
+It listens on a Unix socket in the abstract namespace, named by its pid: no file is left behind, and only
+processes of the same user, or root, get an answer. No torch is needed to ask.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def _address(pid: int) -> str:
 
 
 def serve(facts: Callable[[], ProcessFacts]) -> None:
-    """Answer from now on, on a thread of its own. Does nothing the second time, or where there are no such sockets."""
+    """Answer from now on, on a thread of its own. Does nothing the second time, or where there are no such
+    sockets."""
     with _lock:
         if os.getpid() in _serving:
             return
@@ -85,7 +86,8 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
 
 
 def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
-    """What a process says of itself; None if it does not listen. What another process says in its name is refused."""
+    """What a process says of itself; None if it does not listen. What another process says in its name is
+    refused."""
     ends = time.monotonic() + timeout
     said = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -113,7 +115,8 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
         )
     if not said:
         raise BadInput(
-            f"Process {pid} gave no answer: it belongs to another user (ask as that user, or as root), or its log says why."
+            f"Process {pid} gave no answer: it belongs to another user (ask as that user, or as root), or "
+            f"its log says why."
         )
     try:
         return msgspec.json.decode(said, type=ProcessFacts)

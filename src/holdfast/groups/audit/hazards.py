@@ -1,4 +1,5 @@
-"""What in a process's groups and environment is known to end in a hang, each with what to do. No torch here."""
+"""What in a process's groups and environment is known to end in a hang, each with what to do. No torch
+here."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
         found.append(
             Hazard(
                 "never warmed up",
-                f"{len(cold)} of {len(shared)} groups have no communicator yet: {_listed(cold)}. The first collective of each makes "
+                f"{len(cold)} of {len(shared)} groups have no communicator yet: {_listed(cold)}. The first "
+                f"collective of each makes "
                 "one, takes memory, and waits for all its ranks without a bound.",
                 "Call holdfast.warm_up() right after the groups are made, while memory is free.",
             )
@@ -80,7 +82,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
         found.append(
             Hazard(
                 "eager and local",
-                f"The default group is bound to a device, and {len(digests)} groups were made with use_local_synchronization: making "
+                f"The default group is bound to a device, and {len(digests)} groups were made with "
+                f"use_local_synchronization: making "
                 "a group is a collective of the whole world then, which only its members enter.",
                 "Leave out device_id= in init_process_group, or use_local_synchronization in new_group.",
             )
@@ -89,7 +92,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
         found.append(
             Hazard(
                 "named by history",
-                f"{len(digests)} groups were made with use_local_synchronization: {_listed(digests)}. Their names depend on how many groups "
+                f"{len(digests)} groups were made with use_local_synchronization: {_listed(digests)}. Their "
+                f"names depend on how many groups "
                 "this rank has; ranks with other numbers never meet.",
                 "Make groups with holdfast.open_groups, or without use_local_synchronization.",
             )
@@ -100,7 +104,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
         found.append(
             Hazard(
                 "no timeout given",
-                f"{len(other)} groups have torch's own timeout, {other[0].timeout:g} s, and the default group {given:g} s: {_listed(other)}. "
+                f"{len(other)} groups have torch's own timeout, {other[0].timeout:g} s, and the default "
+                f"group {given:g} s: {_listed(other)}. "
                 "Without timeout= a new group does not get the default group's.",
                 "Give new_group (in Megatron: --distributed-timeout-minutes) the timeout that you mean.",
             )
@@ -111,7 +116,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
         found.append(
             Hazard(
                 "groups of one",
-                f"{len(alone)} groups have this rank alone ({opened} with a communicator): {_listed(alone)}. A communicator of one takes "
+                f"{len(alone)} groups have this rank alone ({opened} with a communicator): {_listed(alone)}. "
+                f"A communicator of one takes "
                 "as much GPU memory as any other.",
                 "Don't make them, or issue no collective in them; holdfast.open_groups leaves them out.",
             )
@@ -127,7 +133,8 @@ def _of_groups(facts: ProcessFacts) -> list[Hazard]:
             Hazard(
                 "leaked",
                 f"{len(named)} groups are there more than once, with the same description and ranks, as "
-                f"{named[0][0]} ({shown(named[0][1])}). Megatron's destroy_model_parallel forgets groups and destroys only gloo's.",
+                f"{named[0][0]} ({shown(named[0][1])}). Megatron's destroy_model_parallel forgets groups and "
+                f"destroys only gloo's.",
                 "Destroy groups (torch.distributed.destroy_process_group(group)) before they are made again.",
             )
         )

@@ -13,7 +13,8 @@ from holdfast.roster.base import Message
 
 
 def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[object]:
-    """A group as a rank tells it: name, digest of its ranks, description, the ranks themselves (its lowest rank only), and their number."""
+    """A group as a rank tells it: name, digest of its ranks, description, the ranks themselves (its lowest
+    rank only), and their number."""
     told = runs(ranks) if rank == min(ranks) else None
     return [name, hex_digest(digest(np.array(ranks, np.int64).tobytes())), description, told, len(ranks)]
 
@@ -48,7 +49,8 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
         unlisted = [rank for rank in absent if name in said[rank]["has"]]
         if unlisted:
             raise BadInput(
-                f"The group {everyone[name][0] or name} ({shown(ranks)}) is to be warmed up on rank {min(here)} and not on "
+                f"The group {everyone[name][0] or name} ({shown(ranks)}) is to be warmed up on rank "
+                f"{min(here)} and not on "
                 f"{listed(unlisted)}; nothing was warmed up.",
                 rank=unlisted[0],
                 hint="Give the same groups on all ranks that are in them.",
@@ -61,18 +63,22 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
 def _unequal(said: dict[int, Message], name: str, first: int, rank: int) -> BadInput:
     sizes = {at: next(entry[4] for entry in said[at]["groups"] if entry[0] == name) for at in (first, rank)}
     return BadInput(
-        f"The process group that torch names {name!r} has other ranks on rank {first} ({sizes[first]} of them) than on rank "
+        f"The process group that torch names {name!r} has other ranks on rank {first} ({sizes[first]} of "
+        f"them) than on rank "
         f"{rank} ({sizes[rank]}); nothing was warmed up.",
         rank=rank,
-        hint="Ranks must make the same groups in the same order, also those that they are not in; `holdfast.audit()` lists them.",
+        hint="Ranks must make the same groups in the same order, also those that they are not in; "
+        "`holdfast.audit()` lists them.",
     )
 
 
 def _lacking(name: str, holder: int, absent: str) -> BadInput:
     return BadInput(
-        f"Rank {holder} has a process group that torch names {name!r}, and {absent} of it has none of that name; nothing was "
+        f"Rank {holder} has a process group that torch names {name!r}, and {absent} of it has none of that "
+        f"name; nothing was "
         "warmed up. Its first collective would wait for ever.",
         rank=holder,
-        hint="Ranks made different numbers of groups before this one: names are counts, and with use_local_synchronization "
+        hint="Ranks made different numbers of groups before this one: names are counts, and with "
+        "use_local_synchronization "
         "they depend on what each rank made. `holdfast.audit()` lists them.",
     )

@@ -1,7 +1,8 @@
-"""Closing process groups: all ranks together, in reverse order, under a deadline; or at once and alone, after a failure.
+"""Closing process groups: all ranks together, in reverse order, under a deadline; or at once and alone, after
+a failure.
 
-`destroy_process_group` waits for the other ranks without bound, so it is only called when all of them have said that they
-are here, and on a thread.
+`destroy_process_group` waits for the other ranks without bound, so it is only called when all of them have
+said that they are here, and on a thread.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Closing(CollectiveTask):
 
 
 def abort_all() -> None:
-    """End what all groups of this process are doing, the last made first; asks nobody, and does not wait for long."""
+    """End what all groups of this process are doing, the last made first; asks nobody, and does not wait for
+    long."""
 
     def work() -> None:
         for found in reversed(known_groups()):

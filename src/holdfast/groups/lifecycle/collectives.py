@@ -26,9 +26,11 @@ def issue(operation: str, known: Known, device: torch.device) -> None:
 
 
 def _pairs(known: Known, device: torch.device) -> None:
-    """Send and receive between neighbours, also from the last to the first: pipelines do, on communicators of two ranks.
+    """Send and receive between neighbours, also from the last to the first: pipelines do, on communicators of
+    two ranks.
 
-    Pairs in a fixed order; in each the lower rank sends first. Every rank meets its pairs in that order, so none waits in a circle.
+    Pairs in a fixed order; in each the lower rank sends first. Every rank meets its pairs in that order, so
+    none waits in a circle.
     """
     group, ranks, me = known.group, known.ranks, dist.get_rank()
     pairs = list(pairwise(ranks)) + ([(ranks[0], ranks[-1])] if len(ranks) > 2 else [])

@@ -11,7 +11,8 @@ MiB = 1 << 20
 class Device:
     """The current one of the thread that makes this; other threads begin with another.
 
-    uses_gpu: None: if the default group communicates from one. A process that does not must not touch it: that would take memory.
+    uses_gpu: None: if the default group communicates from one. A process that does not must not touch it:
+    that would take memory.
     """
 
     def __init__(self, uses_gpu: bool | None = None) -> None:

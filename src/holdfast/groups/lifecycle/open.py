@@ -1,8 +1,9 @@
 """`open_groups`: all process groups of a layout, made in one order on all ranks, checked before any is made.
 
-A group is made by `torch.distributed.new_group` on all ranks, also those that are not in it, so torch's names of groups are
-counts that stay equal over ranks. With `use_local_synchronization` a name is made of how many groups *this rank* has, and
-ranks with other histories wait for each other under different names until the timeout.
+A group is made by `torch.distributed.new_group` on all ranks, also those that are not in it, so torch's names
+of groups are counts that stay equal over ranks. With `use_local_synchronization` a name is made of how many
+groups *this rank* has, and ranks with other histories wait for each other under different names until the
+timeout.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from holdfast.torch_private import abort, groups_made
 
 
 class Groups(Mapping[str, Any]):
-    """The process groups that this rank belongs to, by Megatron's names: `groups["tp"]`, `groups["edp"]`, `groups["world"]`.
+    """The process groups that this rank belongs to, by Megatron's names: `groups["tp"]`, `groups["edp"]`,
+    `groups["world"]`.
 
-    A name of which this rank is the only member has no group: there is nothing to communicate, and a communicator of one takes
-    as much memory as any other. Such names, and those of groups that this rank is not in, are not in the mapping; `size`
-    tells them.
+    A name of which this rank is the only member has no group: there is nothing to communicate, and a
+    communicator of one takes as much memory as any other. Such names, and those of groups that this rank is
+    not in, are not in the mapping; `size` tells them.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class Groups(Mapping[str, Any]):
         return len(self._known)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks of this rank's group of a name, this one included; (rank,) where it is alone, () where it is not in one."""
+        """The ranks of this rank's group of a name, this one included; (rank,) where it is alone, () where it
+        is not in one."""
         return self._members.get(name, ())
 
     def size(self, name: str) -> int:
@@ -75,7 +78,8 @@ class Groups(Mapping[str, Any]):
     def close(self, timeout: float = 60.0, stall_timeout: float = 60.0) -> None:
         """Destroy the groups, the last made first, once all ranks are here; the default group stays.
 
-        Raises the same error on all ranks if one does not come by `timeout`; then each has aborted its groups.
+        Raises the same error on all ranks if one does not come by `timeout`; then each has aborted its
+        groups.
         """
         made = [group for group in self.distinct() if group is not dist.group.WORLD]
         try:
@@ -151,7 +155,8 @@ class _Opening(CollectiveTask):
                     )
                 except Exception as error:
                     raise GroupsFailed(
-                        f"The group {label} ({shown(ranks)}) could not be opened: {str(error).splitlines()[0]}",
+                        f"The group {label} ({shown(ranks)}) could not be opened: "
+                        f"{str(error).splitlines()[0]}",
                         rank=self.roster.rank,
                     ) from error
                 if mine:
@@ -160,7 +165,8 @@ class _Opening(CollectiveTask):
 
 
 _REMEDY = {
-    "groups made before": "Ranks must make the same groups in the same order, also those that they are not in; `holdfast.audit()` lists them.",
+    "groups made before": "Ranks must make the same groups in the same order, also those that they are not "
+    "in; `holdfast.audit()` lists them.",
     "layout": "Give all ranks the same Grid.",
 }
 
@@ -183,13 +189,14 @@ def open_groups(
 ) -> Groups:
     """Open the process groups of a layout on all ranks, in one order, under a deadline.
 
-    names: which groups (Megatron's names, `holdfast.groups.lifecycle.plan.KINDS`); default all. Names whose ranks are the same share a group.
+    names: which groups (Megatron's names, `holdfast.groups.lifecycle.plan.KINDS`); default all. Names whose
+        ranks are the same share a group.
     backend: that of the groups; default the default group's.
     timeout: seconds for this call, and the timeout of collectives of these groups.
     stall_timeout: seconds that a rank may be silent before it is given up.
 
-    No group of one rank is made. Raises the same `HoldfastError` on all ranks: `BadInput` if ranks have different layouts or made
-    different groups before, `RankFailed` naming who is missing.
+    No group of one rank is made. Raises the same `HoldfastError` on all ranks: `BadInput` if ranks have
+    different layouts or made different groups before, `RankFailed` naming who is missing.
     """
     check_seconds("timeout", timeout)
     if not dist.is_initialized():
@@ -203,7 +210,8 @@ def open_groups(
         plan = plan_groups(grid, names)
         if grid.first_rank + grid.world > dist.get_world_size():
             raise BadInput(
-                f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has {dist.get_world_size()}."
+                f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has "
+                f"{dist.get_world_size()}."
             )
     except BadInput as error:  # the others are to hear of it
         trouble = error

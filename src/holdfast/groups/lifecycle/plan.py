@@ -29,8 +29,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tp_ep_pp": ("etp", "ep", "pp"),
     "edp": ("edp",),
 }
-"""Megatron's names, in the order in which it makes them, and the axes that each spans. `embedding` are the first and the last
-stage of each pipeline."""
+"""Megatron's names, in the order in which it makes them, and the axes that each spans. `embedding` are the
+first and the last stage of each pipeline."""
 WORLD = "world"
 
 
@@ -43,7 +43,8 @@ class Planned(NamedTuple):
 
 
 def plan_groups(grid: Grid, names: Iterable[str] | None = None) -> list[Planned]:
-    """The groups of a layout (default: all kinds) in the order in which all ranks make them; those of one rank are left out.
+    """The groups of a layout (default: all kinds) in the order in which all ranks make them; those of one
+    rank are left out.
 
     The first is `world`, which is there already.
     """
@@ -82,8 +83,8 @@ def _key(table: Ranks) -> bytes:
 
 
 def rounds(groups: Sequence[Ranks]) -> list[int]:
-    """For each group the round in which it is warmed up. Groups of one round have no rank in common, so they go in parallel,
-    and every rank meets its groups by ascending round, so none waits for another in a circle.
+    """For each group the round in which it is warmed up. Groups of one round have no rank in common, so they
+    go in parallel, and every rank meets its groups by ascending round, so none waits for another in a circle.
 
     Greedy, the largest first: each takes the first round that is free on all its ranks.
     """
@@ -104,7 +105,8 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
 
 
 def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as (first, step, count): a group of a layout is one or a few of them, however many ranks it has."""
+    """Ranks as (first, step, count): a group of a layout is one or a few of them, however many ranks it
+    has."""
     found: list[list[int]] = []
     at = 0
     while at < len(ranks):

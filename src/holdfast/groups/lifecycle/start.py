@@ -1,4 +1,5 @@
-"""`init_process_group` that names the ranks which do not come: they meet on the store first, under a deadline."""
+"""`init_process_group` that names the ranks which do not come: they meet on the store first, under a
+deadline."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class _Start(CollectiveTask):
             for what, value in message.items():
                 if value != said[first][what]:
                     raise BadInput(
-                        f"Ranks differ in {what}: {said[first][what]!r} on rank {first}, {value!r} on rank {rank}.",
+                        f"Ranks differ in {what}: {said[first][what]!r} on rank {first}, {value!r} on rank "
+                        f"{rank}.",
                         rank=rank,
                     )
         token = secrets.token_hex(6)  # the store may hold keys of an earlier start
@@ -69,7 +71,8 @@ class _Start(CollectiveTask):
 
 
 def start_world(backend: str | None, timeout: float, stall_timeout: float) -> None:
-    """Initialise torch.distributed from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK)."""
+    """Initialise torch.distributed from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    LOCAL_RANK)."""
     env = read_environment()
     if torch.cuda.is_available():
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
@@ -99,7 +102,8 @@ def _store(env: Environment, timeout: float) -> Any:
         raise RosterLost(
             f"Rank {env.rank} could not open the message store at {host}:{port} within {timeout:g} s: "
             f"{str(error).splitlines()[0]}",
-            hint="Rank 0, or torchrun on that host, hosts it; see whether it has started, and whether the port is free.",
+            hint="Rank 0, or torchrun on that host, hosts it; see whether it has started, and whether the "
+            "port is free.",
         ) from None
     _stores[env.store] = made
     return made

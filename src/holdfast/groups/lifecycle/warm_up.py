@@ -1,9 +1,10 @@
 """`warm_up`: the first collective of every process group, at a time of the user's choosing, under a deadline.
 
-NCCL makes a communicator at a group's first collective. That takes memory, half a GB or more, and it waits for every rank of the
-group; nothing bounds this wait, and the watchdog does not see it. In Megatron some groups are first used in the first optimizer
-step, when memory is full and ranks are apart. So: ask over the roster who is here and what it has, then one tiny
-collective a group, in rounds of groups that have no rank in common, and watch from outside of NCCL.
+NCCL makes a communicator at a group's first collective. That takes memory, half a GB or more, and it waits
+for every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some
+groups are first used in the first optimizer step, when memory is full and ranks are apart. So: ask over the
+roster who is here and what it has, then one tiny collective a group, in rounds of groups that have no rank in
+common, and watch from outside of NCCL.
 """
 
 from __future__ import annotations
@@ -105,13 +106,15 @@ class _WarmUp(CollectiveTask):
         for rank, message in sorted(said.items()):
             if message["operations"] != list(self._operations):
                 raise BadInput(
-                    f"Rank {rank} warms up with {message['operations']}, rank {self.roster.rank} with {list(self._operations)}.",
+                    f"Rank {rank} warms up with {message['operations']}, rank {self.roster.rank} with "
+                    f"{list(self._operations)}.",
                     rank=rank,
                 )
             budget, free = message["budget"], message["free"]
             if budget is not None and free is not None and free < budget:
                 raise GroupsFailed(
-                    f"Rank {rank} has {free / MiB:,.0f} MiB of GPU memory free, and {len(message['groups'])} groups may take "
+                    f"Rank {rank} has {free / MiB:,.0f} MiB of GPU memory free, and {len(message['groups'])} "
+                    f"groups may take "
                     f"{budget / MiB:,.0f} MiB (memory_budget); nothing was warmed up.",
                     rank=rank,
                     hint="Warm up before the model is built, or lower the budget.",
@@ -146,7 +149,8 @@ class _WarmUp(CollectiveTask):
         places = usable_devices(known.group)
         if not places:
             raise GroupsFailed(
-                f"{label(known.name, known.description, known.ranks)} has the backend {dist.get_backend_config(known.group)}, "
+                f"{label(known.name, known.description, known.ranks)} has the backend "
+                f"{dist.get_backend_config(known.group)}, "
                 "for which no tensor can be made here; it was not warmed up.",
                 hint="Give groups= without it.",
             )
@@ -159,7 +163,8 @@ class _WarmUp(CollectiveTask):
             free = self._device.free()
             left = "" if free is None else f"; {free / MiB:,.0f} MiB of GPU memory are free"
             raise GroupsFailed(
-                f"The first collective of {label(known.name, known.description, known.ranks)} met {type(error).__name__}: "
+                f"The first collective of {label(known.name, known.description, known.ranks)} met "
+                f"{type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}{left}",
                 details={"group": known.name},
             ) from error
@@ -174,8 +179,10 @@ class _WarmUp(CollectiveTask):
         total = taken + sum(group.bytes_taken for group in self.warmed)
         if self._budget is not None and total > self._budget:
             raise GroupsFailed(
-                f"{len(self.warmed) + 1} groups took {total / MiB:,.0f} MiB of GPU memory, more than memory_budget "
-                f"({self._budget / MiB:,.0f} MiB); the last was {label(known.name, known.description, known.ranks)} with "
+                f"{len(self.warmed) + 1} groups took {total / MiB:,.0f} MiB of GPU memory, more than "
+                f"memory_budget "
+                f"({self._budget / MiB:,.0f} MiB); the last was "
+                f"{label(known.name, known.description, known.ranks)} with "
                 f"{taken / MiB:,.0f} MiB.",
                 hint="Open fewer groups, or set NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS lower.",
             )
@@ -210,7 +217,8 @@ class _WarmUp(CollectiveTask):
                 return None
             time.sleep(0.02)
         return RankFailed(
-            f"The warm-up of process groups failed in {label(known.name, known.description, known.ranks)}: {gone[0]}.",
+            f"The warm-up of process groups failed in {label(known.name, known.description, known.ranks)}: "
+            f"{gone[0]}.",
             rank=gone[0].rank,
             missing=tuple(gone),
         )
@@ -238,7 +246,8 @@ class _WarmUp(CollectiveTask):
             where = (
                 f"{listed(arrived)} arrived, {listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
                 if absent
-                else f"all its ranks arrived, and its collective did not end{memory}: {'; '.join(map(str, infos))}"
+                else f"all its ranks arrived, and its collective did not end{memory}: "
+                f"{'; '.join(map(str, infos))}"
             )
             return DeadlineExceeded(
                 f"The warm-up of process groups failed after {self.operation.seconds():.1f} s in "
@@ -259,18 +268,22 @@ def warm_up(
     memory_budget: int | None = None,
     roster: Roster | None = None,
 ) -> WarmUpReport:
-    """Issue the first collective of process groups, on all ranks of the world, so that each has its communicator.
+    """Issue the first collective of process groups, on all ranks of the world, so that each has its
+    communicator.
 
-    groups: "all" of more than one rank that torch knows, whoever made them (Megatron's `parallel_state`, a DeviceMesh), those of
-        `open_groups`, or a list of groups, the same groups on all ranks that are in them.
-    operations: "all_reduce"; "all_to_all", for what NCCL opens at first use of point-to-point channels; "pairs", the
-        communicators of two ranks that unbatched send and receive between pipeline neighbours use.
-    timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who arrived in it, who did not, and
-        where that rank is. stall_timeout: seconds that a rank may be silent.
-    memory_budget: bytes of GPU memory that all groups together may take on this rank. A rank that has less free is named
-        before anything is done.
+    groups: "all" of more than one rank that torch knows, whoever made them (Megatron's `parallel_state`, a
+        DeviceMesh), those of `open_groups`, or a list of groups, the same groups on all ranks that are in
+        them.
+    operations: "all_reduce"; "all_to_all", for what NCCL opens at first use of point-to-point channels;
+        "pairs", the communicators of two ranks that unbatched send and receive between pipeline neighbours
+        use.
+    timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who
+        arrived in it, who did not, and where that rank is. stall_timeout: seconds that a rank may be silent.
+    memory_budget: bytes of GPU memory that all groups together may take on this rank. A rank that has less
+        free is named before anything is done.
 
-    Collectives run on a thread; if one never returns, the call does, and the process should end: see `holdfast.session`.
+    Collectives run on a thread; if one never returns, the call does, and the process should end: see
+    `holdfast.session`.
     """
     check_seconds("timeout", timeout)
     wrong = [operation for operation in operations if operation not in OPERATIONS]

@@ -1,7 +1,8 @@
-"""Ending this process from outside of Python: a timer of the C library, which fires also where no Python thread runs any more.
+"""Ending this process from outside of Python: a timer of the C library, which fires also where no Python
+thread runs any more.
 
-That is so in the interpreter's finalisation, in destructors of C++ libraries, in C exit handlers, and while a call holds the GIL. The stacks
-that faulthandler can still see are written first.
+That is so in the interpreter's finalisation, in destructors of C++ libraries, in C exit handlers, and while a
+call holds the GIL. The stacks that faulthandler can still see are written first.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Backstop:
             _check(_libc().timer_settime(self._timer, 0, ctypes.byref(_Spec(0, 0, 0, 0)), None))
 
     def insist(self) -> None:
-        """Have the process end with the code also if it comes to its end by itself from here on, by `exit` or (a fork) by `os._exit`."""
+        """Have the process end with the code also if it comes to its end by itself from here on, by `exit` or
+        (a fork) by `os._exit`."""
         end = os._exit
         os._exit = lambda status: end(self._code)
         libc = ctypes.CDLL(None)

@@ -1,9 +1,11 @@
-"""A bound on the end of a process that had a session: what keeps it alive after its main thread is through is ended with it.
+"""A bound on the end of a process that had a session: what keeps it alive after its main thread is through is
+ended with it.
 
-That may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the finalisation of the interpreter, or a
-destructor of a C++ library. The bound counts from the end of the main thread, and only while Holdfast itself has nothing under
-way: saves and the closing of sessions have deadlines of their own. So a program that goes on after its session is never
-touched, however the session ended; nor is a fork.
+That may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
+finalisation of the interpreter, or a destructor of a C++ library. The bound counts from the end of the main
+thread, and only while Holdfast itself has nothing under
+way: saves and the closing of sessions have deadlines of their own. So a program that goes on after its
+session is never touched, however the session ended; nor is a fork.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class _Bound:
             self._backstop.disarm()
 
     def count_unwatched(self) -> Failure | None:
-        """Holdfast is through, and so are all threads that are no daemons: from here on the backstop can do without somebody who looks."""
+        """Holdfast is through, and so are all threads that are no daemons: from here on the backstop can do
+        without somebody who looks."""
         if self._unwatched:
             self._begin_anew()
         return None
@@ -78,14 +81,16 @@ class _Bound:
         self._backstop.arm(self.seconds + MARGIN)
 
     def _is_at_work(self) -> bool:
-        """Is the program going on in a thread that had a session, or Holdfast doing what has its own deadline?"""
+        """Is the program going on in a thread that had a session, or Holdfast doing what has its own
+        deadline?"""
         goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
         return goes_on or is_working() or bool(wait_for_saves(0.0))
 
     def _end(self) -> None:
         _dump_stacks()
         _write(
-            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s after its end; "
+            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s "
+            f"after its end; "
             f"{'; '.join(_holders())}. If that is work to be done, give session() a longer after_end.\n"
         )
         self._backstop.insist()  # the main thread goes on once its children have ended
@@ -98,14 +103,16 @@ _lock = threading.Lock()
 
 
 def bound_exit(seconds: float, who: str) -> None:
-    """End this process with exit code 87 if it is still there so many seconds after its end. The longest bound that was asked for holds."""
+    """End this process with exit code 87 if it is still there so many seconds after its end. The longest
+    bound that was asked for holds."""
     global _known
     with _lock:
         if _known is None or _known.pid != os.getpid():
             known = _Bound(who)
             on_main_thread_end(known.begin)
             at_exit(Stage.THREADS, known.count_unwatched)
-            # Where a process is one of multiprocessing's, that waits for its children before the interpreter's end.
+            # Where a process is one of multiprocessing's, that waits for its children before the
+            # interpreter's end.
             multiprocessing.util.Finalize(None, known.begin, exitpriority=100)
             _known = known
         _known.seconds = max(_known.seconds, seconds)

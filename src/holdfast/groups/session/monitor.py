@@ -1,10 +1,12 @@
 """A session's watch: this rank is here, are its neighbours? It runs beside training and issues no collective.
 
-Each rank beats on a lane of the roster, and looks at the rank before and the rank after it: every rank is watched by two, however many
-there are. Who sees that one has died or fallen silent, and who raises, puts that under one key; the first is everyone's.
+Each rank beats on a lane of the roster, and looks at the rank before and the rank after it: every rank is
+watched by two, however many there are. Who sees that one has died or fallen silent, and who raises, puts that
+under one key; the first is everyone's.
 
-The message store may stop answering, and a call of its client never returns then. So nothing here is called on the caller's thread
-but through `Questions`, and a thread that asks nobody notices when the one that asks is stuck.
+The message store may stop answering, and a call of its client never returns then. So nothing here is called
+on the caller's thread but through `Questions`, and a thread that asks nobody notices when the one that asks
+is stuck.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ PATIENCE = 5.0
 
 
 class Monitor:
-    """`on_failure` is called once, on a thread of its own, with the error that ends the session on all ranks."""
+    """`on_failure` is called once, on a thread of its own, with the error that ends the session on all
+    ranks."""
 
     def __init__(
         self,
@@ -85,7 +88,8 @@ class Monitor:
     # -- on any thread, in bounded time ---------------------------------------------------------
 
     def fail(self, error: HoldfastError) -> bool:
-        """Have this error end the session on all ranks; False if another was first, which is `failure` then."""
+        """Have this error end the session on all ranks; False if another was first, which is `failure`
+        then."""
         mine = {**error.to_message(), "claim": f"{self.roster.rank}-{secrets.token_hex(4)}"}
         standing = self._ask(lambda: self.roster.claim(f"{self.key}/failed", mine), mine)
         with self._lock:
@@ -122,7 +126,8 @@ class Monitor:
         return self.presence.identity.alive(message) is True
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
-        """An answer of the message store, if there is one in time; it is not asked again after it gave none."""
+        """An answer of the message store, if there is one in time; it is not asked again after it gave
+        none."""
         if self._lost:
             return otherwise
         try:

@@ -1,6 +1,7 @@
 """Questions to the message store, each waited for in bounded time.
 
-Its client may never return once the store is stuck. So questions are asked one after another on a thread that is there before it is
+Its client may never return once the store is stuck. So questions are asked one after another on a thread that
+is there before it is
 needed: a rank that fails where no more threads can be started still tells the others.
 """
 
@@ -34,7 +35,8 @@ class _Question:
 
 
 class Questions:
-    """One thread that asks; without it (before `start`, or if it could not be started) whoever wants to know asks itself."""
+    """One thread that asks; without it (before `start`, or if it could not be started) whoever wants to know
+    asks itself."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()

@@ -1,9 +1,9 @@
 """`session`: process groups from their opening to their end, whatever happens in between.
 
-Normal end: saves that are under way are waited for, all ranks say that they are here, groups are destroyed in reverse order under
-a deadline, and the rank that hosts the message store goes last. After an exception there is no collective: the rank that raised tells
-the others, each lets go of its groups, and every process ends in bounded time (`grace`), with the first error last on the
-terminal.
+Normal end: saves that are under way are waited for, all ranks say that they are here, groups are destroyed in
+reverse order under a deadline, and the rank that hosts the message store goes last. After an exception there
+is no collective: the rank that raised tells the others, each lets go of its groups, and every process ends in
+bounded time (`grace`), with the first error last on the terminal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _open: list[Session] = []
 
 
 class _Beginning(CollectiveTask):
-    """All ranks are here, and hear a name of this session that no other has, and who hosts the message store."""
+    """All ranks are here, and hear a name of this session that no other has, and who hosts the message
+    store."""
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         token = secrets.token_hex(6)
@@ -140,7 +141,8 @@ class Session:
         return self
 
     def until_exit(self) -> Self:
-        """Instead of a `with` block: from here to the end of the process, for a program whose body is somebody else's."""
+        """Instead of a `with` block: from here to the end of the process, for a program whose body is
+        somebody else's."""
         self.__enter__()
         at_exit(Stage.SESSIONS, self._at_exit)
         return self
@@ -247,18 +249,22 @@ def session(
             checkpoints = s.checkpoints("run/", keep=3)
             train(s.groups["tp"], s.groups["edp"])
 
-    grid: the layout, whose groups are `s.groups`; None: no groups are made. Initialises torch.distributed (torchrun's environment) if
-        that was not done, naming the ranks that do not come, and destroys it at the end if it did.
-    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a rank that is busy alone
-        before it included. stall_timeout: seconds that a rank's process may be silent, at any time.
-    grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a call exits with code 86
-        then. What else holds it up in the session's end is ended by force after twice that and five seconds.
-    after_end: seconds that a process may still be there after its end, that of its main thread: then its stacks are written, what keeps it
-        alive is named, and it exits with code 87. None: without a bound. A program that goes on after the session is not touched.
+    grid: the layout, whose groups are `s.groups`; None: no groups are made. Initialises torch.distributed
+        (torchrun's environment) if that was not done, naming the ranks that do not come, and destroys it at
+        the end if it did.
+    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a
+        rank that is busy alone before it included. stall_timeout: seconds that a rank's process may be
+        silent, at any time.
+    grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a
+        call exits with code 86 then. What else holds it up in the session's end is ended by force after twice
+        that and five seconds.
+    after_end: seconds that a process may still be there after its end, that of its main thread: then its
+        stacks are written, what keeps it alive is named, and it exits with code 87. None: without a bound. A
+        program that goes on after the session is not touched.
     warm, operations, memory_budget: see `warm_up`; all groups that torch knows are warmed up.
 
-    If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it, on all others, also those
-    that wait for it in a collective; the same if a rank dies.
+    If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it,
+    on all others, also those that wait for it in a collective; the same if a rank dies.
     """
     return Session(
         grid,
@@ -274,7 +280,8 @@ def session(
 
 
 def _install_hook() -> None:
-    """An exception that nobody caught ends sessions without a block first; what is on the terminal already is not printed again."""
+    """An exception that nobody caught ends sessions without a block first; what is on the terminal already is
+    not printed again."""
     if hasattr(sys.excepthook, TOLD):
         return
     before = sys.excepthook

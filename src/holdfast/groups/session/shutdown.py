@@ -1,7 +1,8 @@
 """How a rank leaves a session after a failure, its own or another's: at once, in bounded time, and in order.
 
-The rank that failed first tells the others, waits until they have heard, and goes last, so that its traceback is the last on the terminal;
-the others say in one line why they end. All waits share one deadline, which begins with the first that is known of the failure.
+The rank that failed first tells the others, waits until they have heard, and goes last, so that its traceback
+is the last on the terminal; the others say in one line why they end. All waits share one deadline, which
+begins with the first that is known of the failure.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ from holdfast.threads import start_thread
 log = logging.getLogger("holdfast")
 
 EXIT_STUCK = 86
-"""Exit code of a process that was ended because a call of it, a collective mostly, did not return after another rank had failed."""
+"""Exit code of a process that was ended because a call of it, a collective mostly, did not return after
+another rank had failed."""
 TOLD = "_holdfast_told"
 """An attribute of exceptions whose story is on the terminal already."""
 
 
 class _Interrupted(RankFailed):
-    """Raised in a body that goes on while the session has ended; the session replaces it by the error itself."""
+    """Raised in a body that goes on while the session has ended; the session replaces it by the error
+    itself."""
 
     def __init__(self) -> None:
         super().__init__("The session has ended: another rank failed.")
@@ -70,7 +73,8 @@ class Leaving:
                 _raise_in(self._thread, None)
 
     def leave_in_order(self, ends: float) -> None:
-        """The lowest rank goes last, as it mostly hosts the message store; nobody asks the store for anything after this."""
+        """The lowest rank goes last, as it mostly hosts the message store; nobody asks the store for anything
+        after this."""
         self.watch.stop()
         stop()
         self.watch.say("left")
@@ -173,7 +177,8 @@ class Leaving:
             time.sleep(0.02)
 
     def _let_go_of_saves(self, ends: float) -> None:
-        """What is under way may still become a checkpoint; what does not is given up, on all ranks, and part of the session's failure."""
+        """What is under way may still become a checkpoint; what does not is given up, on all ranks, and part
+        of the session's failure."""
         last = last_saves()
         under_way = [pending for pending in last if not pending.done()]
         for pending in wait_for_saves(max(0.0, ends - time.monotonic()) / 2):
@@ -248,7 +253,8 @@ def _is_consequence(error: BaseException | None) -> bool:
 
 
 def _may_be_echo(error: BaseException | None) -> bool:
-    """May it be what this rank notices of another one's failure? Then it looks around before it says that it was the first."""
+    """May it be what this rank notices of another one's failure? Then it looks around before it says that it
+    was the first."""
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return error is None or isinstance(error, RankFailed | RosterLost | RuntimeError)

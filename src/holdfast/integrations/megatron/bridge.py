@@ -1,8 +1,10 @@
-"""A checkpoint manager for Megatron-Bridge: `CheckpointConfig.custom_manager_class`, which v0.4.0 and later have.
+"""A checkpoint manager for Megatron-Bridge: `CheckpointConfig.custom_manager_class`, which v0.4.0 and later
+have.
 
-Tried with v0.6.0 and v0.4.0 (docs/recipes/megatron-bridge.md says how); 0.3.1, on PyPI, lacks the setting: it takes `install()`.
-Megatron-Bridge's own manager does the work, so tracker files, `train_state.pt` and `run_config.yaml` stay its own;
-what it saves and loads goes through Holdfast, and what it waits for has a deadline.
+Tried with v0.6.0 and v0.4.0 (docs/recipes/megatron-bridge.md says how); 0.3.1, on PyPI, lacks the setting: it
+takes `install()`. Megatron-Bridge's own manager does the work, so tracker files, `train_state.pt` and
+`run_config.yaml` stay its own; what it saves and loads goes through Holdfast, and what it waits for has a
+deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from holdfast.integrations.megatron.install import install
 
 
 class CheckpointManager:
-    """Megatron-Bridge's `DefaultCheckpointManager` over Holdfast. Making one calls `install()`, unless that was done."""
+    """Megatron-Bridge's `DefaultCheckpointManager` over Holdfast. Making one calls `install()`, unless that
+    was done."""
 
     timeout: float = 1800.0
     stall_timeout: float = 120.0

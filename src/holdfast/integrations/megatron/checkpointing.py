@@ -62,12 +62,14 @@ def save(
 ) -> Any:
     """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
 
-    The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and LocalNonpersistentObject;
-    everything else is common state, taken from the lowest participant. Strategies decide how stock megatron-core
-    writes; here there is one way. Coverage is always checked, every byte has a digest, and what is saved is
-    durable when this returns. From `participants` on, the arguments are those of `holdfast.save`.
+    The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and
+    LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies
+    decide how stock megatron-core writes; here there is one way. Coverage is always checked, every byte has a
+    digest, and what is saved is durable when this returns. From `participants` on, the arguments are those of
+    `holdfast.save`.
 
-    async_sharded_save: copy the state and save it in the background, as `holdfast.async_save` does. The request that is
+    async_sharded_save: copy the state and save it in the background, as `holdfast.async_save` does. The
+        request that is
     returned is finalized once the save is committed; what goes wrong is raised then, on all ranks.
 
     Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
@@ -130,13 +132,14 @@ def load(
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
 
     Tensors are read into the memory that the state dict's ShardedTensors have, from any layout, converted to
-    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no digests.
+    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no
+    digests.
 
-    strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint lacks;
-        missing ones are in the checkpoint and no participant asks for them.
+    strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint
+        lacks; missing ones are in the checkpoint and no participant asks for them.
 
-    Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple of it, the
-    missing and the unexpected keys. Raises `HoldfastError`s.
+    Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple
+    of it, the missing and the unexpected keys. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, None)
     return load_state(
@@ -310,7 +313,8 @@ def _key(name: str) -> str:
 
 
 def _note_strategies(*strategies: Any) -> None:
-    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks for."""
+    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks
+    for."""
     for strategy in strategies:
         kind = type(strategy)
         known = (
@@ -320,7 +324,8 @@ def _note_strategies(*strategies: Any) -> None:
         )
         if not known:
             _warn_once(
-                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads in one way."
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
+                f"in one way."
             )
         inner = getattr(strategy, "base_strategy", strategy)  # FullyParallelSaveStrategyWrapper has it in it
         hint = getattr(inner, "separation_hint", None)

@@ -1,9 +1,10 @@
 """Do all ranks have the same common state? megatron-core broadcasts it and warns; here ranks tell digests.
 
-Common state is stored once, from the lowest participant; what another rank has under the same keys is lost. So with
-`validate_access_integrity` each rank digests its own, as a tree: a node's digest is that of its children's. It tells, with
-what it has written, a cut through the tree: the leaves, or nodes above them where there are too many. The committer compares
-with its own tree, and warns in megatron-core's words. No rank waits for this, and no save fails by it.
+Common state is stored once, from the lowest participant; what another rank has under the same keys is lost.
+So with `validate_access_integrity` each rank digests its own, as a tree: a node's digest is that of its
+children's. It tells, with what it has written, a cut through the tree: the leaves, or nodes above them where
+there are too many. The committer compares with its own tree, and warns in megatron-core's words. No rank
+waits for this, and no save fails by it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Node(NamedTuple):
 
 
 def tree(value: Any) -> Node:
-    """The digests of a value and of all parts of it. Dicts are equal in any order of their keys, and a list equals a tuple."""
+    """The digests of a value and of all parts of it. Dicts are equal in any order of their keys, and a list
+    equals a tuple."""
     if isinstance(value, dict):
         children = {repr(key): tree(part) for key, part in value.items()}
         return Node(_digest("dict", *(f"{key}={children[key].digest}" for key in sorted(children))), children)
@@ -104,7 +106,8 @@ def _other(value: Any) -> str:
 
 
 def cut(root: Node, most: int) -> dict[Path, str]:
-    """Nodes of a tree that stand for all of it: its leaves, or nodes above them where that were more than `most`."""
+    """Nodes of a tree that stand for all of it: its leaves, or nodes above them where that were more than
+    `most`."""
     done: dict[Path, str] = {}
     level: list[tuple[Path, Node]] = [((), root)]
     while level:
@@ -166,7 +169,8 @@ class Comparison:
         self._said = ""
 
     def read(self, common: Any, ranks: int, normalize: Callable[[Any], Any]) -> None:
-        """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to compare."""
+        """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to
+        compare."""
         state = self._preprocess(common) if self._preprocess is not None else common
         try:
             self._tree = tree(normalize(state))
@@ -216,7 +220,8 @@ def _sentence(ranks: list[int], lead: int, what: Difference) -> str:
     """megatron-core's, for several ranks at a time."""
     who = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
     return (
-        f"Rank{'s' if len(ranks) > 1 else ''} {who} common state dict differs from rank {lead} common state dict. "
+        f"Rank{'s' if len(ranks) > 1 else ''} {who} common state dict differs from rank {lead} common state "
+        f"dict. "
         f"Keys only on rank {lead}: {_keys(what.here)}, Keys only on {who}: {_keys(what.there)}, "
         f"Mismatched keys: {_keys(what.unequal)}"
     )

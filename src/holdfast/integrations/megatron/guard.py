@@ -1,9 +1,10 @@
 """Waits with a deadline in place of the barriers inside a framework's save function.
 
-Frameworks put barriers and object collectives of their own around `dist_checkpointing.save`; a rank that never comes
-leaves the others in them until a watchdog ends the job. While a guarded function runs, these calls of `torch.distributed`
-go over the roster instead, and a missing rank is named by its deadline. What they carry is encoded as a
-checkpoint's objects are, so receiving executes nothing. Collectives of tensors stay as they are.
+Frameworks put barriers and object collectives of their own around `dist_checkpointing.save`; a rank that
+never comes leaves the others in them until a watchdog ends the job. While a guarded function runs, these
+calls of `torch.distributed` go over the roster instead, and a missing rank is named by its deadline. What
+they carry is encoded as a checkpoint's objects are, so receiving executes nothing. Collectives of tensors
+stay as they are.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ _here = threading.local()
 def guarded(title: str, *, timeout: float = 1800.0, stall_timeout: float = 120.0) -> Iterator[None]:
     """Inside, barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
 
-    title: how errors call this place; the same on all ranks. Every rank must make the same calls in the same order,
+    title: how errors call this place; the same on all ranks. Every rank must make the same calls in the same
+        order,
     as with the collectives themselves; one that does not is named. Other threads are not affected.
     """
     _enter()

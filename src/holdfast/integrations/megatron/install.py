@@ -1,8 +1,8 @@
 """`install()`: the frameworks' own save and load functions call Holdfast, with no other change.
 
 verl, Megatron-LM, Megatron-Bridge and ms-swift all call through attributes of the module
-`megatron.core.dist_checkpointing` and through methods of the optimizer, so those are what is replaced. `uninstall()` puts back
-what was there. Nothing is replaced by importing.
+`megatron.core.dist_checkpointing` and through methods of the optimizer, so those are what is replaced.
+`uninstall()` puts back what was there. Nothing is replaced by importing.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def install(
     """Replace megatron-core's save and load, and its optimizer's state dict, by Holdfast's. Idempotent.
 
     timeout, stall_timeout, participants: as for `save`, for every call that frameworks make.
-    guard: dotted names of functions, a framework's own save and load, in which barriers and object collectives
-        wait over the roster with these deadlines (`guarded`). Only functions that are looked up by that name
-        when they are called can be replaced.
-    warm_up: `parallel_state.initialize_model_parallel` issues the first collective of every group that there is, at its end, with these
-        deadlines and `memory_budget` bytes of GPU memory (`holdfast.warm_up`).
-    session: from there to the end of the process ranks watch each other, and groups are closed in order (`holdfast.session`).
+    guard: dotted names of functions, a framework's own save and load, in which barriers and object
+        collectives wait over the roster with these deadlines (`guarded`). Only functions that are looked up
+        by that name when they are called can be replaced.
+    warm_up: `parallel_state.initialize_model_parallel` issues the first collective of every group that there
+        is, at its end, with these deadlines and `memory_budget` bytes of GPU memory (`holdfast.warm_up`).
+    session: from there to the end of the process ranks watch each other, and groups are closed in order
+        (`holdfast.session`).
     """
     places = {place: find(place) for place in guard}  # a name that is none changes nothing
     uninstall()
@@ -153,8 +154,8 @@ def _with(call: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _strategies(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Frameworks ask for the strategy that loads a folder before they call `load`. For a folder of Holdfast's, for
-    which megatron-core has none, its own stands in; nobody uses it."""
+    """Frameworks ask for the strategy that loads a folder before they call `load`. For a folder of
+    Holdfast's, for which megatron-core has none, its own stands in; nobody uses it."""
 
     @wraps(original)
     def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: Any, **named: Any) -> Any:

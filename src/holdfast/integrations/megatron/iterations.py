@@ -1,4 +1,5 @@
-"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, kept in step."""
+"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, kept in
+step."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ log = logging.getLogger("holdfast")
 class Checkpoints(RunFolder):
     """The iterations of one run, `run/iter_0000010/` and so on, as Megatron-LM names them.
 
-    After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest iteration
-    that is committed. `keep` is how many committed iterations stay (None: all). The other arguments are those of
-    `holdfast.Checkpoints`.
+    After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest
+    iteration that is committed. `keep` is how many committed iterations stay (None: all). The other arguments
+    are those of `holdfast.Checkpoints`.
     """
 
     megatron = True
@@ -39,7 +40,8 @@ class Checkpoints(RunFolder):
         *,
         content_metadata: dict[str, Any] | None = None,
     ) -> Pending | None:
-        """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is durable.
+        """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is
+        durable.
 
         What holds for `holdfast.Checkpoints.save` holds here: at most `in_flight` saves are under way.
         """
@@ -70,8 +72,8 @@ class Checkpoints(RunFolder):
     ) -> Any:
         """Load the newest committed iteration, or the one given: what `load` returns, None if there is none.
 
-        All ranks load the same one. One that turns out to be damaged is passed over for the one before it, with a
-        warning, unless `fallback=False` or an iteration was named.
+        All ranks load the same one. One that turns out to be damaged is passed over for the one before it,
+        with a warning, unless `fallback=False` or an iteration was named.
         """
         return self._load(
             lambda store, call: load_state(store, sharded_state_dict, strict, call, self._options),

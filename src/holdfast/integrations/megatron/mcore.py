@@ -1,7 +1,7 @@
 """Every name of megatron-core that Holdfast uses, in one place; those it does not publish are marked.
 
-Tried with 0.16.1 (docs/megatron.md says which others). What is missing in another version fails here, at import, with
-the name that is missing, not in the middle of a save.
+Tried with 0.16.1 (docs/megatron.md says which others). What is missing in another version fails here, at
+import, with the name that is missing, not in the middle of a save.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ try:
     from megatron.core.package_info import __version__ as VERSION
 except ImportError as error:
     raise ImportError(
-        f"holdfast.integrations.megatron needs megatron-core ({error}). Install it: pip install 'torch-holdfast[megatron]'."
+        f"holdfast.integrations.megatron needs megatron-core ({error}). Install it: pip install "
+        f"'torch-holdfast[megatron]'."
     ) from error
 
 try:
@@ -73,8 +74,8 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
     """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
 
-    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism): their copies are
-    numbered over the rest of it, those of other tensors over all of it.
+    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism):
+    their copies are numbered over the rest of it, those of other tensors over all of it.
     """
     ranks = _ranks(find)
     cuts_weights = "with_gtp_remat" in inspect.signature(find.func).parameters and (
@@ -96,10 +97,11 @@ def _ranks(find: Any) -> tuple[int, ...]:
 
 @functools.cache
 def safe_types(stock: bool = False) -> tuple[Any, ...]:
-    """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to look a member up.
+    """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to
+    look a member up.
 
-    stock: also the names of the optimizers that stock megatron-core keeps in the parameter groups of an offloaded one;
-        nothing can be made of them.
+    stock: also the names of the optimizers that stock megatron-core keeps in the parameter groups of an
+        offloaded one; nothing can be made of them.
     """
     from megatron.core import enums
     from megatron.core.transformer import enums as transformer_enums
@@ -157,8 +159,9 @@ def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> 
 
 
 def counts_per_parameter() -> bool:
-    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those of Transformer
-    Engine and Apex count in their parameter groups; megatron-core uses them wherever one of them is installed."""
+    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those
+    of Transformer Engine and Apex count in their parameter groups; megatron-core uses them wherever one of
+    them is installed."""
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 

@@ -1,4 +1,5 @@
-"""What a folder says of the checkpoint in it, ours or megatron-core's own: common state, metadata, and what it is."""
+"""What a folder says of the checkpoint in it, ours or megatron-core's own: common state, metadata, and what
+it is."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
 
 
 def mark(store: Store) -> None:
-    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the index."""
+    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the
+    index."""
     try:
         replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     except HoldfastError as error:

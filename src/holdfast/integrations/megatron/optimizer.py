@@ -1,14 +1,15 @@
 """DistributedOptimizer state as boxes of global tensors, without a collective, for any other layout.
 
-Theory. The optimizer shards by flat ranges: of each parameter in its buckets a data-parallel rank has the elements
-[start, stop) of main parameter and moments. The model's sharded state dict says where the parameter lies in its global
-tensor. A flat range of a box is at most 2n-1 boxes, so each rank can name exactly what it has of
-`optimizer.state.exp_avg.<key of the parameter>` and need not gather anything (megatron-core's own `fully_reshardable`
-gathers every bucket over data-parallel ranks, three times). Names and shapes are those of `fully_reshardable`, so a
-checkpoint converts to one that stock megatron-core loads, and its checkpoints load here.
+Theory. The optimizer shards by flat ranges: of each parameter in its buckets a data-parallel rank has the
+elements [start, stop) of main parameter and moments. The model's sharded state dict says where the parameter
+lies in its global tensor. A flat range of a box is at most 2n-1 boxes, so each rank can name exactly what it
+has of `optimizer.state.exp_avg.<key of the parameter>` and need not gather anything (megatron-core's own
+`fully_reshardable` gathers every bucket over data-parallel ranks, three times). Names and shapes are those of
+`fully_reshardable`, so a checkpoint converts to one that stock megatron-core loads, and its checkpoints load
+here.
 
-Fused weights (gate and up) come as factories that build views of the parameter; where a view begins in the parameter
-tells where its part of the flat range lies.
+Fused weights (gate and up) come as factories that build views of the parameter; where a view begins in the
+parameter tells where its part of the flat range lies.
 
 Loading is the same description read the other way: the pieces are views of the live state, filled in place.
 """
@@ -45,7 +46,8 @@ class _Part(NamedTuple):
 def sharded_state_dict(
     optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False
 ) -> dict[Any, Any]:
-    """The state of a DistributedOptimizer or a ChainedOptimizer of them, as `ShardedTensor`s over live memory.
+    """The state of a DistributedOptimizer or a ChainedOptimizer of them, as `ShardedTensor`s over live
+    memory.
 
     model_sharded_state_dict: of the same model, made with `keep_vars=True` as Megatron does.
     is_loading: allocate the state if the optimizer has not stepped yet.
@@ -78,9 +80,9 @@ def _is_stub(optimizer: Any) -> bool:
 
 
 def _common_part(optimizer: Any) -> dict[Any, Any]:
-    """What isn't state of parameters. A group has a step where megatron-core says so: never one of an optimizer that has no
-    parameters on this rank, which counts none. (megatron-core's `state_dict` fails for such a one with PyTorch's Adam, and
-    repeats what was loaded once with Transformer Engine's.)"""
+    """What isn't state of parameters. A group has a step where megatron-core says so: never one of an
+    optimizer that has no parameters on this rank, which counts none. (megatron-core's `state_dict` fails for
+    such a one with PyTorch's Adam, and repeats what was loaded once with Transformer Engine's.)"""
     counts = bool(mcore.local_ranges(optimizer))
     state = dict(optimizer.state_dict()) if counts else mcore.state_without_parameters(optimizer)
     left_out = ("params",) if counts else ("params", "step")
@@ -93,7 +95,8 @@ def _common_part(optimizer: Any) -> dict[Any, Any]:
 
 
 def allocate(optimizer: Any, is_loading: bool = True) -> None:
-    """Give an optimizer that has not stepped yet its moments, zeros: there must be something to load into, and to save."""
+    """Give an optimizer that has not stepped yet its moments, zeros: there must be something to load into,
+    and to save."""
     if len(optimizer.optimizer.state) or not mcore.local_ranges(optimizer):
         return
     if not is_loading and mcore.is_offloaded(
@@ -113,7 +116,8 @@ def allocate(optimizer: Any, is_loading: bool = True) -> None:
 
 
 def _load_groups(optimizer: Any, groups: list[dict[str, Any]], steps: list[float], **more: Any) -> None:
-    """Give the inner optimizer parameter groups in its own order, with steps where it keeps them, and its state memory."""
+    """Give the inner optimizer parameter groups in its own order, with steps where it keeps them, and its
+    state memory."""
     made = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
     if mcore.counts_per_parameter():
         step = max(steps, default=0.0)  # megatron-core takes it from the groups, all of which must have it
@@ -157,7 +161,8 @@ def _restore(
 ) -> None:
     if not saved:
         raise BadInput(
-            "The loaded state has no parameter groups for the optimizer: the checkpoint has no optimizer state."
+            "The loaded state has no parameter groups for the optimizer: the checkpoint has no optimizer "
+            "state."
         )
     groups = [group for part in saved for group in groups_of(part)]
     own = optimizer.optimizer.state_dict()["param_groups"]
@@ -187,7 +192,8 @@ def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
                 return {**group, **classes, **{key: own[key] for key in keys}}
     raise BadInput(
         f"The checkpoint has no parameter group with { {key: own[key] for key in keys} }.",
-        hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was saved.",
+        hint="Build the optimizer with the same weight-decay and learning-rate multipliers as when it was "
+        "saved.",
     )
 
 
@@ -211,8 +217,10 @@ def _describe(optimizer: Any, model: Any) -> dict[int, dict[str, list[Any]]]:
         item = where.get(id(param))
         if item is None:
             raise BadInput(
-                f"A parameter of shape {list(param.shape)} of the optimizer is not in the model's sharded state dict.",
-                hint="Give the state dict of the same model, made by model.sharded_state_dict() (it keeps the parameters).",
+                f"A parameter of shape {list(param.shape)} of the optimizer is not in the model's sharded "
+                f"state dict.",
+                hint="Give the state dict of the same model, made by model.sharded_state_dict() (it keeps "
+                "the parameters).",
             )
         tensors = {
             key: value
@@ -236,9 +244,11 @@ def _parts(item: Any) -> list[_Part]:
         inside = data.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         if not inside or not data.is_contiguous():
             raise BadInput(
-                f"{item.key!r} is stored in another order of elements than the parameter has, so its optimizer state "
+                f"{item.key!r} is stored in another order of elements than the parameter has, so its "
+                f"optimizer state "
                 "can't be described without gathering it.",
-                hint="Legacy GroupedMLP does this: use TEGroupedMLP or SequentialMLP (moe_use_legacy_grouped_gemm=False).",
+                hint="Legacy GroupedMLP does this: use TEGroupedMLP or SequentialMLP "
+                "(moe_use_legacy_grouped_gemm=False).",
             )
         parts.append(_Part(built, data.storage_offset() - base.storage_offset()))
     return sorted(parts, key=lambda part: part.start)

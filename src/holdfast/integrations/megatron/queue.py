@@ -1,5 +1,6 @@
-"""megatron-core's AsyncCallsQueue for saves of Holdfast, without the all_reduce at every step by which stock asks all
-ranks whether they are done: a rank looks at itself, and once the save is committed they agree on one call, in the background."""
+"""megatron-core's AsyncCallsQueue for saves of Holdfast, without the all_reduce at every step by which stock
+asks all ranks whether they are done: a rank looks at itself, and once the save is committed they agree on one
+call, in the background."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Committed:
         self.pending.committed()
 
     def is_due(self, no_dist: bool) -> bool:
-        """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have barriers."""
+        """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have
+        barriers."""
         return self.pending.done() if no_dist else self._consensus.reached()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:

@@ -1,16 +1,18 @@
 """Megatron's sharded state as leaves of a Holdfast state, and what was loaded back in its place.
 
-A `ShardedTensor` names a global tensor by its key; its offset and shape, with the prepended axes (layer, expert)
-as axes of length one, are a box of it.
+A `ShardedTensor` names a global tensor by its key; its offset and shape, with the prepended axes (layer,
+expert) as axes of length one, are a box of it.
 
-Who writes a box. Each rank decides alone, so the rule must give the same answer on all ranks that hold a copy; the main
-replica in particular cannot see whether there are others. Its own numbers do not tell: under FSDP2 each data-parallel
-rank is the main replica of a slice, and a user may describe a tensor on the main rank only. megatron-core describes
-a parameter on every rank of its data-parallel group, numbered (0, 0, i) in the group's order. So copies (0, 0, i) of a
-parameter share the writing (`plan/replicas.py`). Anything else is written by the main replica, and by no other copy:
-buffers (a router's expert bias), detached parameters, FSDP2's slices, optimizer state, what isn't cut regularly (an
-optimizer's buckets), tensors that megatron-core numbers over another group. Tensor- and pipeline-parallel copies never
-write. Both halves of the rule look at the same facts, which the code that made the state dict set alike on all ranks.
+Who writes a box. Each rank decides alone, so the rule must give the same answer on all ranks that hold a
+copy; the main replica in particular cannot see whether there are others. Its own numbers do not tell: under
+FSDP2 each data-parallel rank is the main replica of a slice, and a user may describe a tensor on the main
+rank only. megatron-core describes a parameter on every rank of its data-parallel group, numbered (0, 0, i) in
+the group's order. So copies (0, 0, i) of a parameter share the writing (`plan/replicas.py`). Anything else is
+written by the main replica, and by no other copy:
+buffers (a router's expert bias), detached parameters, FSDP2's slices, optimizer state, what isn't cut
+regularly (an optimizer's buckets), tensors that megatron-core numbers over another group. Tensor- and
+pipeline-parallel copies never write. Both halves of the rule look at the same facts, which the code that made
+the state dict set alike on all ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Copies:
         self._unknown = _Group(rank, (), ())
 
     def replica(self, tensor: Any) -> tuple[int, int] | None:
-        """(index, count) of this rank among those that share the writing, None if it writes nothing of the tensor."""
+        """(index, count) of this rank among those that share the writing, None if it writes nothing of the
+        tensor."""
         said = tensor.replica_id
         if isinstance(said, int) or not said:
             return _SOLE if mcore.is_main_replica(said) else None
@@ -71,10 +74,11 @@ class Copies:
         return _SOLE if group.is_first else None  # the main replica, or who stands for it if it takes no part
 
     def writes_state(self, tensor: Any, holders: Collection[int]) -> bool:
-        """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one of?
+        """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one
+        of?
 
-        The tensor may have copies outside of the optimizer's group (another instance of it; tensor-parallel ranks that
-        hold an expert whole): of all groups of holders the one with the main replica writes.
+        The tensor may have copies outside of the optimizer's group (another instance of it; tensor-parallel
+        ranks that hold an expert whole): of all groups of holders the one with the main replica writes.
         """
         said = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id, 0, 0)
         if any(said[:-1]):
@@ -139,7 +143,8 @@ def to_load(sharded: Iterable[Any], skip: Collection[str] = (), stock: bool = Fa
 
 
 def _part(tensor: Any, replica: tuple[int, int], known: dict[Any, tuple[TensorSpec, Dims]]) -> Part:
-    """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made already."""
+    """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made
+    already."""
     data, lead = _data(tensor), tensor.prepend_axis_num
     mark = (tensor.key, data.dtype, data.device.type, tensor.global_shape, data.shape)
     if mark not in known:

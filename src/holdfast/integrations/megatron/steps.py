@@ -1,12 +1,13 @@
 """The step that an optimizer counts, where no rank alone knows it.
 
-PyTorch's Adam counts in the state of each parameter. Transformer Engine's and Apex's count in the parameter group, and only
-where the group has parameters: on a pipeline stage of dense layers the groups of the experts have no step. Common state is
-taken from the lowest rank, which may be on such a stage. So each rank tells, with what it has written, the steps of
-its optimizers; the committer notes in the index those that its own common state lacks, and a load fills them in.
+PyTorch's Adam counts in the state of each parameter. Transformer Engine's and Apex's count in the parameter
+group, and only where the group has parameters: on a pipeline stage of dense layers the groups of the experts
+have no step. Common state is taken from the lowest rank, which may be on such a stage. So each rank tells,
+with what it has written, the steps of its optimizers; the committer notes in the index those that its own
+common state lacks, and a load fills them in.
 
-A group without a step and one with step 0 are the same: Adam has not run. (Until then Holdfast wrote 0 for groups that had
-no parameters on the lowest rank; the step of the other groups stands for them.)
+A group without a step and one with step 0 are the same: Adam has not run. (Until then Holdfast wrote 0 for
+groups that had no parameters on the lowest rank; the step of the other groups stands for them.)
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def complete(common: Any, noted: Any) -> None:
 
 
 def comparable(common: Any, depth: int = 3) -> Any:
-    """What of a common state is the same on all ranks: groups that are empty on a rank have no step there, and an optimizer
-    without parameters leaves an empty container where the state of others is sharded."""
+    """What of a common state is the same on all ranks: groups that are empty on a rank have no step there,
+    and an optimizer without parameters leaves an empty container where the state of others is sharded."""
     if not isinstance(common, dict) or not depth:
         return common
     if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE and groups_of(common):
@@ -105,20 +106,24 @@ def comparable(common: Any, depth: int = 3) -> Any:
 
 
 class Steps:
-    """The steps in a checkpoint, from its parameter groups; the same on all ranks, and so is what it raises."""
+    """The steps in a checkpoint, from its parameter groups; the same on all ranks, and so is what it
+    raises."""
 
     def __init__(self, saved: list[dict[str, Any]]) -> None:
         groups = [group for optimizer in saved for group in groups_of(optimizer)]
         known = sorted({step for step in map(step_of, groups) if step})
         if len(known) > 1:
             raise BadInput(
-                f"The parameter groups in the checkpoint have different steps: {listed([f'{step:g}' for step in known], str)}.",
-                hint="megatron-core has one step for all groups. Load the model alone, and begin with a new optimizer.",
+                f"The parameter groups in the checkpoint have different steps: "
+                f"{listed([f'{step:g}' for step in known], str)}.",
+                hint="megatron-core has one step for all groups. Load the model alone, and begin with a new "
+                "optimizer.",
             )
         self.last = known[0] if known else 0.0
         """Of all groups that have one."""
         self._complete = all(optimizer.get(COMPLETE) for optimizer in saved)
 
     def of(self, group: Mapping[str, Any]) -> float:
-        """The step for a group of this layout that has parameters, `group` being the saved one that stands for it."""
+        """The step for a group of this layout that has parameters, `group` being the saved one that stands
+        for it."""
         return step_of(group) or (0.0 if self._complete else self.last)
