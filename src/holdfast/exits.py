@@ -14,8 +14,6 @@ All of it belongs to the process that asked for it; a fork of that process has n
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.process  # both wait for workers once the main thread has ended, the last imported first: after us
-import concurrent.futures.thread  # noqa: F401
 import gc
 import io
 import os
@@ -27,6 +25,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
+
+with suppress(RuntimeError):  # the main thread has ended already
+    # Both wait for workers once the main thread has ended, the last imported first: after us.
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
 
 ENDED_BY_INTERRUPT = 130
 """Exit code of a process whose last wait was ended by Ctrl-C, as shells have it."""
@@ -61,7 +64,9 @@ class _Ending:
         self.listeners: list[Callable[[], None]] = []
         self.given: object = None
         """What the main thread gave to `sys.exit` last."""
-        self.ended = self.goes_first = self.working = False
+        self.ended = self.goes_first = self.working = self.over = False
+        self.late: list[Failure] = []
+        """What failed after the steps: in other `atexit` handlers."""
 
     def run(self) -> list[Failure]:
         """All steps, by stage, the last registered first."""
@@ -69,7 +74,7 @@ class _Ending:
         last_first = reversed(self.steps)
         found = [_failure_of(step) for step in sorted(last_first, key=self.steps.__getitem__)]
         self.steps.clear()
-        self.working = False
+        self.working, self.over = False, True
         return [failure for failure in found if failure is not None]
 
 
@@ -100,6 +105,16 @@ def is_working() -> bool:
     return _known is not None and _known.pid == os.getpid() and _known.working
 
 
+def is_over() -> bool:
+    """Are the steps of `at_exit` done? What is begun now, by an `atexit` handler, nothing waits for."""
+    return _known is not None and _known.pid == os.getpid() and _known.over
+
+
+def fail_late(failure: Failure) -> None:
+    """Fail the process once all `atexit` handlers are through that were registered after our first one."""
+    _this_process().late.append(failure)
+
+
 def given_code() -> object:
     """What the main thread gave to `sys.exit` last, as far as that is known; a bare `raise SystemExit` is not
     seen."""
@@ -122,6 +137,7 @@ def _this_process() -> _Ending:
             _known = _Ending()
         if not _hooked:
             _hooked = True
+            atexit.register(_at_last)
             atexit.register(_at_exit)
             before_joins = getattr(threading, "_register_atexit", None)
             if before_joins is not None:
@@ -179,6 +195,16 @@ def _at_exit() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(_exit_code(ending.given, failures))
+
+
+def _at_last() -> None:
+    """After the handlers that were registered since Holdfast was first used."""
+    ending = _known
+    if ending is None or ending.pid != os.getpid() or not ending.late:
+        return
+    _flush_files()
+    _say(ending.late)
+    os._exit(_exit_code(ending.given, ending.late))
 
 
 def _failure_of(step: Step) -> Failure | None:

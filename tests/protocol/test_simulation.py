@@ -154,7 +154,7 @@ def no_act(at: Context, work: Any) -> Steps:
 
 MUTATIONS: list[tuple[Any, str, Any]] = [
     (protocol, "_claim_agreed", no_claim),
-    (protocol, "_collect", no_collect),
+    (protocol, "_collect_typed", no_collect),
     (protocol, "_abandon", silent_abandon),
     (protocol, "_await_final", optimistic_final),
     (protocol, "_unconfirmed", pessimistic_doubt),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, HoldfastError, StorageError
+from holdfast.protocol.messages import Assigned, Listed, Written
 from holdfast.roster.base import Message
 
 if TYPE_CHECKING:
@@ -26,21 +27,21 @@ class SimulatedSave:
         self._fail("claims")
         return self.plain
 
-    def tell(self) -> Message:
-        return {"keys": [self.plain]}
+    def tell(self) -> Listed:
+        return Listed([str(self.plain)], [])
 
-    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
-        return {rank: {"replicas": []} for rank in told}
+    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
+        return {rank: Assigned(replicas=[]) for rank in told}
 
-    def write(self, assigned: Message | None) -> Message:
+    def write(self, assigned: Assigned | None) -> Written:
         self._fail("write")
         if self.rank in self.world.faults.write_fails:
             raise StorageError(f"Writing failed on rank {self.rank}: No space left on device.")
         self.world.durable.add((self.rank, self.call))
-        return {"version": self.call}
+        return Written(self.call, None, [])
 
-    def prepare(self, written: dict[int, Message]) -> None:
-        self.named = {rank: int(message["version"]) for rank, message in written.items()}
+    def prepare(self, written: dict[int, Written]) -> None:
+        self.named = {rank: int(message.step or 0) for rank, message in written.items()}
         if self.world.faults.bad_coverage:
             raise CoverageError("Tensor 'w' is not covered.")
 

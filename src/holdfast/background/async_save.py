@@ -14,7 +14,7 @@ from holdfast.options import Options
 from holdfast.protocol.call import begin_call, one_folder
 from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob
-from holdfast.saving.request import PREVIOUS, SaveRequest
+from holdfast.saving.request import PREVIOUS, SaveRequest, check_budget
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
@@ -98,6 +98,5 @@ def async_save_into(
     its own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
-    if host_memory_budget is not None and host_memory_budget < 1:
-        raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {host_memory_budget!r}.")
+    check_budget(host_memory_budget)
     return background_of_this_thread().save(make, store.url, step, host_memory_budget, retries)

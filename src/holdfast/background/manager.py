@@ -23,7 +23,16 @@ from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
 from holdfast.background.stage import Into, Staged, stage
 from holdfast.background.writer_client import WriterProcess
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
-from holdfast.exits import ENDED_BY_INTERRUPT, Failure, Stage, at_exit, not_at_exit, uncaught
+from holdfast.exits import (
+    ENDED_BY_INTERRUPT,
+    Failure,
+    Stage,
+    at_exit,
+    fail_late,
+    is_over,
+    not_at_exit,
+    uncaught,
+)
 from holdfast.protocol.operation import read_state
 from holdfast.saving.job import SaveJob, SaveReport
 
@@ -90,6 +99,8 @@ class Background:
         interrupt = job.trouble.__cause__ if job.trouble is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
+        if is_over():
+            _end_with(pending)
         return pending
 
     def release(self) -> None:
@@ -183,6 +194,15 @@ class Background:
             return None if self._pending is None else _outcome(self._pending)
         finally:
             self._writer.kill()
+
+
+def _end_with(pending: Pending) -> None:
+    """An `atexit` handler has begun this save: nothing else waits for it, and nobody hears what it raises."""
+    try:
+        pending.committed()
+    except BaseException as error:
+        fail_late(Failure("\n".join(traceback.format_exception_only(error)).rstrip()))
+        raise
 
 
 def _outcome(pending: Pending) -> Failure | None:

@@ -15,10 +15,10 @@ from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import HoldfastError
 from holdfast.format.names import DATA
-from holdfast.io.file_writer import WrittenFile, discard, split_files
+from holdfast.io.file_writer import discard, split_files
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
-from holdfast.plan.save import plan_save
+from holdfast.plan.save import WrittenFile, plan_save
 from holdfast.plan.shard_table import Replica
 from holdfast.saving.job import SaveJob
 from holdfast.state.memory import BytesMemory

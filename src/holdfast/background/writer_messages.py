@@ -9,11 +9,11 @@ from typing import Any
 
 import msgspec
 
-from holdfast.io.file_writer import WrittenFile
 from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
+from holdfast.plan.save import WrittenFile
 
 _HEAD = struct.Struct("<Q")
 

@@ -9,7 +9,7 @@ so that a file is written front to back.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from holdfast.format.names import EMBEDDED, FORMAT, data_file, name_of_chunk
 from holdfast.io.stream import ChunkSource, Progress, stream_chunks
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
-from holdfast.plan.save import Planned, SavePlan
+from holdfast.plan.save import Planned, SavePlan, WrittenFile
 from holdfast.plan.shard_table import ShardTable
 from holdfast.store.base import Store, Writer
 
@@ -31,15 +31,6 @@ CHUNKS_PER_FILE = 200_000
 
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """Block and digest of witnesses, by `witness_key`."""
-
-
-class WrittenFile(NamedTuple):
-    """What a rank tells the committer of a file."""
-
-    name: str
-    size: int
-    index_start: int
-    index_size: int
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:

@@ -43,9 +43,10 @@ from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
 from holdfast.protocol.call import Call, begin_call, one_folder
 from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
+from holdfast.protocol.messages import Chosen, HaveRead
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import LOAD_TRANSITIONS
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
 from holdfast.state.memory import BytesMemory, TensorMemory
@@ -173,35 +174,35 @@ class LoadJob:
 
     # -- choose a version and read it -------------------------------------------------------------
 
-    def choose(self) -> Message:
+    def choose(self) -> Chosen:
         if self.trouble is not None:
             raise self.trouble
         with open_source(self.store) as index:
-            return {"identity": index.identity, "created": index.about.get("created")}
+            return Chosen(index.identity, index.about.get("created"))
 
-    def read(self, chosen: Message) -> Message:
+    def read(self, chosen: Chosen) -> HaveRead:
         if self.trouble is not None:
             raise self.trouble
         self._wait_for(chosen)
         with open_source(self.store) as index:
-            if index.identity != chosen["identity"]:
+            if index.identity != chosen.identity:
                 raise self._replaced()
             self.step = index.about.get("step")
             try:
                 self._read(index)
             except NotFound as error:
-                if self._still(chosen["identity"]):
+                if self._still(chosen.identity):
                     raise CorruptCheckpoint(
                         f"A data file of {self.store.url} is missing: {error.message}",
                         hint="Load an older step, or another copy of this one.",
                     ) from None
                 raise self._replaced() from None
         self._decode()
-        return {"bytes": self.bytes_read, "asked": self.rows_asked}
+        return HaveRead(self.bytes_read, self.rows_asked)
 
-    def check(self, reports: dict[int, Message]) -> None:
+    def check(self, reports: dict[int, HaveRead]) -> None:
         """A load into nothing, where there is something, is one into the wrong state."""
-        if self.names_stored and not any(report["asked"] for report in reports.values()):
+        if self.names_stored and not any(report.asked for report in reports.values()):
             raise BadInput(
                 f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no "
                 f"rank has a value in its state.",
@@ -257,16 +258,16 @@ class LoadJob:
         except HoldfastError:
             return False
 
-    def _wait_for(self, chosen: Message) -> None:
+    def _wait_for(self, chosen: Chosen) -> None:
         """Until the version that the committer chose is visible here; a network file system may show it
         late. Another version that is newer, or that the committer itself sees, has replaced it."""
         at = self.operation.at
         ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
         while True:
             with suppress(NotCommitted), open_source(self.store) as index:
-                if index.identity == chosen["identity"]:
+                if index.identity == chosen.identity:
                     return
-                created, before = index.about.get("created"), chosen["created"]
+                created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
                 if at.leads or newer:
                     raise self._replaced()

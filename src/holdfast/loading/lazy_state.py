@@ -78,7 +78,7 @@ class LazyStates:
                 leaf.optional = True  # it is there in parts
                 parts.append((leaf, list(range(first, stop))))
         found = self._states(lazy, names, patterns, strict)
-        states = [leaf for leaf in lazy if isinstance(leaf.value, ParameterState)]
+        states = [leaf for leaf in lazy if isinstance(leaf.value, ParameterState) and leaf.value.is_awaited]
         if strict and states and not any(isinstance(leaf.value, ParameterState) for leaf, _ in found):
             self._refuse_strangers(states, patterns, names)
         parts += found
@@ -121,7 +121,7 @@ class LazyStates:
                 at = bisect_left(names, structure, first, stop)
                 found.append((leaf, sorted({*rows, at} if names[at : at + 1] == [structure] else rows)))
                 continue
-            if isinstance(leaf.value, Rest):
+            if isinstance(leaf.value, Rest) or not leaf.value.is_awaited:
                 continue
             if not is_selected(leaf.name, patterns):
                 continue

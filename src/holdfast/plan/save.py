@@ -24,6 +24,15 @@ PANEL_CHUNK = 256 << 10
 """Chunks below this size are read whole anyway."""
 
 
+class WrittenFile(NamedTuple):
+    """What a rank tells the committer of a file."""
+
+    name: str
+    size: int
+    index_start: int
+    index_size: int
+
+
 class Planned(NamedTuple):
     """Rows of a plan: which row of the holding, and the box of it (global indices)."""
 

@@ -20,6 +20,7 @@ from holdfast.errors import BadInput
 from holdfast.options import read_environment
 from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
+from holdfast.store.run_folder import STEPS
 
 _default: list[tuple[Any, Roster]] = []
 """A weak reference to the default process group's store, and the roster over it."""
@@ -68,6 +69,10 @@ def begin_call(
 def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
     """The roster given, or torch.distributed's, or a world of one."""
     if roster is not None:
+        if not hasattr(roster, "world_size"):
+            raise BadInput(
+                f"roster={roster!r} is no roster.", hint="Leave it out: torch.distributed has one."
+            )
         return roster
     if not no_dist and _torch_is_up():
         return _roster_of_the_default_group()
@@ -98,6 +103,17 @@ def _torch_is_up() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
+def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | None:
+    """The ranks as a tuple. Raises BadInput for what is no list of whole numbers."""
+    if participants is None:
+        return None
+    with suppress(TypeError):
+        ranks = tuple(participants)
+        if not isinstance(participants, str | bytes):
+            return tuple(map(operator.index, ranks))
+    raise BadInput(f"participants={participants!r} must be a list of ranks, which are whole numbers.")
+
+
 def find_participants(
     roster: Roster, participants: Iterable[int] | None, process_group: Any
 ) -> tuple[int, ...]:
@@ -105,12 +121,11 @@ def find_participants(
     if participants is not None and process_group is not None:
         raise BadInput("Give participants= or process_group=, not both.")
     if process_group is not None:
-        from torch.distributed import get_process_group_ranks
-
-        participants = get_process_group_ranks(process_group)
-    if participants is None:
+        participants = _ranks_of(process_group)
+    given = check_participants(participants)
+    if given is None:
         return tuple(range(roster.world_size))
-    ranks = tuple(sorted(participants))
+    ranks = tuple(sorted(given))
     if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= roster.world_size:
         raise BadInput(f"participants={ranks} must be different ranks of a world of {roster.world_size}.")
     if roster.rank not in ranks:
@@ -124,14 +139,29 @@ def find_participants(
     return ranks
 
 
+def _ranks_of(process_group: Any) -> list[int]:
+    from torch.distributed import get_process_group_ranks
+
+    try:
+        return get_process_group_ranks(process_group)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise BadInput(
+            f"process_group={process_group!r} is no process group that this rank is in.",
+            hint="Give what torch.distributed.new_group returned, or participants=.",
+        ) from None
+
+
 def whole_step(step: Any) -> int:
     """A step as a whole number; NumPy's and other integers count, booleans don't."""
     if not isinstance(step, bool) and hasattr(step, "__index__"):
         with suppress(TypeError):  # a tensor of several elements
             number = operator.index(step)
-            if number >= 0:
+            if 0 <= number < STEPS:
                 return number
-    raise BadInput(f"step must be a whole number from 0 on, not {step!r}.")
+    raise BadInput(
+        f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.",
+        hint="Count steps; a time in nanoseconds is too large." if hasattr(step, "__index__") else "",
+    )
 
 
 def one_folder(

@@ -46,6 +46,7 @@ from holdfast.protocol.effects import (
     TaskWork,
 )
 from holdfast.protocol.liveness import ASK, QUOTED, PeerMonitor
+from holdfast.protocol.messages import Assigned, Chosen, Claims, Listed, M, from_roster, to_message
 from holdfast.roster.base import Message
 
 VISIBLE_WITHIN = 75.0
@@ -77,7 +78,7 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
         message = yield Do("write", lambda: work.write(assigned))
         at.enter("written")
         if at.leads:
-            written = yield from _collect(at, "written", message, at.participants)
+            written = yield from _collect_typed(at, "written", message, at.participants)
             at.enter("committing")
             yield Do("prepare", lambda: work.prepare(written))
             yield from _claim_agreed(at)
@@ -109,14 +110,15 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
         yield from _refuse_late(at)
         if at.leads:
             chosen = yield Do("choose", work.choose)
-            yield Put(f"{at.key}/chosen", chosen)
+            yield Put(f"{at.key}/chosen", to_message(chosen))
         else:
-            chosen = yield from _await(at, f"{at.key}/chosen", "name the checkpoint")
+            message = yield from _await(at, f"{at.key}/chosen", "name the checkpoint")
+            chosen = from_roster(message, Chosen, at.committer)
         at.enter("reading")
         message = yield Do("read", lambda: work.read(chosen))
         at.enter("read")
         if at.leads:
-            reports = yield from _collect(at, "read", message, at.participants)
+            reports = yield from _collect_typed(at, "read", message, at.participants)
             yield Do("check", lambda: work.check(reports))
             yield from _claim_agreed(at)
         else:
@@ -253,28 +255,30 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     they differ does everyone send its list. Ranks without such tensors say so and go on.
     """
     if not at.leads:
-        yield at.say("claims", {"claims": mine})
+        yield at.say("claims", Claims(mine))
         if mine is None:
             return None
         at.enter("claims")
-        assigned = yield from _await(at, f"{at.key}/assigned", "say who writes replicated tensors")
-        if "tell" not in assigned:
+        message = yield from _await(at, f"{at.key}/assigned", "say who writes replicated tensors")
+        assigned = from_roster(message, Assigned, at.committer)
+        if not assigned.lists_wanted:
             return assigned
         yield at.say("told", (yield Do("tell", work.tell)))
         at.own.add(at.said("assigned", at.rank))
-        return (yield from _await(at, at.said("assigned", at.rank), "say who writes replicated tensors"))
+        message = yield from _await(at, at.said("assigned", at.rank), "say who writes replicated tensors")
+        return from_roster(message, Assigned, at.committer)
     if mine is not None:
         at.enter("claims")
-    messages = yield from _collect(at, "claims", {"claims": mine}, at.participants)
-    holders = [rank for rank in at.participants if messages[rank]["claims"] is not None]
+    messages = yield from _collect_typed(at, "claims", Claims(mine), at.participants)
+    holders = [rank for rank in at.participants if messages[rank].claims is not None]
     if not holders:
         return None
-    if len({messages[rank]["claims"] for rank in holders}) == 1:
-        yield Put(f"{at.key}/assigned", {"holders": holders})
-        return {"holders": holders} if mine is not None else None
-    yield Put(f"{at.key}/assigned", {"tell": True})
-    own = {"none": True} if mine is None else (yield Do("tell", work.tell))
-    told = yield from _collect(at, "told", own, tuple({at.rank, *holders}))
+    if len({messages[rank].claims for rank in holders}) == 1:
+        yield Put(f"{at.key}/assigned", to_message(Assigned(holders)))
+        return Assigned(holders) if mine is not None else None
+    yield Put(f"{at.key}/assigned", to_message(Assigned(lists_wanted=True)))
+    own = Listed([], []) if mine is None else (yield Do("tell", work.tell))
+    told = yield from _collect_typed(at, "told", own, tuple({at.rank, *holders}))
     assigned = yield Do("assign", lambda: work.assign({rank: told[rank] for rank in holders}))
     for rank, message in assigned.items():
         if rank != at.rank:
@@ -330,6 +334,12 @@ def _collect(
             yield Pause(at.said(stage, missing[0]), watch.patience())
     at.on_wait(None)
     return found
+
+
+def _collect_typed(at: Context, stage: str, mine: M, ranks: Sequence[int]) -> Steps:
+    """`_collect`, of messages that are all of the type of this rank's own."""
+    raw = yield from _collect(at, stage, {}, ranks)
+    return {rank: mine if rank == at.rank else from_roster(raw[rank], type(mine), rank) for rank in raw}
 
 
 def _await(at: Context, key: str, what: str) -> Steps:

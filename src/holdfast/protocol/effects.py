@@ -6,8 +6,11 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from msgspec import Struct
+
 from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError
+from holdfast.protocol.messages import Assigned, Chosen, HaveRead, Listed, Written, to_message
 from holdfast.protocol.phases import TRANSITIONS, Table
 from holdfast.roster.base import Message
 
@@ -118,18 +121,19 @@ class Context:
         """The key of what a rank says, or is told, at a stage."""
         return f"{self.key}/{stage}/{rank}"
 
-    def say(self, stage: str, message: Message) -> Put:
+    def say(self, stage: str, message: Message | Struct) -> Put:
         """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were
         abandoned before it."""
         key = self.said(stage, self.rank)
         self.own.add(key)
-        return Put(key, {**message, "abandoned": self.abandoned} if self.abandoned else message)
+        told = {"abandoned": self.abandoned} if self.abandoned else {}
+        return Put(key, {**to_message(message), **told})
 
-    def tell(self, stage: str, rank: int, message: Message) -> Put:
+    def tell(self, stage: str, rank: int, message: Message | Struct) -> Put:
         """Committer: tell one rank, which deletes it when it leaves."""
         key = self.said(stage, rank)
         self.answers.add(key)
-        return Put(key, message)
+        return Put(key, to_message(message))
 
     def hear(self, message: Message) -> None:
         """Committer: take in which calls another rank has seen abandoned."""
@@ -149,19 +153,19 @@ class SaveWork(Protocol):
         """A fingerprint of what this rank holds without a declared replica, or None if nothing."""
         ...
 
-    def tell(self) -> Message:
+    def tell(self) -> Listed:
         """All of it, for when fingerprints differ."""
         ...
 
-    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
+    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
         """Committer: for each rank that told, which replica it is of each tensor."""
         ...
 
-    def write(self, assigned: Message | None) -> Message:
+    def write(self, assigned: Assigned | None) -> Written:
         """Write and sync this rank's files; returns what the committer must know."""
         ...
 
-    def prepare(self, written: dict[int, Message]) -> None:
+    def prepare(self, written: dict[int, Written]) -> None:
         """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
         ...
 
@@ -210,12 +214,12 @@ class TaskWork(Protocol):
 
 
 class LoadWork(Protocol):
-    def choose(self) -> Message:
+    def choose(self) -> Chosen:
         """Committer: which checkpoint, and which version of it."""
         ...
 
-    def read(self, chosen: Message) -> Message: ...
+    def read(self, chosen: Chosen) -> HaveRead: ...
 
-    def check(self, reports: dict[int, Message]) -> None:
+    def check(self, reports: dict[int, HaveRead]) -> None:
         """Committer, once all have read: is there anything wrong with what all ranks have done?"""
         ...

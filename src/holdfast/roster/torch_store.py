@@ -51,7 +51,11 @@ class _Connections:
         if name not in self._clients:
             parent = self._parent()
             if parent is None:
-                raise RosterLost("The default process group that this roster belongs to was destroyed.")
+                raise RosterLost(
+                    "The default process group that this roster belongs to was destroyed.",
+                    hint="Call Checkpoints.close(), or committed() of what a save returned, before "
+                    "torch.distributed.destroy_process_group().",
+                )
             with _Reachable("opening a client"):
                 made = clone_store(parent)
                 if made is not parent:

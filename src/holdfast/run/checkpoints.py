@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.run_folder import step_of
+
+log = logging.getLogger("holdfast")
 
 
 class Checkpoints(RunFolder):
@@ -109,8 +112,14 @@ class Checkpoints(RunFolder):
                 options=self._options,
                 **how,
             ).run()
-            if report.step is None:  # it was saved without one, or by torch DCP: its folder tells
-                report = replace(report, step=step_of(os.path.basename(store.url)))
-            return report
+            number = step_of(os.path.basename(store.url))
+            if report.step is not None and report.step != number:
+                log.warning(
+                    "%s holds a checkpoint of step %s: it was copied or renamed. It counts as step %s.",
+                    store.url,
+                    report.step,
+                    number,
+                )
+            return replace(report, step=number)  # it may also be saved without one, or by torch DCP
 
         return self._load(load, step, fallback)

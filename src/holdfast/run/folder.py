@@ -25,11 +25,12 @@ from holdfast.errors import (
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.call import Call, begin_call, whole_step
+from holdfast.protocol.call import Call, begin_call, check_participants, whole_step
 from holdfast.protocol.operation import agree
 from holdfast.roster.base import Roster
 from holdfast.run.owner import lease_of
 from holdfast.saving.job import SaveJob
+from holdfast.saving.request import check_budget, check_grid
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.store.run_folder import (
@@ -97,9 +98,11 @@ class RunFolder:
             raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):
             raise BadInput(f"on_busy must be 'wait' or 'skip', not {on_busy!r}.")
-        tries = _RETRY.fullmatch(on_failure)
+        tries = _RETRY.fullmatch(on_failure) if isinstance(on_failure, str) else None
         if on_failure not in ("raise", "warn") and tries is None:
             raise BadInput(f"on_failure must be 'raise', 'warn' or 'retry(n)', not {on_failure!r}.")
+        check_budget(host_memory_budget)
+        check_grid(grid)
         self.store = open_store(run)
         self.keep = keep
         self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
@@ -107,13 +110,15 @@ class RunFolder:
         self._budget = None if host_memory_budget is None else host_memory_budget // in_flight
         self._in_flight, self._begun = in_flight, 0
         self._pending: deque[Pending] = deque()
+        self._damaged: set[int] = set()
+        """Steps that a load has passed over."""
         self.tidying = threading.Lock()
         """What follows a commit is done for one step at a time."""
         self._call = partial(
             begin_call,
             roster,
             no_dist=no_dist,
-            participants=None if participants is None else tuple(participants),
+            participants=check_participants(participants),
             process_group=process_group,
             timeout=timeout,
             stall_timeout=stall_timeout,
@@ -238,7 +243,8 @@ class RunFolder:
         if self.keep is None or not self._lease.is_held():
             return
         with self.tidying:
-            retire(self.store, self.keep, step)
+            self._damaged.discard(step)  # it is a new one now
+            retire(self.store, self.keep, step, self._damaged)
 
     def _load(self, load: Callable[[Store, Call], T], step: int | None, fallback: bool) -> T | None:
         """`load` a step, or the newest that is whole; None if there is none."""
@@ -272,6 +278,7 @@ class RunFolder:
                     "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
                 )
                 rejected = (*rejected, chosen)
+                self._damaged.add(chosen)
 
     def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""

@@ -97,12 +97,14 @@ class Lease:
             found, tail = self._read()
             if found is not None and found.process == _PROCESS:
                 return
-            if self._mine is not None and found is not None:
+            if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
                 raise Conflict(
-                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
-                    f"was saved or removed.",
-                    hint="Give every job a run folder of its own.",
+                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing was "
+                    "saved or removed.",
+                    hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
+                    "Checkpoints take the folder back.",
                 )
+            self._mine = None
             if found is not None and not takeover and not _may_take(found, job, self.store.url):
                 self._wait_for_silence(found, tick)
                 found, tail = self._read()
@@ -215,12 +217,17 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
     """Is the owner this job, or known to have ended? False if that can't be seen; raises Conflict if it
     lives."""
     env = read_environment()
-    if owner.job == job or (owner.name and owner.name == env.job and owner.restarts < env.restarts):
+    if owner.job == job:
         return True
-    alive = Identity(0).alive({"machine": owner.machine, "pid": owner.pid, "started": owner.started})
-    if alive:
+    alive = _lives(owner)
+    if alive:  # whatever its name is: two jobs can be given the same
         raise _refusal(owner, url)
-    return alive is False
+    return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
+
+
+def _lives(owner: Owner) -> bool | None:
+    """Is the owner's process there? None if that can't be seen from this host."""
+    return Identity(0).alive({"machine": owner.machine, "pid": owner.pid, "started": owner.started})
 
 
 def _refusal(owner: Owner, url: str) -> Conflict:

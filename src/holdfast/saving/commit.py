@@ -24,10 +24,11 @@ from holdfast.errors import (
 from holdfast.format.columns import Columns
 from holdfast.format.index import Index, encode
 from holdfast.format.names import INDEX, is_data_file
-from holdfast.io.file_writer import WrittenFile
 from holdfast.io.open_checkpoint import open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
+from holdfast.plan.save import WrittenFile
 from holdfast.protocol.core import VISIBLE_WITHIN
+from holdfast.protocol.messages import Written
 from holdfast.roster.base import Message
 from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
 from holdfast.version import __version__
@@ -102,13 +103,12 @@ class Commit:
     data: bytes = b""
     file_names: list[str] = field(default_factory=list)
 
-    def prepare(self, written: dict[int, Message]) -> None:
+    def prepare(self, written: dict[int, Written]) -> None:
         """Everything that can be wrong is found here, before anything is visible."""
         self._check_agreement(written)
         merger = Merger()
         for rank in sorted(written):
-            for raw in written[rank]["files"]:
-                file = WrittenFile(*raw)
+            for file in written[rank].files:
                 if not is_data_file(file.name):
                     raise SaveFailed(
                         f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
@@ -151,14 +151,14 @@ class Commit:
                 events.emit("save.stale", step=self.about["step"], path=self.store.url, tensors=count)
         self.tick()
 
-    def _check_agreement(self, written: dict[int, Message]) -> None:
+    def _check_agreement(self, written: dict[int, Written]) -> None:
         lead = min(written)
-        for what in ("step", "grid"):
-            for rank, message in sorted(written.items()):
-                if message[what] != written[lead][what]:
+        for rank, told in sorted(written.items()):
+            first = written[lead]
+            for what, mine, theirs in (("step", first.step, told.step), ("grid", first.grid, told.grid)):
+                if mine != theirs:
                     raise SaveFailed(
-                        f"{self.title}: rank {lead} saves {what} {written[lead][what]!r}, rank {rank} "
-                        f"{message[what]!r}.",
+                        f"{self.title}: rank {lead} saves {what} {mine!r}, rank {rank} {theirs!r}.",
                         rank=rank,
                         hint="All ranks must save the same step of the same run.",
                     )

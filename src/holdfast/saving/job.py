@@ -16,15 +16,16 @@ import msgspec
 from holdfast.errors import CommitUnconfirmed, HoldfastError
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
-from holdfast.io.file_writer import WrittenFile, discard, write_files
+from holdfast.io.file_writer import discard, write_files
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
 from holdfast.plan.merge import disagreement
-from holdfast.plan.save import plan_save
+from holdfast.plan.save import WrittenFile, plan_save
 from holdfast.plan.shard_table import Replica, ShardTable, describe
 from holdfast.protocol.call import begin_call, one_folder
 from holdfast.protocol.core import save_steps
+from holdfast.protocol.messages import Assigned, Listed, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
 from holdfast.roster.base import Message, Roster
@@ -155,23 +156,23 @@ class SaveJob:
         keys, specs = self._names(rows)
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
-    def tell(self) -> Message:
+    def tell(self) -> Listed:
         """The undeclared rows themselves, where digests differ between ranks."""
         keys, specs = self._names(self._undeclared())
-        return {"keys": keys, "specs": specs}
+        return Listed(keys, specs)
 
-    def assign(self, told: dict[int, Message]) -> dict[int, Message]:
+    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
         """Committer: which copy each rank holds of each row that it told of."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
         for rank, message in sorted(told.items()):
-            for key, spec in zip(message["keys"], message["specs"], strict=True):
+            for key, spec in zip(message.keys, message.specs, strict=True):
                 owner, known = first.setdefault(key, (rank, spec))
                 if known != spec:
                     raise disagreement(key, owner, known, rank, spec)
                 holders.setdefault(key, []).append(rank)
         return {
-            rank: {"replicas": [(holders[key].index(rank), len(holders[key])) for key in message["keys"]]}
+            rank: Assigned(replicas=[(holders[key].index(rank), len(holders[key])) for key in message.keys])
             for rank, message in told.items()
         }
 
@@ -193,23 +194,22 @@ class SaveJob:
                 specs.append(describe(spec))
         return keys, specs
 
-    def _replicas(self, assigned: Message | None) -> list[Replica]:
+    def _replicas(self, assigned: Assigned | None) -> list[Replica]:
         """(index, count) of every row, with what the committer has assigned."""
         replicas = list(self.table.replicas)
         rows = self._undeclared()
-        if assigned is not None and "holders" in assigned:
-            holders = assigned["holders"]
-            mine = (holders.index(self.rank), len(holders))
+        if assigned is not None and assigned.holders is not None:
+            mine = (assigned.holders.index(self.rank), len(assigned.holders))
             for row in rows:
                 replicas[row] = mine
-        elif assigned is not None:
-            for row, (index, count) in zip(rows, assigned["replicas"], strict=True):
-                replicas[row] = (int(index), int(count))
+        elif assigned is not None and assigned.replicas is not None:
+            for row, replica in zip(rows, assigned.replicas, strict=True):
+                replicas[row] = replica
         return [replica or (0, 1) for replica in replicas]
 
     # -- write ------------------------------------------------------------------------------------
 
-    def write(self, assigned: Message | None) -> Message:
+    def write(self, assigned: Assigned | None) -> Written:
         """Write this rank's files; what the committer is told of them."""
         request = self.request
         about = {
@@ -220,8 +220,7 @@ class SaveJob:
             "ranks": len(request.call.participants),
         }
         self.files = self.sink.write(self, self._replicas(assigned), about)
-        told = {"step": request.step, "grid": self.grid, "files": [list(file) for file in self.files]}
-        return told | ({"report": report} if (report := request.report()) else {})
+        return Written(request.step, self.grid, self.files, request.report())
 
     def moved(self, nbytes: int) -> None:
         """Note that so many bytes more were written."""
@@ -229,10 +228,10 @@ class SaveJob:
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def prepare(self, written: dict[int, Message]) -> None:
+    def prepare(self, written: dict[int, Written]) -> None:
         """Committer: check what all ranks have written, and make the index."""
         assert self.commit is not None
-        merged = self.request.merge_reports({rank: told.get("report", {}) for rank, told in written.items()})
+        merged = self.request.merge_reports({rank: told.report for rank, told in written.items()})
         if merged:
             self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
         self.commit.prepare(written)

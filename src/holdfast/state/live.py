@@ -5,7 +5,8 @@ states that it did not have, has replaced tensors and numbers, and a schedule ha
 So its containers know where their values come from, and are renewed before they are saved, or filled. What
 the user has put there, or has taken out, stays as he left it.
 
-A copy of one (`dict(...)`, `copy`, `pickle`) is a plain dict: what was in it at that time.
+A copy of one by `copy` or `pickle` is a plain dict of what is there at that time. `dict(...)` and printing give what was
+found the last time.
 """
 
 from __future__ import annotations
@@ -100,10 +101,12 @@ class LiveDict(dict[Any, Any]):
         renew(self, self._fetch(), self._last)
 
     def settle(self) -> None:
-        """Take all that is in here for found, not for the user's; it is where the values come from by now."""
-        self._last |= self
+        """Take what is in here for found, not for the user's, where it is what the values come from by now."""
+        fresh = self._fetch()
+        self._last |= {key: value for key, value in self.items() if key in fresh}
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.look_again()
         return dict, (dict(self),)
 
 
@@ -126,6 +129,11 @@ class ParameterState(LiveDict):
     ) -> None:
         self.parameter, self.make, self.zeros = parameter, make, zeros
         super().__init__(fetch, source, lambda: [("", Rest(self.update, make, parameter))])
+
+    @property
+    def is_awaited(self) -> bool:
+        """Is there a state, or will there be one once the optimizer takes a step? A frozen parameter may have one of earlier."""
+        return bool(self) or self.parameter.requires_grad
 
     def fill(self, loaded: Mapping[Any, Any]) -> None:
         """Put a loaded state in the present one's place."""
@@ -173,6 +181,7 @@ class LiveList(list[Any]):
         return [dict(group) if isinstance(group, Mapping) else group for group in self]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self.look_again()
         return list, (list(self),)
 
 

@@ -111,11 +111,17 @@ def set_state_dict(
 
 
 def _parts(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
-    return [model] if isinstance(model, torch.nn.Module) else list(model)
+    parts = [model] if isinstance(model, torch.nn.Module) else list(model)
+    if not all(isinstance(part, torch.nn.Module) for part in parts):
+        raise BadInput(f"model must be a module, or a list of them, not {type(model).__name__}.")
+    return parts
 
 
 def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
-    return [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    several = [optimizers] if hasattr(optimizers, "param_groups") else list(optimizers)
+    if not all(hasattr(optimizer, "param_groups") for optimizer in several):
+        raise BadInput(f"optimizers must be an optimizer, or a list of them, not {optimizers!r}.")
+    return several
 
 
 def _check(options: Any, call: str) -> None:
@@ -180,7 +186,6 @@ class OptimizerView:
             name: self._state_of(optimizer, group, parameter)
             for optimizer, group, parameters in self._each()
             for name, parameter in parameters.items()
-            if parameter.requires_grad or optimizer.state.get(parameter)
         }
         self._known = {id(state.parameter): state for state in found.values()}
         return found
@@ -195,7 +200,7 @@ class OptimizerView:
                 partial(_present, optimizer, parameter),
                 parameter,
                 partial(make, group, parameter),
-                partial(zeros_of, optimizer, parameter) if self._zeros else dict,
+                partial(zeros_of, optimizer, parameter) if self._zeros and parameter.requires_grad else dict,
                 self,
             )
         return known
@@ -214,7 +219,7 @@ class OptimizerView:
                 there = optimizer.state.get(parameter)
                 if there and not is_nested(there, parameter):
                     found |= {f"state.{name}.{key}": value for key, value in there.items()}
-                elif there or parameter.requires_grad:
+                else:
                     found[f"state.{name}"] = self._state_of(optimizer, group, parameter)
         self._known = {id(v.parameter): v for v in found.values() if isinstance(v, ParameterState)}
         return found

@@ -151,10 +151,7 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state: Any) -> Any:
     for group, packed in zip(optimizer.param_groups, numbers, strict=True):
         for parameter, number in zip(group["params"], packed, strict=True):
             there = found.get(number) or {}
-            if there or parameter.requires_grad:
-                found[number] = ParameterState(
-                    partial(dict, there), parameter, partial(make, group, parameter)
-                )
+            found[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
     whole = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
     if has_tensors(groups):  # else they are one object
         whole["param_groups"] = [OpenDict(group) for group in groups]

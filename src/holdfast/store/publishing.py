@@ -104,9 +104,15 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
         opened.callback(hidden.discard)
         hidden.write(data)
         folders: dict[str, int] = {}
-        for path in (folder, os.path.dirname(folder)):
+        parent = os.path.dirname(folder)
+        for path in (folder, parent):
             # Opened before: once the new version is in place, nothing may fail because no descriptor is left.
-            folders[path] = open_folder(path)
+            try:
+                folders[path] = open_folder(path)
+            except PermissionError:
+                if path != parent:
+                    raise
+                continue  # somebody else's, which may be entered but not read: its names were there before
             opened.callback(close_quietly, folders[path])
         if replacing is None:
             _settle(hidden, target, hidden.link)

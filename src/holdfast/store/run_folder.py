@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -29,6 +29,8 @@ _OTHERS = (TRAINER_STATE, CONFIG, COMMON_FILE)
 """Files by which folders are checkpoints of formats that Holdfast does not load."""
 LOOKED_AT = 200
 """Folders without a step's name that are looked into, in a run folder without a step."""
+STEPS = 10**18
+"""Steps are below this number, so that a folder's name tells them from times and hashes."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
 _NUMBER = re.compile(r"([0-9]{1,18})\Z")
 _told: set[str] = set()
@@ -37,8 +39,8 @@ _told: set[str] = set()
 
 def step_folder(step: int, megatron: bool = False) -> str:
     """The name of a step's folder; megatron: as Megatron-LM names it."""
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise BadInput(f"step must be a whole number from 0 on, not {step!r}.")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEPS:
+        raise BadInput(f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.")
     return f"iter_{step:07d}" if megatron else f"step-{step:08d}"
 
 
@@ -128,7 +130,7 @@ def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -
     """The first of these files that is in a folder: that by which it is a checkpoint."""
     for name in names:
         found = store.stat(f"{folder}/{name}")
-        if found is None or found.kind is Kind.FOLDER:
+        if found is None or found.kind not in (Kind.FILE, Kind.LINK):
             continue
         if name != METADATA or not is_only_marked(store.child(folder)):
             return name
@@ -240,11 +242,14 @@ def removable_steps(store: Store) -> dict[int, str]:
     return found
 
 
-def retire(store: Store, keep: int | None, saved: int) -> None:
-    """Remove what `keep` leaves no room for; never the step that was just saved."""
+def retire(store: Store, keep: int | None, saved: int, damaged: Collection[int] = ()) -> None:
+    """Remove what `keep` leaves no room for; never the step that was just saved.
+
+    damaged: steps that a load has passed over. They take no good step's place, and stay for whoever looks into it.
+    """
     if keep is None:
         return
-    found = removable_steps(store)
+    found = {step: folder for step, folder in removable_steps(store).items() if step not in damaged}
     for step in surplus(found, keep):
         if step != saved:
             with suppress(HoldfastError):  # the next save tries again
