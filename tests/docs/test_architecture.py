@@ -37,10 +37,19 @@ def state() -> dict[str, Any]:
     return {"model": {"w": torch.randn(8, 8)}, "step": 1}
 
 
-def test_the_routes_are_those_of_traced_calls(tmp_path: Path) -> None:
-    assert not missing("save", lambda: holdfast.save(state(), tmp_path / "a"))
-    assert not missing("load", lambda: holdfast.load(state(), tmp_path / "a"))
-    assert not missing("async_save", lambda: holdfast.async_save(state(), tmp_path / "b").committed())
+def plain_routes(rank: int, folder: str) -> dict[str, list[str]]:
+    """What is missing of each route; the last one is traced through another call, so that something must be."""
+    save, load, save_async = (
+        lambda: holdfast.save(state(), f"{folder}/a"),
+        lambda: holdfast.load(state(), f"{folder}/a"),
+        lambda: holdfast.async_save(state(), f"{folder}/b").committed(),
+    )
+    return {
+        "save": missing("save", save),
+        "load": missing("load", load),
+        "async_save": missing("async_save", save_async),
+        "another": missing("load", save),
+    }
 
 
 def megatron_route(rank: int, folder: str) -> list[str]:
@@ -52,8 +61,13 @@ def megatron_route(rank: int, folder: str) -> list[str]:
     return missing("megatron", lambda: megatron.save({"w": torch.ones(2)}, folder))
 
 
-def test_a_route_that_is_not_gone_is_told(tmp_path: Path) -> None:
-    assert missing("load", lambda: holdfast.save(state(), tmp_path / "a"))
+def test_the_routes_are_those_of_traced_calls(tmp_path: Path) -> None:
+    """In new processes: CPython 3.11 can loop for ever where code that ran before is profiled."""
+    with ProcessWorld(1) as world:
+        (found,) = world.run(plain_routes, str(tmp_path))
+        assert world.run(megatron_route, str(tmp_path / "megatron")) == [[]]
+    assert found.pop("another")
+    assert found == {"save": [], "load": [], "async_save": []}
 
 
 def test_every_package_is_a_room_on_the_page_in_the_order_of_the_contract() -> None:
@@ -79,8 +93,3 @@ def test_answers_name_what_exists() -> None:
 )
 def test_every_package_says_what_it_is_for(package: Path) -> None:
     assert (package / "__init__.py").read_text(encoding="utf-8").startswith('"""')
-
-
-def test_the_route_of_megatron(tmp_path: Path) -> None:
-    with ProcessWorld(1) as world:
-        assert world.run(megatron_route, str(tmp_path / "a")) == [[]]

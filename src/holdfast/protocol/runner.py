@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
-from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Get, Pause, Put, Steps
+from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 from holdfast.threads import start_thread
@@ -70,24 +70,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
         try:
             if not told:
                 cancel.check()
-            match effect:
-                case Put(key, message):
-                    roster.put(key, message)
-                case Get(keys):
-                    result = roster.get(keys)
-                case Claim(key, message):
-                    result = roster.claim(key, message)
-                case Count(key):
-                    result = roster.count(key)
-                case Delete(keys):
-                    roster.delete(keys)
-                case Pause(key, seconds):
-                    roster.wait(key, seconds)
-                case Alive(message):
-                    result = presence.identity.alive(message)
-                case Do(_, action):
-                    with presence.working():
-                        result = action()
+            result = _do(effect, roster, presence)
         except Cancelled:
             if cancel.reason is None or told:
                 steps.close()
@@ -99,6 +82,28 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             wrapped = HoldfastError(f"{type(raised).__name__}: {raised}", rank=roster.rank)
             wrapped.__cause__ = raised
             error = wrapped
+
+
+def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
+    """What one effect of a protocol gives."""
+    match effect:
+        case Put(key, message):
+            return roster.put(key, message)
+        case Get(keys):
+            return roster.get(keys)
+        case Claim(key, message):
+            return roster.claim(key, message)
+        case Count(key):
+            return roster.count(key)
+        case Delete(keys):
+            return roster.delete(keys)
+        case Pause(key, seconds):
+            return roster.wait(key, seconds)
+        case Alive(message):
+            return presence.identity.alive(message)
+        case Do(_, action):
+            with presence.working():
+                return action()
 
 
 class Stages(NamedTuple):
