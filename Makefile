@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
 PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public.py \
-	tests/adapters/test_optimizers.py tests/adapters/test_dcp_marker.py tests/adapters/test_nothing.py \
-	tests/adapters/test_meta.py tests/adapters/test_tensors.py tests/adapters/test_state.py \
+	tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
+	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
 BENCHES := planning per_tensor save_load megatron async_save groups fsdp
 

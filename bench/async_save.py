@@ -217,7 +217,7 @@ def writer_start(folder: Path) -> tuple[float, float]:
     import torch
 
     import holdfast
-    from holdfast.flow.background import background_of_this_thread
+    from holdfast.background.manager import background_of_this_thread
 
     holdfast.async_save({"w": torch.zeros(1)}, folder / "a", no_dist=True).committed()
     background_of_this_thread()._writer.kill()

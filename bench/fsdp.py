@@ -146,11 +146,11 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from holdfast.adapters.dtensor import CHUNKS
-    from holdfast.adapters.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
-    from holdfast.adapters.state import flatten, hold
-    from holdfast.flow.operation import collector_paused
-    from holdfast.layout.late import place
+    from holdfast.layout.deferred_offset import place
+    from holdfast.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
+    from holdfast.protocol.operation import collector_paused
+    from holdfast.state.dtensor import CHUNKS
+    from holdfast.state.flatten import build_shard_table, flatten
 
     mesh = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp_cp",))
     lengths = np.random.default_rng(0).integers(0, 5, (tensors, rank.world))
@@ -186,7 +186,7 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
 
     def describe() -> None:
         with collector_paused():  # as in a save
-            hold(flatten(state, rank.index).leaves, rank.index, everyone)
+            build_shard_table(flatten(state, rank.index).leaves, rank.index, everyone)
 
     for _ in range(reps):
         forget()

@@ -23,7 +23,7 @@ def sides(rank: Rank, reps: int) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     import holdfast
-    from holdfast.groups.plan import plan_groups
+    from holdfast.groups.lifecycle.plan import plan_groups
 
     found: dict[str, list[float]] = {}
 
@@ -69,7 +69,7 @@ def planned(world: int) -> tuple[float, int, int, int]:
     """Seconds to plan, groups, rounds, and the most groups that any rank has."""
     import numpy as np
 
-    from holdfast.groups.plan import plan_groups, rounds
+    from holdfast.groups.lifecycle.plan import plan_groups, rounds
     from holdfast.layout.grid import Grid
 
     begun = time.perf_counter()

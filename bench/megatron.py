@@ -61,7 +61,7 @@ def ours(rank: Rank, layers: int, ep: int, folder: str, reps: int) -> list[tuple
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
-    from holdfast.adapters import megatron
+    from holdfast import megatron
 
     found = []
     for rep in range(reps):

@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from bench.shapes import ADAM, DEEPSEEK_V3_671B, QWEN3_30B_A3B, Catalog, Model, catalog
-from holdfast.flow.write import embedded_columns
 from holdfast.format.columns import Columns
 from holdfast.format.index import Index, encode
+from holdfast.io.file_writer import embedded_columns
 from holdfast.layout.box import whole
 from holdfast.layout.tensor import CODE_OF, TensorSpec
 from holdfast.options import Options
-from holdfast.plan.holding import Holding
 from holdfast.plan.merge import Merger
 from holdfast.plan.save import SavePlan, plan_save
+from holdfast.plan.shard_table import ShardTable
 
 DTYPE = {"weight": CODE_OF["bfloat16"]}
 FP32 = CODE_OF["float32"]
@@ -45,22 +45,22 @@ class Nowhere:
 
 def holding(
     cat: Catalog, rank: int, rows: np.ndarray, expert_replica: tuple[int, int], dense_replica: tuple[int, int]
-) -> tuple[Holding, list[tuple[int, int]]]:
+) -> tuple[ShardTable, list[tuple[int, int]]]:
     """What a rank holds: whole per-expert tensors, replicated over its expert-data-parallel group, and
     dense ones, replicated over its data-parallel group."""
-    held, nowhere = Holding(rank), Nowhere()
+    table, nowhere = ShardTable(rank), Nowhere()
     for row in rows.tolist():
         name, shape = cat.names[row], cat.shapes[row]
         dtype = DTYPE.get(name.split(".", 1)[0], FP32)
         replica = dense_replica if cat.experts[row] < 0 else expert_replica
-        held.add(TensorSpec(name, dtype, shape), whole(shape), replica, False, nowhere)
-    return held, [replica or (0, 1) for replica in held.replicas]
+        table.add(TensorSpec(name, dtype, shape), whole(shape), replica, False, nowhere)
+    return table, [replica or (0, 1) for replica in table.replicas]
 
 
-def planned(held: Holding, replicas: list[tuple[int, int]]) -> tuple[SavePlan, Columns]:
+def planned(table: ShardTable, replicas: list[tuple[int, int]]) -> tuple[SavePlan, Columns]:
     """The rank's plan and the index of the file it would write, with digests of zero."""
-    plan = plan_save(held, replicas, Options())
-    columns, order = embedded_columns(held, plan, plan.chunks, f"data/x-r{held.rank:05d}.safetensors", True)
+    plan = plan_save(table, replicas, Options())
+    columns, order = embedded_columns(table, plan, plan.chunks, f"data/x-r{table.rank:05d}.safetensors", True)
     starts = np.cumsum(plan.chunks.nbytes) - plan.chunks.nbytes
     columns.position[:] = 4096 + starts[order]
     columns.file_size[:] = 4096 + int(plan.chunks.nbytes.sum())
@@ -89,9 +89,9 @@ def plan_one_rank(reps: int) -> list[float]:
     cat = catalog(QWEN3_30B_A3B, ADAM)
     for _ in range(reps):
         begun = time.process_time()
-        held, replicas = holding(cat, rank, rows, expert, dense)
-        held.check()
-        planned(held, replicas)
+        table, replicas = holding(cat, rank, rows, expert, dense)
+        table.check()
+        planned(table, replicas)
         seconds.append(time.process_time() - begun)
     return seconds
 

@@ -9,15 +9,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.flow.phases import (
+from holdfast.groups.lifecycle.plan import plan_groups, rounds
+from holdfast.layout.grid import Grid
+from holdfast.protocol.phases import (
     CHOICE_TRANSITIONS,
     LOAD_TRANSITIONS,
+    TASK_TRANSITIONS,
     TRANSITIONS,
-    TURN_TRANSITIONS,
     Table,
 )
-from holdfast.groups.plan import plan_groups, rounds
-from holdfast.layout.grid import Grid
 
 PAGE = Path(__file__).with_name("protocol.md")
 PICTURE = PAGE.with_name("rounds.svg")
@@ -78,7 +78,7 @@ BLOCKS = {
     "save": TRANSITIONS,
     "load": LOAD_TRANSITIONS,
     "choice": CHOICE_TRANSITIONS,
-    "turn": TURN_TRANSITIONS,
+    "turn": TASK_TRANSITIONS,
 }
 
 

@@ -4,9 +4,9 @@ import os
 
 from hypothesis import settings
 
-from holdfast.testing.processes import PRELOAD
+from tests.support.processes import PRELOAD
 
-PRELOAD.append("tests.megatron.preload")  # before the first world starts the forkserver
+PRELOAD.append("tests.integrations.megatron.preload")  # before the first world starts the forkserver
 
 # Opening a TCPStore looks the peer's name up; a name server that drops a packet must cost a test
 # one second, not five.

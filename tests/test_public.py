@@ -7,7 +7,6 @@ import logging
 import pickle
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.flow.run
+import holdfast.protocol.runner
 import holdfast.store.base  # declares one more error
 from holdfast import Options, errors, events
 from holdfast.deadline import Deadline, StallTimer, check_seconds
@@ -253,34 +252,6 @@ def test_a_deadline_by_a_manual_clock() -> None:
     assert clock.slept == [6]
     with pytest.raises(ValueError, match="Time does not go back"):
         clock.advance(-1)
-
-
-def test_waiting_says_for_what() -> None:
-    clock = ManualClock()
-    deadline = Deadline(3600, clock)
-    ready = threading.Event()
-    ready.set()
-    deadline.wait(ready, "nothing")
-    clock.advance(3601)
-    with pytest.raises(DeadlineExceeded, match=r"Waited 3601\.0 s for rank 3 to write its part"):
-        deadline.wait(threading.Event(), "rank 3 to write its part")
-
-
-def test_waiting_ends_when_it_is_ready_or_the_grace_is_over() -> None:
-    clock = ManualClock()
-    deadline = Deadline(1, clock)
-
-    class Later(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            clock.advance(timeout or 0.0)
-            waits.append(timeout or 0.0)
-            return self.is_set()
-
-    waits: list[float] = []
-    with pytest.raises(DeadlineExceeded, match=r"Waited 3\.\d s"):
-        deadline.wait(Later(), "it", grace=2)
-    assert max(waits) <= 0.5
-    assert clock.now() == pytest.approx(3, abs=0.01)
 
 
 def test_a_stall_timer_is_reset_by_any_change() -> None:

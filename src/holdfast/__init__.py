@@ -9,8 +9,9 @@
     ckpt.restore(state)                       # newest committed step, or None
     ckpt.save(step, state)
 
-Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are
-in `holdfast.testing`. Importing holdfast imports nothing else until a name is used.
+Integrations are `holdfast.dcp`, `holdfast.megatron` and `holdfast.megatron_fsdp`. Errors are in
+`holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
+Importing holdfast imports nothing else until a name is used.
 """
 
 from __future__ import annotations
@@ -19,48 +20,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.adapters.optimizer import get_state_dict, set_state_dict
-    from holdfast.adapters.tensors import PerRank, Shard
+    from holdfast.background.async_save import async_save
+    from holdfast.background.pending import Pending
     from holdfast.errors import HoldfastError
-    from holdfast.flow.async_save import async_save
-    from holdfast.flow.checkpoints import Checkpoints
-    from holdfast.flow.load import LoadReport, load
-    from holdfast.flow.pending import Pending
-    from holdfast.flow.preemption import Preemption
-    from holdfast.flow.retention import latest
-    from holdfast.flow.save import SaveReport, save
-    from holdfast.groups.audit import audit
-    from holdfast.groups.open import open_groups
-    from holdfast.groups.session import session
-    from holdfast.groups.warm_up import warm_up
+    from holdfast.groups.audit.audit import audit
+    from holdfast.groups.lifecycle.open import open_groups
+    from holdfast.groups.lifecycle.warm_up import warm_up
+    from holdfast.groups.session.session import session
     from holdfast.layout.grid import Grid
+    from holdfast.loading.job import LoadReport, load
     from holdfast.options import Options
+    from holdfast.run.checkpoints import Checkpoints
+    from holdfast.run.preemption import Preemption
+    from holdfast.saving.job import SaveReport, save
+    from holdfast.state.optimizer import get_state_dict, set_state_dict
+    from holdfast.state.tensors import PerRank, Shard
+    from holdfast.store.run_folder import latest
     from holdfast.version import __version__ as __version__
 
 _WHERE = {
-    "Checkpoints": "holdfast.flow.checkpoints",
+    "Checkpoints": "holdfast.run.checkpoints",
     "Grid": "holdfast.layout.grid",
     "HoldfastError": "holdfast.errors",
-    "LoadReport": "holdfast.flow.load",
+    "LoadReport": "holdfast.loading.job",
     "Options": "holdfast.options",
-    "Pending": "holdfast.flow.pending",
-    "PerRank": "holdfast.adapters.tensors",
-    "Preemption": "holdfast.flow.preemption",
-    "SaveReport": "holdfast.flow.save",
-    "Shard": "holdfast.adapters.tensors",
+    "Pending": "holdfast.background.pending",
+    "PerRank": "holdfast.state.tensors",
+    "Preemption": "holdfast.run.preemption",
+    "SaveReport": "holdfast.saving.job",
+    "Shard": "holdfast.state.tensors",
     "__version__": "holdfast.version",
-    "async_save": "holdfast.flow.async_save",
-    "audit": "holdfast.groups.audit",
-    "get_state_dict": "holdfast.adapters.optimizer",
-    "latest": "holdfast.flow.retention",
-    "load": "holdfast.flow.load",
-    "open_groups": "holdfast.groups.open",
-    "save": "holdfast.flow.save",
-    "session": "holdfast.groups.session",
-    "set_state_dict": "holdfast.adapters.optimizer",
-    "warm_up": "holdfast.groups.warm_up",
+    "async_save": "holdfast.background.async_save",
+    "audit": "holdfast.groups.audit.audit",
+    "get_state_dict": "holdfast.state.optimizer",
+    "latest": "holdfast.store.run_folder",
+    "load": "holdfast.loading.job",
+    "open_groups": "holdfast.groups.lifecycle.open",
+    "save": "holdfast.saving.job",
+    "session": "holdfast.groups.session.session",
+    "set_state_dict": "holdfast.state.optimizer",
+    "warm_up": "holdfast.groups.lifecycle.warm_up",
 }
-_MODULES = ("dcp", "errors", "events", "testing")
+_MODULES = ("dcp", "errors", "events", "megatron", "megatron_fsdp", "testing")
+"""Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not."""
 
 __all__ = [
     "Checkpoints",

@@ -6,11 +6,10 @@ A `Deadline` is absolute. A `StallTimer` is reset by progress: slow is not dead.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Protocol
 
-from holdfast.errors import BadInput, DeadlineExceeded
+from holdfast.errors import BadInput
 
 
 class Clock(Protocol):
@@ -64,15 +63,6 @@ class Deadline:
 
     def elapsed(self) -> float:
         return self.clock.now() - self.started
-
-    def wait(self, ready: threading.Event, what: str, grace: float = 0.0) -> None:
-        """Wait for an event, at most until the deadline plus `grace`; `what` names it in the error.
-
-        Waits in slices, so that Ctrl-C is taken at once on every platform.
-        """
-        while not ready.wait(min(0.5, max(0.001, self.left() + grace))):
-            if self.clock.now() >= self.at + grace:
-                raise DeadlineExceeded(f"Waited {self.elapsed():.1f} s for {what}, which did not happen.")
 
 
 class StallTimer:

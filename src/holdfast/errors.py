@@ -139,7 +139,8 @@ class Replaced(LoadFailed):
 
 
 class Unplaced(LoadFailed):
-    """A rank has a shard without an offset. All ranks hear it, tell their lengths, and load again: no caller sees this."""
+    """A rank has a shard without an offset. All ranks hear it, tell their lengths, and load again: no caller
+    sees this."""
 
 
 class MissingTensors(LoadFailed):
@@ -167,8 +168,8 @@ class DeadlineExceeded(RankFailed):
 
 
 class CommitUnconfirmed(HoldfastError):
-    """This rank can't tell whether the save was committed, or whether it is durable. It is never half-committed, and no
-    data was deleted."""
+    """This rank can't tell whether the save was committed, or whether it is durable. It is never
+    half-committed, and no data was deleted."""
 
 
 class RosterLost(HoldfastError):

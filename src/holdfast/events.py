@@ -22,8 +22,9 @@ class Event(msgspec.Struct, frozen=True):
 
     name: str
     """`save.`, `load.` or `choice.` and a phase from the protocol table, as `save.writing`; or
-    `raised` in its place, when the call raises; or `load.rejected`, for a damaged step passed over; `save.staged`,
-    when an asynchronous save has copied the state; `save.stale`, when no tensor of it has changed."""
+    `raised` in its place, when the call raises; or `load.rejected`, for a damaged step passed over;
+    `save.staged`, when an asynchronous save has copied the state; `save.stale`, when no tensor of it has
+    changed."""
     rank: int
     step: int | None
     path: str

@@ -90,7 +90,8 @@ def read_environment() -> Environment:
         )
     except ValueError as error:
         raise BadInput(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers ({error})."
+            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
+            f"({error})."
         ) from None
 
 

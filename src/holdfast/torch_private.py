@@ -1,5 +1,5 @@
-"""What Holdfast needs of torch.distributed that torch keeps to itself. These names stand in this file only, each with what is
-done where a version of torch has it no more: the library works without, and says less."""
+"""What Holdfast needs of torch.distributed that torch keeps to itself. These names stand in this file only,
+each with what is done where a version of torch has it no more: the library works without, and says less."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def default_store() -> Any:
 
 
 def clone_store(store: Any) -> Any:
-    """Another client of a store, with a connection of its own; a store inside this process is its own clone."""
+    """Another client of a store, with a connection of its own; a store inside this process is its own
+    clone."""
     if hasattr(store, "clone"):  # since torch 2.8
         return store.clone()
     while hasattr(store, "underlying_store"):
@@ -74,7 +75,8 @@ def known_groups() -> list[Known]:
 
 
 def groups_made() -> int | None:
-    """How many groups this process has named by counting: equal on all ranks, or the names of new groups differ."""
+    """How many groups this process has named by counting: equal on all ranks, or the names of new groups
+    differ."""
     count = getattr(_world(), "group_count", None)
     return None if count is None else int(count)
 

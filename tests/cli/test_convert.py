@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
-from tests.adapters.test_torch_dist import empty, same, state
 from tests.cli.conftest import Run
+from tests.integrations.test_torch_dist import empty, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 

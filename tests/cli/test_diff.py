@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.flow.compare import compare
+from holdfast.maintenance.diff import compare
 from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
 
 Json = Callable[..., tuple[Any, int]]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.describe import explain, parse_box
-from holdfast.flow.sources import open_index
-from holdfast.flow.values import read_box
 from holdfast.format.digest import digest, hex_digest
+from holdfast.io.open_checkpoint import open_index
+from holdfast.io.raw_read import read_box
 from holdfast.layout.box import Box
+from holdfast.maintenance.inspect import explain, parse_box
 from holdfast.plan.explain import needed, touched_blocks
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.flow.sources import open_index
 from holdfast.format.columns import Columns
+from holdfast.io.open_checkpoint import open_index
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.flow.verify import verify
 from holdfast.format.index import Index, encode
+from holdfast.maintenance.verify import verify
 from tests.cli.conftest import Run, data_files, flip, save_ranks
 
 Json = Callable[..., tuple[Any, int]]

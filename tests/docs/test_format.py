@@ -20,7 +20,8 @@ import holdfast
 from holdfast.format.columns import LATE
 from holdfast.format.container import Header, read_header
 from holdfast.format.digest import block_size
-from holdfast.format.index import FENCE, FORMAT, PAGE
+from holdfast.format.index import FENCE, PAGE
+from holdfast.format.names import FORMAT
 from holdfast.layout.tensor import DTYPES
 from holdfast.roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text

@@ -18,8 +18,8 @@ import torch
 import holdfast
 from holdfast import errors
 from holdfast.cli import COMMANDS, cli
-from holdfast.testing.processes import ProcessWorld
 from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
+from tests.support.processes import ProcessWorld
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.flow.phases import TRANSITIONS
+from holdfast.protocol.phases import TRANSITIONS
 from holdfast.roster.memory import Board, MemoryRoster
 from tests.docs.pages import ROOT, table, text
 from tests.docs.threads import on_ranks

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load
 
 from holdfast.errors import CorruptCheckpoint
-from holdfast.format.container import ALIGN, Header, encode_header, read_header, safe_data_name
+from holdfast.format.container import ALIGN, Header, encode_header, read_header
+from holdfast.format.names import is_data_file
 
 
 def parse(data: bytes) -> Header:
@@ -172,4 +173,4 @@ def test_random_bytes_never_raise_anything_else(data: bytes) -> None:
     ],
 )
 def test_only_plain_names_in_the_data_folder_are_opened(name: str, safe: bool) -> None:
-    assert safe_data_name(name) is safe
+    assert is_data_file(name) is safe

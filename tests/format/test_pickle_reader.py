@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.pickle_reader import BadPickle, Reader
 from holdfast.format.torch_dist import read_metadata
-from tests.adapters.test_torch_dist import state
+from tests.integrations.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError
-from holdfast.groups import exit_bound
+from holdfast.groups.session import exit_bound
 
 SHORT, LONG = 1.5, 60.0
 """Seconds of `after_end` where something keeps a process, and how long that would."""

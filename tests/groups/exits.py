@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.groups.session import Session
+from holdfast.groups.session.session import Session
 from tests.groups.after_end import AMPLE, after_the_session, caught_sessions
 from tests.groups.jobs import end_with
 from tests.groups.unseen_saves import save_in_vain

@@ -19,11 +19,11 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError
-from holdfast.groups.device import Device
-from holdfast.groups.open import open_groups
-from holdfast.groups.session import Session
-from holdfast.groups.session import _open as open_sessions
-from holdfast.groups.warm_up import warm_up
+from holdfast.groups.lifecycle.device import Device
+from holdfast.groups.lifecycle.open import open_groups
+from holdfast.groups.lifecycle.warm_up import warm_up
+from holdfast.groups.session.session import Session
+from holdfast.groups.session.session import _open as open_sessions
 from holdfast.layout.grid import Grid
 from holdfast.torch_private import default_store, known_groups
 
@@ -211,7 +211,7 @@ def megatron_groups(
     """Real initialize_model_parallel with the hook: groups that Megatron lists for this rank, those warmed up, and hazards."""
     from megatron.core import parallel_state
 
-    import holdfast.adapters.megatron as hm
+    import holdfast.megatron as hm
 
     reports: list[Any] = []
     stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)

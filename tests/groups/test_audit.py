@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from holdfast.cli import cli
 from holdfast.errors import BadInput
-from holdfast.groups.doctor import ask, variables_of
-from holdfast.groups.hazards import GroupFacts, ProcessFacts, hazards, of_variables
-from holdfast.testing.processes import ProcessWorld
+from holdfast.groups.audit.doctor import ask, variables_of
+from holdfast.groups.audit.hazards import GroupFacts, ProcessFacts, hazards, of_variables
 from tests.groups import jobs
+from tests.support.processes import ProcessWorld
 
 
 def group(name: str, ranks: tuple[int, ...], **other: Any) -> GroupFacts:

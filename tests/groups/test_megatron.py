@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from holdfast.testing.processes import ProcessWorld
 from tests.groups import jobs
+from tests.support.processes import ProcessWorld
 
 LAYOUTS = {
     "EP": {

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import BadInput
-from holdfast.groups.plan import KINDS, from_runs, members, plan_groups, rounds, runs, shown
+from holdfast.groups.lifecycle.plan import KINDS, from_runs, members, plan_groups, rounds, runs, shown
 from holdfast.layout.grid import Grid
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.testing.processes import ProcessWorld
 from tests.groups import jobs
 from tests.groups.launch import WORLD, launch
+from tests.support.processes import ProcessWorld
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.groups.doctor import ask, serve
-from holdfast.groups.hazards import ProcessFacts
-from holdfast.testing.processes import ProcessWorld
+from holdfast.groups.audit.doctor import ask, serve
+from holdfast.groups.audit.hazards import ProcessFacts
 from holdfast.threads import within
 from tests.groups import thread_jobs as jobs
+from tests.support.processes import ProcessWorld
 
 
 @pytest.fixture

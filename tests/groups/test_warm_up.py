@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.layout.grid import Grid
-from holdfast.testing.processes import ProcessWorld
 from tests.groups import jobs
+from tests.support.processes import ProcessWorld
 
 VICTIM = 5
 

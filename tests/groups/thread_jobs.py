@@ -13,7 +13,7 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError
-from holdfast.groups.open import open_groups
+from holdfast.groups.lifecycle.open import open_groups
 
 STALL = 20.0
 TOO_LARGE = 1 << 47

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.flow.exits import is_working
+from holdfast.exits import is_working
 
 
 def save_in_vain(how: str, folder: str) -> None:

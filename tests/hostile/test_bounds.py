@@ -11,12 +11,12 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast import Options
-from holdfast.convert.torch_dist import import_torch_dist
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.flow.write import CHUNKS_PER_FILE, split_files
 from holdfast.format import objects
 from holdfast.format.container import encode_header
 from holdfast.format.limits import DATA_HEADER_BYTES
+from holdfast.integrations.torch_dist import import_torch_dist
+from holdfast.io.file_writer import CHUNKS_PER_FILE, split_files
 from holdfast.plan.save import Planned, SavePlan
 from tests.hostile import forged
 

@@ -26,8 +26,8 @@ from holdfast.format import objects, torch_dist
 from holdfast.format.digest import digest
 from holdfast.format.index import encode
 from holdfast.format.tensor_archive import Chunk, Member, locate
-from tests.adapters.test_torch_dist import state
 from tests.format.indexes import build, everything
+from tests.integrations.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it is given
 

@@ -47,32 +47,6 @@ def test_intersect_is_the_common_indices(pair: tuple[Box, Box]) -> None:
     assert a.intersect(b) == b.intersect(a)
 
 
-@given(two_boxes())
-def test_subtract_leaves_each_other_index_once(pair: tuple[Box, Box]) -> None:
-    a, b = pair
-    left = a.subtract(b)
-    expected = (cells(a) > 0) & ~(cells(b) > 0)
-    assert ((cells(*left) if left else np.zeros_like(expected)) == expected).all()
-    assert len(left) <= 2 * len(a.shape)
-    assert all(box.volume for box in left)
-
-
-@given(boxes(), st.data())
-def test_split_tiles_and_is_even(box: Box, data: st.DataObject) -> None:
-    if not box.shape:
-        return
-    axis = data.draw(st.integers(0, len(box.shape) - 1))
-    parts = data.draw(st.integers(1, 10))
-    pieces = list(box.split(axis, parts))
-    if box.volume:
-        assert (cells(*pieces) == cells(box)).all()
-    widths = [piece.shape[axis] for piece in pieces]
-    assert len(pieces) == min(parts, box.shape[axis])
-    assert sum(widths) == box.shape[axis]
-    if widths:
-        assert max(widths) - min(widths) <= 1
-
-
 @settings(max_examples=300)
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_a_flat_range_is_at_most_2n_minus_1_boxes_in_flat_order(
@@ -102,7 +76,6 @@ def test_a_0d_box_is_one_element() -> None:
     point = whole(())
     assert point.volume == 1
     assert point.intersect(point) == point
-    assert point.subtract(point) == []
     assert point.within(())
     assert from_flat_range((), 0, 1) == [point]
     assert from_flat_range((), 0, 0) == []
@@ -112,8 +85,6 @@ def test_an_empty_box_meets_nothing() -> None:
     empty = Box((2, 0), (0, 4))
     assert empty.volume == 0
     assert empty.intersect(whole((4, 4))) is None
-    assert empty.subtract(whole((4, 4))) == []
-    assert whole((4, 4)).subtract(empty) == [whole((4, 4))]
 
 
 @given(two_boxes())

@@ -115,7 +115,14 @@ def test_a_shape_whose_points_no_int64_can_number() -> None:
         Box((0, 0, 0), (shape[0], half, shape[2])),
         Box((0, half, 0), (shape[0], shape[1] - half, shape[2])),
     ]
-    corner = good[1].subtract(Box((5, half, 7), (1, 3, 2)))
+    upper = shape[1] - half
+    corner = [  # all of good[1] but Box((5, half, 7), (1, 3, 2))
+        Box((0, half, 0), (5, upper, shape[2])),
+        Box((6, half, 0), (shape[0] - 6, upper, shape[2])),
+        Box((5, half + 3, 0), (1, upper - 3, shape[2])),
+        Box((5, half, 0), (1, 3, 7)),
+        Box((5, half, 9), (1, 3, shape[2] - 9)),
+    ]
     assert tiles(shape, *rows(good, 3))
     tensors = np.zeros(1 + len(corner), int)
     found = first_problem(np.asarray([shape]), tensors, *rows([good[0], *corner], 3))

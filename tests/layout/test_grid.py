@@ -97,7 +97,6 @@ def test_describe_is_equal_exactly_for_equal_layouts() -> None:
     assert Grid(8, tp=2).describe() == Grid(8, tp=2, etp=2).describe()
     assert Grid(8, tp=2).describe() != Grid(8, tp=2, etp=1, ep=2).describe()
     assert Grid(8, tp=2, order="tp-dp").describe() == Grid(8, tp=2, order="tp-dp-cp-ep-pp").describe()
-    assert Grid(16, tp=2, pp=4, cp=2).model_ranks == 8
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

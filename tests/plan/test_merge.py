@@ -18,6 +18,7 @@ from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import CODE_OF, OBJECT
 from holdfast.plan.merge import Merger, check_vanished
 from tests.format.indexes import content, open_bytes
+from tests.support.boxes import split
 
 
 class Chunk(NamedTuple):
@@ -80,7 +81,7 @@ def merge(*parts: Columns) -> Columns:
 
 
 def test_chunks_of_a_grid_stand_row_by_row() -> None:
-    pieces = [b for half in whole((4, 8)).split(1, 2) for b in half.split(0, 2)]
+    pieces = [b for half in split(whole((4, 8)), 1, 2) for b in split(half, 0, 2)]
     merged = merge(
         part(0, [Chunk("w", (4, 8), b) for b in pieces[:3]]), part(1, [Chunk("w", (4, 8), pieces[3])])
     )
@@ -123,7 +124,7 @@ def test_any_division_among_ranks_merges_to_the_same_chunks(ranks: int, tensors:
     every = []
     for at in range(tensors):
         shape = tuple(random.integers(1, 6, int(random.integers(0, 4))).tolist())
-        boxes = [whole(shape)] if not shape else list(whole(shape).split(0, int(random.integers(1, 5))))
+        boxes = [whole(shape)] if not shape else list(split(whole(shape), 0, int(random.integers(1, 5))))
         for box in boxes:
             chunk = Chunk(
                 f"t{at}", shape, box, tuple(random.integers(0, 99, -(-box.volume * 4 // 64)).tolist())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.plan import read
 from holdfast.plan.read import Overlaps, overlaps
+from tests.support.boxes import split
 
 
 def numbers(boxes: list[Box], dims: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,7 +70,7 @@ def tiling(random: np.random.Generator, shape: tuple[int, ...], parts: int) -> l
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
     boxes = [whole(shape)]
     for axis, count in enumerate(parts):
-        boxes = [piece for box in boxes for piece in box.split(axis, count)]
+        boxes = [piece for box in boxes for piece in split(box, axis, count)]
     return boxes
 
 

@@ -13,9 +13,9 @@ from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
-from holdfast.plan.holding import Holding, contiguous_at, describe
 from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
-from tests.plan.holdings import NoMemory, boxes_of, holding
+from holdfast.plan.shard_table import ShardTable, contiguous_at, describe
+from tests.plan.shard_tables import NoMemory, boxes_of, holding
 
 CUT = Options(columns=("*",))
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
@@ -34,9 +34,9 @@ shapes = st.lists(st.sampled_from([0, 1, 2, 3, 7, 8, 64, 256, 1000, 1024, 4096])
 def test_all_replicas_together_write_each_element_once(
     several: list[list[int]], count: int, dtype: str, columns: tuple[str, ...]
 ) -> None:
-    held = holding(*((f"t{at}", tuple(shape), None) for at, shape in enumerate(several)), dtype=dtype)
+    table = holding(*((f"t{at}", tuple(shape), None) for at, shape in enumerate(several)), dtype=dtype)
     options = Options(split_bytes=1 << 16, columns=columns)
-    plans = [plan_save(held, [(index, count)] * len(held), options) for index in range(count)]
+    plans = [plan_save(table, [(index, count)] * len(table), options) for index in range(count)]
     for row, shape in enumerate(several):
         found = [boxes_of(plan.chunks, row) for plan in plans]
         offsets, sizes = (np.concatenate([pair[k] for pair in found]) for k in (0, 1))
@@ -57,9 +57,9 @@ def test_all_replicas_together_write_each_element_once(
 def test_witnesses_are_exactly_what_others_write(
     shape: list[int], count: int, plain: bool, check: str
 ) -> None:
-    held = holding(("t", tuple(shape), None), plain=plain)
+    table = holding(("t", tuple(shape), None), plain=plain)
     options = Options(split_bytes=1 << 16, check_replicas=check)
-    plans = [plan_save(held, [(index, count)], options) for index in range(count)]
+    plans = [plan_save(table, [(index, count)], options) for index in range(count)]
 
     def rows(planned: object) -> list[tuple[tuple[int, ...], ...]]:
         return sorted(
@@ -82,8 +82,8 @@ def test_witnesses_are_exactly_what_others_write(
 def test_column_panels_are_eight_where_rows_are_wide_enough() -> None:
     """Each panel is a tensor-parallel slice; its rows are no shorter than PANEL_ROW bytes."""
     for width, expected in ((4096, 8), (512, 8), (256, 4), (128, 2), (64, 1), (1004, 4), (1001, 1)):
-        held = holding(("w", (8192, width), None))
-        plan = plan_save(held, [(0, 1)], CUT).chunks
+        table = holding(("w", (8192, width), None))
+        plan = plan_save(table, [(0, 1)], CUT).chunks
         assert len(plan.row) == expected, width
         assert tiles((8192, width), plan.offset, plan.size)
         if expected > 1:
@@ -98,23 +98,23 @@ def test_vectors_and_small_matrices_stay_whole(shape: tuple[int, ...]) -> None:
 
 
 def test_only_the_matrices_that_are_named_are_cut() -> None:
-    held = holding(("a.fc2", (4096, 4096), None), ("a.fc1", (4096, 4096), None))
-    assert len(plan_save(held, [(0, 1)] * 2, Options()).chunks.row) == 2
-    assert plan_save(held, [(0, 1)] * 2, Options(columns=("*.fc2",))).chunks.row.tolist() == [0] * 8 + [1]
+    table = holding(("a.fc2", (4096, 4096), None), ("a.fc1", (4096, 4096), None))
+    assert len(plan_save(table, [(0, 1)] * 2, Options()).chunks.row) == 2
+    assert plan_save(table, [(0, 1)] * 2, Options(columns=("*.fc2",))).chunks.row.tolist() == [0] * 8 + [1]
 
 
 def test_stacked_experts_are_cut_along_their_last_axis() -> None:
-    held = holding(("w", (128, 768, 2048), Box((64, 0, 0), (64, 768, 2048))))
-    plan = plan_save(held, [(0, 1)], CUT).chunks
+    table = holding(("w", (128, 768, 2048), Box((64, 0, 0), (64, 768, 2048))))
+    plan = plan_save(table, [(0, 1)], CUT).chunks
     assert len(plan.row) == 8
     assert tiles((64, 768, 2048), plan.offset - [64, 0, 0], plan.size)
 
 
 def test_writer_and_witness_cut_alike() -> None:
     """A witness is compared with the chunk of the very same box, panels included."""
-    held = holding(("w", (2048, 2048), None))
+    table = holding(("w", (2048, 2048), None))
     writer, other = (
-        plan_save(held, [(index, 2)], Options(split_bytes=1 << 30, columns=("w",))) for index in (0, 1)
+        plan_save(table, [(index, 2)], Options(split_bytes=1 << 30, columns=("w",))) for index in (0, 1)
     )
     if not len(writer.chunks.row):
         writer, other = other, writer
@@ -126,11 +126,11 @@ def test_writer_and_witness_cut_alike() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.tuples(shapes, st.sampled_from(list(DTYPES))), min_size=1, max_size=6))
 def test_widest_elements_come_first_so_that_all_is_aligned(rows: list[tuple[list[int], str]]) -> None:
-    held = Holding()
+    table = ShardTable()
     for at, (shape, dtype) in enumerate(rows):
         one = holding((f"t{at}", tuple(shape), None), dtype=dtype)
-        held.add(one.specs[0], one.boxes[0], None, False, NoMemory())
-    plan = plan_save(held, [(0, 1)] * len(held), Options()).chunks
+        table.add(one.specs[0], one.boxes[0], None, False, NoMemory())
+    plan = plan_save(table, [(0, 1)] * len(table), Options()).chunks
     starts = np.cumsum(plan.nbytes) - plan.nbytes
     for start, row in zip(starts.tolist(), plan.row.tolist(), strict=True):
         assert start % DTYPES[rows[row][1]] == 0
@@ -142,7 +142,7 @@ def test_widest_elements_come_first_so_that_all_is_aligned(rows: list[tuple[list
 
 
 def test_a_plan_of_nothing() -> None:
-    plan = plan_save(Holding(), [], Options())
+    plan = plan_save(ShardTable(), [], Options())
     assert not len(plan.chunks.row)
     assert not len(plan.witnesses.row)
     empty = plan_save(holding(("e", (0, 4), None)), [(0, 3)], Options())
@@ -150,14 +150,14 @@ def test_a_plan_of_nothing() -> None:
 
 
 def test_a_holding_that_contradicts_itself_is_refused() -> None:
-    held = holding(("a", (4, 4), Box((0, 0), (2, 4))), ("a", (4, 5), Box((2, 0), (2, 4))), rank=3)
+    table = holding(("a", (4, 4), Box((0, 0), (2, 4))), ("a", (4, 5), Box((2, 0), (2, 4))), rank=3)
     with pytest.raises(
         BadInput, match=r"Rank 3 holds two tensors under the name 'a': float32\[4, 4\] and float32\[4, 5\]"
     ):
-        held.check()
-    held = holding(("a", (4, 4), Box((2, 0), (3, 4))))
+        table.check()
+    table = holding(("a", (4, 4), Box((2, 0), (3, 4))))
     with pytest.raises(BadInput, match=r"offset \(2, 0\) and shape \(3, 4\) of 'a'.*global shape \(4, 4\)"):
-        held.check()
+        table.check()
     holding(("a", (4, 4), Box((0, 0), (2, 4))), ("a", (4, 4), Box((2, 0), (2, 4)))).check()
 
 

@@ -17,12 +17,12 @@ import torch
 import holdfast
 import holdfast.dcp as dcp
 from holdfast.errors import CommitUnconfirmed, CorruptCheckpoint, HoldfastError, RankFailed
-from holdfast.flow.call import begin_call
-from holdfast.flow.operation import agree
+from holdfast.protocol.call import begin_call
+from holdfast.protocol.operation import agree
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalReader, LocalStore, LocalWriter
-from holdfast.testing.processes import ProcessWorld
 from tests.docs.threads import on_ranks
+from tests.support.processes import ProcessWorld
 
 SOON: dict[str, Any] = {"timeout": 30.0, "stall_timeout": 1.0}
 
@@ -384,7 +384,7 @@ def test_a_forged_commit_is_no_success(
     tmp_path: Path, when: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody who knows all secrets tells rank 1 that its save is committed. No index of it is in storage, maybe an older one."""
-    from holdfast.flow import protocol
+    from holdfast.protocol import core as protocol
 
     monkeypatch.setattr(protocol, "VISIBLE_WITHIN", 0.3)
     place, board = tmp_path / "a", Board()

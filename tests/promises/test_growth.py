@@ -14,11 +14,11 @@ import torch
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.flow.call import begin_call
-from holdfast.flow.turn import Turn
+from holdfast.protocol.call import begin_call
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.torch_store import TorchRoster
-from holdfast.testing.processes import ProcessWorld
 from tests.docs.threads import on_ranks
+from tests.support.processes import ProcessWorld
 
 WARM, ROUNDS = 5, 25
 
@@ -55,7 +55,7 @@ def keys_after(folder: Path, rounds: int) -> int:
             pending = beside.save(step, state)
             assert pending is not None
             pending.committed(60)
-            Turn("turn", "memory:turn", begin_call(**how)).run()
+            CollectiveTask("turn", "memory:turn", begin_call(**how)).run()
             with pytest.raises(HoldfastError):
                 holdfast.load({"w": torch.zeros(5)}, checkpoints.store.child(f"step-{step:08d}").url, **how)
             with pytest.raises(HoldfastError):

@@ -17,8 +17,9 @@ import torch
 
 import holdfast
 from holdfast.errors import Conflict
-from holdfast.flow import owner
-from holdfast.flow.owner import FILE, Owner
+from holdfast.format.names import OWNER
+from holdfast.run import owner
+from holdfast.run.owner import Owner
 
 JOB = """
 import sys, torch, holdfast
@@ -99,7 +100,7 @@ def test_the_folder_of_a_job_that_has_ended_is_taken_at_once(tmp_path: Path, job
     first = jobs(tmp_path, 0, *(["close"] if end == "close" else []))
     assert first.save() == "saved"
     (first.kill if end == "kill" else first.end)()
-    assert (tmp_path / FILE).exists() == (end == "kill")
+    assert (tmp_path / OWNER).exists() == (end == "kill")
     second = jobs(tmp_path, 1)
     assert second.save() == "saved"
     assert holdfast.Checkpoints(tmp_path).steps() == [0, 1]
@@ -120,7 +121,7 @@ def elsewhere(run: Path, **said: Any) -> Owner:
     """An owner on a host that can't be seen from here."""
     made = Owner("a job", "", 0, "x", 0, "far-away", "another machine", 7, "1", 0.0, 3, "0" * 16)
     made = msgspec.structs.replace(made, **said)
-    (run / FILE).write_bytes(msgspec.json.encode(made))
+    (run / OWNER).write_bytes(msgspec.json.encode(made))
     return made
 
 
@@ -134,9 +135,9 @@ def test_an_owner_that_cannot_be_seen_is_watched_for_signs_of_life(
     lease = owner.lease_of(checkpoints.store)
     lease.hold(checkpoints, "mine", 0, False, lambda: ticks.append(1))
     assert len(ticks) > 3, "others see that this goes on"
-    assert json.loads((tmp_path / FILE).read_text())["pid"] == os.getpid()
+    assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()
     checkpoints.close()
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / OWNER).exists()
 
 
 def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,7 @@ def test_an_owner_elsewhere_that_lives_is_left_alone(tmp_path: Path, monkeypatch
     with pytest.raises(Conflict, match="host far-away, pid 7"):
         holdfast.Checkpoints(tmp_path, asynchronous=False).save(1, {"w": torch.ones(3)})
     timer.join()
-    assert json.loads((tmp_path / FILE).read_text())["host"] == "far-away"
+    assert json.loads((tmp_path / OWNER).read_text())["host"] == "far-away"
 
 
 @pytest.mark.parametrize(("restarts", "taken"), [("1", True), ("0", False)])
@@ -175,11 +176,11 @@ def test_signs_of_life_are_given_and_end_with_the_last_user(
     one, two = (holdfast.Checkpoints(tmp_path, asynchronous=False) for _ in range(2))
     one.save(1, {"w": torch.ones(3)})
     two.save(2, {"w": torch.ones(3)})
-    wait_until(lambda: json.loads((tmp_path / FILE).read_text())["beat"] > 3)
+    wait_until(lambda: json.loads((tmp_path / OWNER).read_text())["beat"] > 3)
     one.close()
-    assert (tmp_path / FILE).exists()
+    assert (tmp_path / OWNER).exists()
     del two  # gone without a word
-    wait_until(lambda: not (tmp_path / FILE).exists())
+    wait_until(lambda: not (tmp_path / OWNER).exists())
     wait_until(lambda: "holdfast-owner" not in [thread.name for thread in threading.enumerate()])
 
 
@@ -194,7 +195,7 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
 
 
 def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text("{")
+    (tmp_path / OWNER).write_text("{")
     with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)})
         assert checkpoints.steps() == [1]

@@ -132,7 +132,7 @@ import gc, os, sys
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from weakref import ref
-from holdfast.flow.call import find_roster
+from holdfast.protocol.call import find_roster
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
 for life in range(2):
     dist.init_process_group("gloo")

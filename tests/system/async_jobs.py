@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast.background.manager import background_of_this_thread
 from holdfast.errors import HoldfastError
-from holdfast.flow.background import background_of_this_thread
 from holdfast.format.digest import digest, hex_digest
 from tests.system.jobs import moe_state
 from tests.system.test_content import _counted

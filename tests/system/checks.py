@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from holdfast.errors import HoldfastError
-from holdfast.testing.processes import ProcessWorld, Result
+from tests.support.processes import ProcessWorld, Result
 
 SLACK = 2.0
 """Seconds past its deadline that a call may take."""

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.testing.processes import ProcessWorld
+from tests.support.processes import ProcessWorld
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.background import writer_client as helper
+from holdfast.background.arena import Arena, ArenaMemory
+from holdfast.background.manager import background_of_this_thread
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
-from holdfast.flow import helper
-from holdfast.flow.arena import Arena, ArenaMemory
-from holdfast.flow.background import background_of_this_thread
 from holdfast.layout.box import Box
-from holdfast.testing.processes import ProcessWorld
+from tests.support.processes import ProcessWorld
 from tests.system import async_jobs as jobs
 from tests.system.jobs import load_job
 

@@ -22,7 +22,7 @@ from holdfast.errors import (
     StorageError,
     Vanished,
 )
-from holdfast.testing.processes import ProcessWorld
+from tests.support.processes import ProcessWorld
 from tests.system.checks import errors_of, in_time, names_rank, no_checkpoint, no_data, same_everywhere
 from tests.system.jobs import load_job, save_job
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.testing.processes import PRELOAD, ProcessWorld
+from tests.support.processes import PRELOAD, ProcessWorld
 from tests.system.checks import errors_of
 from tests.system.jobs import load_job, save_job
 

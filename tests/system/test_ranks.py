@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
-from holdfast.testing.processes import ProcessWorld
+from tests.support.processes import ProcessWorld
 from tests.system.checks import (
     errors_of,
     in_time,

@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.errors import CorruptCheckpoint, NotCommitted, RankFailed, Replaced
-from holdfast.testing.processes import ProcessWorld
+from tests.support.processes import ProcessWorld
 
 FAST: dict[str, Any] = {"timeout": 20.0, "stall_timeout": 3.0}
 

@@ -16,9 +16,10 @@ import torch
 
 import holdfast
 from holdfast.errors import CommitUnconfirmed, HoldfastError, NotCommitted
-from holdfast.flow import cleanup, commit, protocol
-from holdfast.flow.verify import Verified, verify
+from holdfast.maintenance.verify import Verified, verify
+from holdfast.protocol import core as protocol
 from holdfast.roster.memory import Board, MemoryRoster
+from holdfast.saving import cleanup, commit
 from holdfast.store import filesystem
 from tests.store.faults import CALLS, CHANGES, FOREVER, READS, Faults
 

@@ -7,7 +7,7 @@ import os
 import click
 
 from holdfast.cli import output
-from holdfast.flow.compare import Compared, Content, compare
+from holdfast.maintenance.diff import Compared, Content, compare
 
 
 @click.command("diff")
@@ -19,8 +19,9 @@ from holdfast.flow.compare import Compared, Content, compare
 def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> None:
     """Compare two checkpoints.
 
-    Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest committed
-    step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is missing.
+    Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest
+    committed step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is
+    missing.
     """
     found = compare(a, b, values)
     if as_json:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.groups.doctor import ask, variables_of
-from holdfast.groups.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast.groups.audit.doctor import ask, variables_of
+from holdfast.groups.audit.hazards import NAMES, ProcessFacts, hazards, of_variables
 from holdfast.options import all_variables
 
 
@@ -17,8 +17,8 @@ from holdfast.options import all_variables
 def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
     """List what in a process's groups and environment is known to end in a hang.
 
-    Without --pid only this shell's environment is looked at. Groups are shown of a process that uses holdfast.session,
-    open_groups or warm_up. Exit code 1 if there is a hazard.
+    Without --pid only this shell's environment is looked at. Groups are shown of a process that uses
+    holdfast.session, open_groups or warm_up. Exit code 1 if there is a hazard.
     """
     facts: ProcessFacts | None = ask(pid) if pid is not None else None
     if facts is not None:
@@ -32,7 +32,8 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
         if facts is not None:
             here = "not initialised" if facts.rank is None else f"rank {facts.rank} of {facts.world_size}"
             output.say(
-                f"process {facts.pid}: {here}, torch {facts.torch}, {output.count(len(facts.groups), 'group')}"
+                f"process {facts.pid}: {here}, torch {facts.torch}, "
+                f"{output.count(len(facts.groups), 'group')}"
             )
             output.print_table(
                 ("group", "ranks", "backend", "timeout", "communicator"),

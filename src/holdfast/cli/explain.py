@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.flow.describe import Explained, explain
+from holdfast.maintenance.inspect import Explained, explain
 
 
 @click.command("explain")

@@ -17,7 +17,7 @@ def command(kind: str, source: str, out: str, as_json: bool) -> None:
 
     One process, one chunk in memory at a time. OUT must not exist, or be empty.
     """
-    from holdfast.convert.torch_dist import export_torch_dist
+    from holdfast.integrations.torch_dist import export_torch_dist
 
     with output.progress(f"export {source}") as advance:
         written = export_torch_dist(source, out, progress=advance)

@@ -16,10 +16,10 @@ from holdfast.cli import output
 def command(kind: str, source: str, out: str, step: int | None, as_json: bool) -> None:
     """Make a Holdfast checkpoint of one of torch DCP or megatron-core.
 
-    SOURCE is the folder that has its .metadata; OUT must not exist, or be empty. One process, one chunk in memory at a
-    time. Nothing in it is executed; its CRCs are checked.
+    SOURCE is the folder that has its .metadata; OUT must not exist, or be empty. One process, one chunk in
+    memory at a time. Nothing in it is executed; its CRCs are checked.
     """
-    from holdfast.convert.torch_dist import import_torch_dist
+    from holdfast.integrations.torch_dist import import_torch_dist
 
     with output.progress(f"import {source}") as advance:
         report = import_torch_dist(source, out, step=step, progress=advance)

@@ -7,7 +7,7 @@ import json
 import click
 
 from holdfast.cli import output
-from holdfast.flow.describe import Checkpoint, Run, Tensor, describe
+from holdfast.maintenance.inspect import Checkpoint, Run, Tensor, describe
 
 SHOWN = 50
 

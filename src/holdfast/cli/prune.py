@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.flow.prune import HOUR, Pruned, prune
+from holdfast.maintenance.prune import HOUR, Pruned, prune
 
 
 @click.command("prune")

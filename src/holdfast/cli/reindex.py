@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.flow.reindex import Reindexed, reindex
+from holdfast.maintenance.reindex import Reindexed, reindex
 
 
 @click.command("reindex")

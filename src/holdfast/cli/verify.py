@@ -7,7 +7,7 @@ import os
 import click
 
 from holdfast.cli import output
-from holdfast.flow.verify import Verified, verify
+from holdfast.maintenance.verify import Verified, verify
 
 
 @click.command("verify")

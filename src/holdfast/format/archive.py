@@ -1,9 +1,11 @@
-"""The archives of torch.save: zip files whose members are stored as they are, so a tensor's elements lie in one piece.
+"""The archives of torch.save: zip files whose members are stored as they are, so a tensor's elements lie in
+one piece.
 
-Read by hand, and only as torch writes them: the directory is the last thing but for its end records, which agree, its
-members are not compressed, do not share a name and are together no longer than the archive. So there is one way to read
-one, torch's reader finds the same members, and nothing can grow when it is read. `zipfile` takes more (bytes before the first
-member, end records that disagree), in which it and torch's reader find different members.
+Read by hand, and only as torch writes them: the directory is the last thing but for its end records, which
+agree, its members are not compressed, do not share a name and are together no longer than the archive. So
+there is one way to read one, torch's reader finds the same members, and nothing can grow when it is read.
+`zipfile` takes more (bytes before the first member, end records that disagree), in which it and torch's
+reader find different members.
 
 Source: torch/csrc's inline_container (PyTorch 1.6 to 2.13), PKWARE's APPNOTE.
 """

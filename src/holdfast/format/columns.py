@@ -1,4 +1,5 @@
-"""The columns of an index in memory: numbers of a whole checkpoint, or of the part that somebody asked for."""
+"""The columns of an index in memory: numbers of a whole checkpoint, or of the part that somebody asked
+for."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class Columns:
     late_position: Array = field(default_factory=_int64)
     late_length: Array = field(default_factory=_int64)
     late_start: Array = field(default_factory=_int64)
-    """L: shards whose offset others' lengths may tell, as `layout.late.Late`; only in the index of a data file."""
+    """L: shards whose offset others' lengths may tell, as `layout.deferred_offset.DeferredOffset`; only in
+    the index of a data file."""
     chunk_late: Array = field(default_factory=_int64)
     witness_late: Array = field(default_factory=_int64)
     """C and W, if L is not 0: the shard that each is of, or -1."""

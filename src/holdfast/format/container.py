@@ -8,7 +8,6 @@ What we write, the library opens.
 from __future__ import annotations
 
 import json
-import re
 import struct
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,8 +21,6 @@ from holdfast.layout.box import Dims
 ALIGN = 64
 Read = Callable[[int, int], bytes]
 """`read(start, length)` gives those bytes of one file, or fewer at its end."""
-
-_DATA_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -45,7 +42,8 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
     text = ("{" + ",".join(rows) + "}").encode()
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(
-            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, more than the "
+            f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, "
+            f"more than the "
             f"{DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )
@@ -95,7 +93,8 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
         start, stop = entry.data_offsets
         if not 0 <= start <= stop <= room:
             raise CorruptCheckpoint(
-                f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or truncated."
+                f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or "
+                f"truncated."
             )
     return Header(prefix + text, entries, metadata)
 
@@ -111,8 +110,3 @@ def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dic
         return msgspec.convert(values, dict[str, Entry]), metadata
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None
-
-
-def safe_data_name(name: str) -> bool:
-    """Is this a file name that an index may refer to? Nothing else is ever opened."""
-    return _DATA_NAME.match(name) is not None

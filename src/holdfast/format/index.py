@@ -26,12 +26,12 @@ import numpy as np
 
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format.columns import LATE, Array, Columns, row_runs, runs
-from holdfast.format.container import Header, Read, encode_header, read_header, safe_data_name
+from holdfast.format.container import Header, Read, encode_header, read_header
 from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.format.index_checks import ascending, check_rows, possible_late
 from holdfast.format.limits import INDEX_BYTES, INDEX_HEADER_BYTES, check_size, in_bounded_memory
+from holdfast.format.names import FORMAT, is_data_file
 
-FORMAT = "holdfast-1"
 PAGE = 16 << 10
 FENCE = 256
 """Every 256th name stands in the fence, which is read whole; the others are read by the page."""
@@ -58,7 +58,8 @@ def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
     about = json.dumps(metadata)
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
-            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read whole whenever "
+            f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
+            f"whole whenever "
             f"it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
             hint="Keep less in notes=, or save it as a part of the state.",
         )
@@ -316,9 +317,10 @@ class Index:
         """Data files, relative to the checkpoint's folder; a name that could leave it is refused."""
         found = self._strings("file_names", self.column("file_end"), 0)
         for name in found:
-            if not safe_data_name(name):
+            if not is_data_file(name):
                 raise CorruptCheckpoint(
-                    f"{self.where} names the file {name!r}, which is not inside its data folder; it was not opened."
+                    f"{self.where} names the file {name!r}, which is not inside its data folder; it was not "
+                    f"opened."
                 )
         return found
 

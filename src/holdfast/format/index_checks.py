@@ -1,4 +1,5 @@
-"""Are the numbers of an index possible ones? They are used as positions and sizes, so nothing is believed unchecked."""
+"""Are the numbers of an index possible ones? They are used as positions and sizes, so nothing is believed
+unchecked."""
 
 from __future__ import annotations
 

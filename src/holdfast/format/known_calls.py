@@ -1,7 +1,7 @@
 """Calls that torch allows and that do harm with arguments which no writer gives them.
 
-NumPy takes what a dtype is told of itself on trust, and ends the process; and a number alone makes a buffer, a storage or a
-tensor of that many bytes.
+NumPy takes what a dtype is told of itself on trust, and ends the process; and a number alone makes a buffer,
+a storage or a tensor of that many bytes.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ def check_size(where: str, size: int, limit: int) -> None:
 
 @contextmanager
 def bounded_memory(where: str) -> Iterator[None]:
-    """Turn a failed allocation for what a file says of itself into damage of the file, so that `restore` falls back."""
+    """Turn a failed allocation for what a file says of itself into damage of the file, so that `restore`
+    falls back."""
     try:
         yield
     except MemoryError:

@@ -1,9 +1,9 @@
 """Looks through an archive of torch.save before torch's weights-only unpickler does.
 
-That unpickler calls nothing but what is allowed, but it builds as much as a pickle says: it decompresses members, takes
-tensors from storages that are shorter, hashes keys however deep, and prints what it refuses. Here the same operations are
-gone through with nothing built. What torch would hash, copy or print is charged for: all that it says, shared parts as
-often as they are said, may be WORTH times as long as the pickle.
+That unpickler calls nothing but what is allowed, but it builds as much as a pickle says: it decompresses
+members, takes tensors from storages that are shorter, hashes keys however deep, and prints what it refuses.
+Here the same operations are gone through with nothing built. What torch would hash, copy or print is charged
+for: all that it says, shared parts as often as they are said, may be WORTH times as long as the pickle.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class _Check(Reader):
         self._archive = archive
         self._left = SOME + WORTH * len(data)
         self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
-        """How many keys of each hash a dict has, by the dict's identity, with the dict so that it keeps it."""
+        """How many keys of each hash a dict has, by the dict's identity, with the dict so that it keeps
+        it."""
 
     def resolve(self, module: str, name: str) -> Global:
         return Global(module, name)  # torch decides

@@ -71,7 +71,8 @@ _BUILD: dict[str, Any] = {
 
 
 def _keys(values: list[Any]) -> list[Any]:
-    """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is compared with all."""
+    """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is
+    compared with all."""
     found = [_from_json(value) for value in values]
     if len(found) > _ONE_HASH and max(collections.Counter(map(hash, found)).values()) > _ONE_HASH:
         raise ValueError(f"more than {_ONE_HASH} keys have one hash")

@@ -1,13 +1,14 @@
-"""Reads a pickle without the pickle module: plain values and inert records, nothing imported, called or compared.
+"""Reads a pickle without the pickle module: plain values and inert records, nothing imported, called or
+compared.
 
-A virtual machine over the opcodes that torch and megatron-core write (protocols 2 to 5). What it costs is bounded by the
-length of the input, whatever the input says:
+A virtual machine over the opcodes that torch and megatron-core write (protocols 2 to 5). What it costs is
+bounded by the length of the input, whatever the input says:
 
 - a memo index names an entry that is there or the next one, so that no index makes room by itself;
 - marks are nested MARKS deep at most, and nothing that is built is walked, so depth costs nothing;
 - a container is paid for with BYTES_PER_CONTAINER of the input; sharing one costs its reference alone;
-- a key is text, a small number or a record, which is known by its identity: no hash looks into anything, and no two keys are
-  made to collide.
+- a key is text, a small number or a record, which is known by its identity: no hash looks into anything, and
+  no two keys are made to collide.
 
 Any other opcode, name or key is `BadPickle`, with a reason that goes into a sentence after "because".
 """
@@ -36,7 +37,8 @@ class BadPickle(ValueError):
 
 
 class Global:
-    """A name that a pickle refers to. `make` builds the value of a call of it; without one, a call is a record."""
+    """A name that a pickle refers to. `make` builds the value of a call of it; without one, a call is a
+    record."""
 
     __slots__ = ("make", "module", "name")
 
@@ -58,7 +60,8 @@ class Record:
 
 
 class Reader:
-    """Reads one pickle. Who extends it says what names stand for, and may look at calls, keys and persistent values."""
+    """Reads one pickle. Who extends it says what names stand for, and may look at calls, keys and persistent
+    values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -370,7 +373,8 @@ def _check_key(key: Any) -> None:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Keep the cyclic collector off while much is built and nothing let go: it would take half of the time."""
+    """Keep the cyclic collector off while much is built and nothing let go: it would take half of the
+    time."""
     if not gc.isenabled():
         yield
         return

@@ -1,9 +1,10 @@
-"""Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes lie.
+"""Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes
+lie.
 
-`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names become plain values
-and records, and every other is refused. A `.distcp` file holds one archive of torch.save after another, one a chunk
-(`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which `crc_of` gives to who reads it whole.
-No torch here.
+`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names
+become plain values and records, and every other is refused. A `.distcp` file holds one archive of torch.save
+after another, one a chunk (`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which
+`crc_of` gives to who reads it whole. No torch here.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), megatron-core 0.13 to 0.16.
 """
@@ -24,26 +25,8 @@ from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record, no_
 from holdfast.format.tensor_archive import Chunk, Member
 from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
-METADATA = ".metadata"
 OBJECT_PREFIX = b"T"
 """An object here is an archive of torch.save: what `format.objects` marks with this byte."""
-COMMON_FILE = "common.pt"
-"""Where megatron-core keeps what isn't sharded."""
-COMMON = "common_state"
-"""The object that holds it in a Holdfast checkpoint; megatron-core 0.19's name for it."""
-COMMON_SHARD = f"{COMMON}/shard_0_1"
-"""Where megatron-core keeps it since 0.19."""
-CONFIG = "metadata.json"
-"""By which Megatron's frameworks know a distributed checkpoint."""
-HOLDFAST_CONFIG = {
-    "sharded_backend": "holdfast",
-    "sharded_backend_version": 1,
-    "common_backend": "holdfast",
-    "common_backend_version": 1,
-}
-"""The content of CONFIG in a Holdfast checkpoint."""
-SHARD = "/shard_"
-"""In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
 BLOCK = 4 << 20
 """Bytes that are read at once of a chunk of which not all is wanted."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
@@ -116,7 +99,8 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
 
 
 def _described(found: Any, length: int) -> list[tuple[str, dict[str, Any]]]:
-    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is long."""
+    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is
+    long."""
     if type(found) is not dict or not all(type(name) is str for name in found):
         raise BadPickle("it describes no tensors")
     described = [(name, _state(found[name])) for name in sorted(found)]
@@ -134,7 +118,8 @@ def _state(record: Any) -> dict[str, Any]:
 
 
 def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
-    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to collide."""
+    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to
+    collide."""
     if type(found) is not dict:
         raise BadPickle("it does not say where anything is stored")
     stored: dict[str, dict[bytes | None, Any]] = {}
@@ -261,4 +246,4 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     )
 
 
-__all__ = ["METADATA", "Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]
+__all__ = ["Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]

@@ -1,9 +1,9 @@
 """Values that JSON can't carry, in torch's weights-only format.
 
 The reader is torch's restricted unpickler: it builds tensors and the types listed here and in
-`torch.serialization.add_safe_globals`, and refuses everything else before running it. What would cost it more than
-its length is refused before (`object_check`). The writer reads back what it wrote, so that what can't be loaded is
-refused while it can still be mended.
+`torch.serialization.add_safe_globals`, and refuses everything else before running it. What would cost it more
+than its length is refused before (`object_check`). The writer reads back what it wrote, so that what can't be
+loaded is refused while it can still be mended.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _allowed: dict[Any, tuple[int, Any]] = {}
 
 @contextmanager
 def allowing(kinds: Iterable[Any]) -> Iterator[None]:
-    """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and what another
-    thread wants stays allowed until that one is done."""
+    """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and
+    what another thread wants stays allowed until that one is done."""
     mine = list(kinds)
     with _lock:
         present = set(torch.serialization.get_safe_globals())
@@ -101,9 +101,11 @@ def encode(value: Any, name: str) -> bytes:
     except Exception as error:
         reason = _reason(error)
         raise BadInput(
-            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored so that loading "
+            f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored so "
+            f"that loading "
             f"executes nothing ({reason}).",
-            hint="Store its state_dict, a dict or a tensor instead, or allow its type with torch.serialization.add_safe_globals.",
+            hint="Store its state_dict, a dict or a tensor instead, or allow its type with "
+            "torch.serialization.add_safe_globals.",
         ) from None
     return buffer.getvalue()
 
@@ -118,8 +120,10 @@ def decode(data: bytes, name: str) -> Any:
         reason, wanted = _reason(error), _refused(data)
     if wanted:
         raise LoadFailed(
-            f"The object {name!r} was not loaded, because it asks for types outside the allow-list: {listed(wanted)}.",
-            hint="If you trust them, allow them with torch.serialization.add_safe_globals; or leave it out with exclude=.",
+            f"The object {name!r} was not loaded, because it asks for types outside the allow-list: "
+            f"{listed(wanted)}.",
+            hint="If you trust them, allow them with torch.serialization.add_safe_globals; or leave it out "
+            "with exclude=.",
         )
     raise CorruptCheckpoint(
         f"The object {name!r} was not loaded, because it is damaged: {reason.rstrip('.')}."
@@ -127,7 +131,8 @@ def decode(data: bytes, name: str) -> Any:
 
 
 def _refused(data: bytes) -> list[str]:
-    """Types and functions that a pickle names and this process does not allow; empty where that can't be told."""
+    """Types and functions that a pickle names and this process does not allow; empty where that can't be
+    told."""
     try:
         with allowing(_ALLOWED):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))

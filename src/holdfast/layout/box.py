@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
@@ -45,33 +44,6 @@ class Box(NamedTuple):
     def relative_to(self, origin: Dims) -> Box:
         """The same indices counted from `origin`."""
         return Box(tuple([o - b for o, b in zip(self.offset, origin, strict=True)]), self.shape)
-
-    def subtract(self, other: Box) -> list[Box]:
-        """What is left without `other`: at most 2n disjoint boxes."""
-        common = self.intersect(other)
-        if common is None:
-            return [self] if self.volume else []
-        left: list[Box] = []
-        offset, stop = list(self.offset), list(self.stop)
-        for axis in range(len(self.shape)):
-            for low, high in ((offset[axis], common.offset[axis]), (common.stop[axis], stop[axis])):
-                if low < high:
-                    lows = (*offset[:axis], low, *offset[axis + 1 :])
-                    highs = (*stop[:axis], high, *stop[axis + 1 :])
-                    left.append(Box(lows, tuple(h - o for h, o in zip(highs, lows, strict=True))))
-            offset[axis], stop[axis] = common.offset[axis], common.stop[axis]
-        return left
-
-    def split(self, axis: int, parts: int) -> Iterator[Box]:
-        """Cut into `parts` along `axis`, as evenly as whole indices allow; empty parts are left out."""
-        size = self.shape[axis]
-        for part in range(parts):
-            low, high = size * part // parts, size * (part + 1) // parts
-            if low < high:
-                yield Box(
-                    (*self.offset[:axis], self.offset[axis] + low, *self.offset[axis + 1 :]),
-                    (*self.shape[:axis], high - low, *self.shape[axis + 1 :]),
-                )
 
 
 def whole(shape: Dims) -> Box:

@@ -87,7 +87,8 @@ class Grid:
         place = rank - self.first_rank
         if not 0 <= place < self.world:
             raise BadInput(
-                f"Rank {rank} is not in this grid of ranks {self.first_rank} to {self.first_rank + self.world - 1}."
+                f"Rank {rank} is not in this grid of ranks {self.first_rank} to "
+                f"{self.first_rank + self.world - 1}."
             )
         found: dict[str, int] = {}
         for axes in (EXPERT, DENSE):
@@ -151,8 +152,3 @@ class Grid:
             "order": self.order,
             "first_rank": self.first_rank,
         }
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that together hold one copy of the dense weights."""
-        return math.prod(self.dense[name] for name in ("tp", "pp"))

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Dims
 
 
 class DType(NamedTuple):
@@ -70,20 +70,6 @@ class TensorSpec(NamedTuple):
     dtype: int
     shape: Dims
     kind: int = TENSOR
-
-
-class HeldShard(NamedTuple):
-    """What one rank holds of one tensor, and which copy it is.
-
-    `replica` is (index, count): `count` ranks hold this very box, and this is the index-th of
-    them. None says that nobody declared it: the holders of the name settle it through the roster.
-    `key` finds the data again (the adapter's business).
-    """
-
-    spec: TensorSpec
-    box: Box
-    replica: tuple[int, int] | None
-    key: int
 
 
 def matches(name: str, pattern: str) -> bool:

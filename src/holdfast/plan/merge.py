@@ -16,11 +16,12 @@ from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest_many
 from holdfast.layout.coverage import Problem, first_problem
-from holdfast.layout.late import place
+from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 
 DECLARE = (
-    "If every rank has its own value, wrap it in holdfast.PerRank or give it a name of its own (a global expert "
+    "If every rank has its own value, wrap it in holdfast.PerRank or give it a name of its own (a global "
+    "expert "
     "number); if it is a part of a larger tensor, declare it with holdfast.Shard or as a DTensor."
 )
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -253,8 +254,10 @@ def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> Non
         tensor, axis = int(rows.late_tensor[one]), int(rows.late_axis[one])
         ranks = [int(rows.late_rank[row]) for row in (one, other)]
         raise ReplicaMismatch(
-            f"Ranks {ranks[0]} and {ranks[1]} hold the same part of {names[tensor]!r}, number {int(rows.late_position[one])} along "
-            f"axis {axis}, but one has length {int(rows.late_length[one])} there and the other {int(rows.late_length[other])}.",
+            f"Ranks {ranks[0]} and {ranks[1]} hold the same part of {names[tensor]!r}, number "
+            f"{int(rows.late_position[one])} along "
+            f"axis {axis}, but one has length {int(rows.late_length[one])} there and the other "
+            f"{int(rows.late_length[other])}.",
             rank=ranks[1],
             hint="Replicas must be cut alike.",
             details={"tensor": names[tensor], "ranks": ranks},
@@ -281,14 +284,16 @@ def _wrong_total(
     held = dict(sorted(zip(rows.late_rank[mine].tolist(), rows.late_length[mine].tolist(), strict=True)))
     said = listed([f"rank {rank} holds {length}" for rank, length in held.items()], str)
     return CoverageError(
-        f"Tensor {name!r} of shape {list(shape)}: what ranks hold along axis {axis} adds up to {total}: {said}.",
+        f"Tensor {name!r} of shape {list(shape)}: what ranks hold along axis {axis} adds up to {total}: "
+        f"{said}.",
         hint="Every rank of its mesh must take part in the save, and hold what its position says.",
         details={"tensor": name, "kind": "length", "ranks": list(held)[:64]},
     )
 
 
 def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, rows: _Part) -> None:
-    """Every tensor is tiled exactly once, or the first fault with its place and ranks. `first`: a rank that names each."""
+    """Every tensor is tiled exactly once, or the first fault with its place and ranks. `first`: a rank that
+    names each."""
     problem = first_problem(shapes, rows.tensor, rows.offset, rows.size)
     if problem is None:
         return
@@ -302,7 +307,8 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
     raise CoverageError(
         f"Tensor {name!r} of shape {list(shape)} {sentence}.",
         rank=guilty,
-        hint="Check the offsets, global shapes and replica counts that these ranks declare, and that every rank "
+        hint="Check the offsets, global shapes and replica counts that these ranks declare, and that every "
+        "rank "
         "which holds a part takes part in the save.",
         details={"tensor": name, "kind": problem.kind, "place": list(place), "ranks": ranks[:64]},
     )
@@ -376,7 +382,8 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     )
     raise ReplicaMismatch(
         f"Under the one name {names[tensor]!r} rank {writer} and rank{'s' if len(others) > 1 else ''} "
-        f"{', '.join(map(str, others[:8]))} hold different bytes{more}; saving one of them would lose the others.",
+        f"{', '.join(map(str, others[:8]))} hold different bytes{more}; saving one of them would lose the "
+        f"others.",
         rank=others[0],
         hint=DECLARE,
         details={"tensor": names[tensor], "ranks": [writer, *others[:64]], "tensors": tensors[:10]},
@@ -399,7 +406,8 @@ def check_vanished(
     near = nearest(gone[0], now)
     ranks = wrote(gone[0])
     raise Vanished(
-        f"{len(gone)} name{'s' if len(gone) > 1 else ''} that {whose} has {'are' if len(gone) > 1 else 'is'} not in this save: "
+        f"{len(gone)} name{'s' if len(gone) > 1 else ''} that {whose} has {'are' if len(gone) > 1 else 'is'} "
+        f"not in this save: "
         f"{listed(gone, say)}.",
         rank=ranks[0] if ranks else None,
         hint=(f"The nearest name that is there is {near!r}. " if near else "")
@@ -409,7 +417,8 @@ def check_vanished(
 
 
 def same_tensors(a: Columns, b: Columns) -> int:
-    """How many tensors two indexes have, if they have the same ones, cut alike, with equal digests; else 0."""
+    """How many tensors two indexes have, if they have the same ones, cut alike, with equal digests; else
+    0."""
     alike = (
         a.names == b.names
         and np.array_equal(a.kind, b.kind)

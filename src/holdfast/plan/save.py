@@ -14,14 +14,23 @@ from holdfast.format.digest import block_sizes
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options
-from holdfast.plan.holding import Holding, Tables
 from holdfast.plan.replicas import first_writer, shares
+from holdfast.plan.shard_table import ShardTable, Tables
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
 """Bytes of a row that a column panel has at least; shorter rows are not worth a scattered copy."""
 PANEL_CHUNK = 256 << 10
 """Chunks below this size are read whole anyway."""
+
+
+class WrittenFile(NamedTuple):
+    """What a rank tells the committer of a file."""
+
+    name: str
+    size: int
+    index_start: int
+    index_size: int
 
 
 class Planned(NamedTuple):
@@ -53,28 +62,28 @@ def first_axis_bytes(size: Array, nbytes: Array) -> Array:
     return np.where(length > 0, nbytes // np.maximum(length, 1), 0)
 
 
-def plan_save(held: Holding, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
+def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
     """Decide from the rows and their settled replicas."""
-    tables = held.tables()
+    tables = table.tables()
     index, count = np.array(replicas, np.int64).reshape(-1, 2).T
-    plain = np.asarray(held.plain, bool)
+    plain = np.asarray(table.plain, bool)
     check = options.check_replicas
     full = tables.nbytes > 0
-    everyone = np.full(len(held), check == "full") | ((check == "auto") & plain)
+    everyone = np.full(len(table), check == "full") | ((check == "auto") & plain)
     in_one_piece = full & (count > 1) & (tables.nbytes < 2 * options.split_bytes) & ~everyone
     whole = np.flatnonzero(in_one_piece)  # most rows of a mixture of experts: no loop over their pieces
-    first = [first_writer(held.specs[row].name, held.boxes[row], int(count[row])) for row in whole.tolist()]
+    first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
     turn = (index[whole] - np.asarray(first, np.int64)) % count[whole]
     written = _Rows(tables, np.concatenate([np.flatnonzero(full & (count == 1)), whole[turn == 0]]))
     seen = _Rows(tables, whole[turn == 1] if check != "off" else whole[:0])
     for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
-        name, box, nbytes = held.specs[row].name, held.boxes[row], int(tables.nbytes[row])
+        name, box, nbytes = table.specs[row].name, table.boxes[row], int(tables.nbytes[row])
         for part, writes in shares(
             name, box, nbytes, replicas[row], options.split_bytes, bool(everyone[row])
         ):
             if writes or check != "off":
                 (written if writes else seen).add(row, part)
-    wide = _to_cut(held, options.columns)
+    wide = _to_cut(table, options.columns)
     chunks = _panels(*written.arrays(), tables.itemsize, wide)
     witnesses = _panels(*seen.arrays(), tables.itemsize, wide)
     complete = (
@@ -107,10 +116,10 @@ class _Rows:
         )
 
 
-def _to_cut(held: Holding, patterns: tuple[str, ...]) -> Array:
+def _to_cut(table: ShardTable, patterns: tuple[str, ...]) -> Array:
     """Rows of the holding whose matrices the options want in column panels."""
     found = (
-        [any(matches(spec.name, pattern) for pattern in patterns) for spec in held.specs] if patterns else ()
+        [any(matches(spec.name, pattern) for pattern in patterns) for spec in table.specs] if patterns else ()
     )
     return np.asarray(found, bool)
 

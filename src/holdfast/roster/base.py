@@ -1,8 +1,8 @@
 """The coordination store: small messages between ranks, under keys, with no collective.
 
-A message is a JSON object, written once, or by one rank only, but for `claim`, the one operation that decides, and `count`. A
-roster never interprets what it carries, and nothing received is ever unpickled. When the
-place that keeps the messages is gone, every method raises `RosterLost`.
+A message is a JSON object, written once, or by one rank only, but for `claim`, the one operation that
+decides, and `count`. A roster never interprets what it carries, and nothing received is ever unpickled. When
+the place that keeps the messages is gone, every method raises `RosterLost`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Roster(Protocol):
         ...
 
     def count(self, key: str) -> int:
-        """Add one to a counter, which begins at 0; returns the new value. Atomic. A counter is no message: `get` does not read it."""
+        """Add one to a counter, which begins at 0; returns the new value. Atomic. A counter is no message:
+        `get` does not read it."""
         ...
 
     def wait(self, key: str, seconds: float) -> bool:

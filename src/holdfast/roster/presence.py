@@ -1,9 +1,9 @@
 """Who a rank is and where it is: one message a rank, refreshed by a beat while it works.
 
-`at/<rank>` says host, pid, and for each operation that the rank is in its phase, the bytes moved so far, and whom the rank waits
-for, if it does not work. That is what an error quotes about a rank that is missing. A beat comes from a thread of
-its own with a client of its own, so it goes on while the rank is deep in a system call; a rank
-that is stopped or gone falls silent. On one host a process that has ended is seen at once.
+`at/<rank>` says host, pid, and for each operation that the rank is in its phase, the bytes moved so far, and
+whom the rank waits for, if it does not work. That is what an error quotes about a rank that is missing. A
+beat comes from a thread of its own with a client of its own, so it goes on while the rank is deep in a system
+call; a rank that is stopped or gone falls silent. On one host a process that has ended is seen at once.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Identity:
 
 
 def describe(rank: int, message: Message | None, wall: float, note: str = "", key: str = "") -> RankInfo:
-    """A rank as an error quotes it at the time `wall`: from its message, what it does in the operation `key` or else last."""
+    """A rank as an error quotes it at the time `wall`: from its message, what it does in the operation `key`
+    or else last."""
     if message is None:
         return RankInfo(rank, note=note)
     operations: dict[str, Message] = message.get("operations") or {}
@@ -100,7 +101,8 @@ class Presence:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this rank's thread works or calls back; outside it asks the message store, if it does not come on."""
+        """Inside, this rank's thread works or calls back; outside it asks the message store, if it does not
+        come on."""
         self.is_working = True
         try:
             yield
@@ -144,7 +146,8 @@ class Presence:
                 self.send()
 
     def stop(self) -> None:
-        """End the beat, if no other operation needs it; one that is stuck in the message store is left to end by itself."""
+        """End the beat, if no other operation needs it; one that is stuck in the message store is left to end
+        by itself."""
         self.beacon.remove(self)
         self.beacon.join(0.2)
 
@@ -189,7 +192,8 @@ class Beacon:
             roster.put(at_key(self.identity.rank), self.message())
 
     def add(self, presence: Presence) -> None:
-        """Show an operation from now on. Raises HoldfastError if a beat is needed and no thread can be started."""
+        """Show an operation from now on. Raises HoldfastError if a beat is needed and no thread can be
+        started."""
         with self._changed:
             self._operations[presence.operation] = presence
             if presence.watched is None or self._thread is not None:

@@ -1,7 +1,8 @@
 """Messages that carry the seal of their job: a keyed hash over the key and the content.
 
-A TCPStore answers whoever reaches its port. A message without the job's seal is not read: what another job, an earlier life of this one
-or somebody who does not know the secret writes can't decide a save. What a seal does not protect from is in docs/security.md.
+A TCPStore answers whoever reaches its port. A message without the job's seal is not read: what another job,
+an earlier life of this one or somebody who does not know the secret writes can't decide a save. What a seal
+does not protect from is in docs/security.md.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ class Seal:
         seal, data = sealed[:_HEX], sealed[_HEX:]
         if not hmac.compare_digest(seal, self._of(key, data)):
             raise RosterLost(
-                f"The message {key!r} in the message store does not carry this job's seal, so it was not read.",
-                hint="Something else writes into the store of this job: another job on the same port, another value of "
+                f"The message {key!r} in the message store does not carry this job's seal, so it was not "
+                f"read.",
+                hint="Something else writes into the store of this job: another job on the same port, "
+                "another value of "
                 "HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
             )
         return data

@@ -1,9 +1,9 @@
 """The roster over `torch.distributed`'s own key-value store: TCPStore under any launcher.
 
 The store is the one that the default process group was started with, so there is nothing to
-set up; its keys get a prefix of ours. We use clients of our own, because one client serialises its calls and a wait would hold
-the training's own use up: one for operations, one for what goes on beside them, shared by all lanes, so that a world of ten
-thousand ranks keeps two connections a rank.
+set up; its keys get a prefix of ours. We use clients of our own, because one client serialises its calls and
+a wait would hold the training's own use up: one for operations, one for what goes on beside them, shared by
+all lanes, so that a world of ten thousand ranks keeps two connections a rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from holdfast.roster.seal import Seal
 from holdfast.torch_private import clone_store, default_store
 
 _NOTHING = "\0"
-"""No message is this. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for a key that is not there."""
+"""No message is this. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for
+a key that is not there."""
 _FEW = 8
 """Messages up to which each is read by itself."""
 _WAIT = timedelta(seconds=10)
@@ -35,8 +36,8 @@ _WAIT = timedelta(seconds=10)
 class _Connections:
     """This process's clients of one store, made at first use, and the secret that seals messages.
 
-    The default process group's store is not kept alive: after `destroy_process_group` its server must end with it, or the next process
-    group on that port would meet the messages of the last.
+    The default process group's store is not kept alive: after `destroy_process_group` its server must end
+    with it, or the next process group on that port would meet the messages of the last.
     """
 
     def __init__(self, store: Any) -> None:
@@ -50,7 +51,11 @@ class _Connections:
         if name not in self._clients:
             parent = self._parent()
             if parent is None:
-                raise RosterLost("The default process group that this roster belongs to was destroyed.")
+                raise RosterLost(
+                    "The default process group that this roster belongs to was destroyed.",
+                    hint="Call Checkpoints.close(), or committed() of what a save returned, before "
+                    "torch.distributed.destroy_process_group().",
+                )
             with _Reachable("opening a client"):
                 made = clone_store(parent)
                 if made is not parent:
@@ -73,8 +78,8 @@ class _Connections:
 class TorchRoster:
     """One client of a `torch.distributed.Store`.
 
-    store: None for that of the default process group, which must be initialised then. rank, world_size: those of the default process
-    group if they are not given.
+    store: None for that of the default process group, which must be initialised then. rank, world_size: those
+    of the default process group if they are not given.
     """
 
     def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
@@ -188,5 +193,6 @@ class _Reachable:
         text = str(error).split("\n")[0]
         raise RosterLost(
             f"The message store can't be reached ({self._doing}: {text[:200]}).",
-            hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first error.",
+            hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first "
+            "error.",
         ) from None

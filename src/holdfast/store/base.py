@@ -7,7 +7,8 @@ protocol rests on, checked for any implementation by `holdfast.testing.StoreCont
 - what `Writer.finish` returned from is durable, the name of the file included;
 - `publish` is atomic: a reader, or the next boot, sees the old bytes, or the new ones, whole;
 - of several `publish` calls that replace the same thing, one wins and the others get `Conflict`;
-- what `publish` raises says whether the new version is in place: data that it names is deleted only if it is not;
+- what `publish` raises says whether the new version is in place: data that it names is deleted only if it is
+  not;
 - `create`, `publish` and `delete` pass through no link: what lies behind one belongs to somebody else.
 """
 
@@ -95,7 +96,8 @@ class Writer(Protocol):
 class Store(Protocol):
     """A folder of files, and the first parent of its children.
 
-    `create`, `publish` and `delete` raise a `StorageError` if a folder on the way from the first parent is a link.
+    `create`, `publish` and `delete` raise a `StorageError` if a folder on the way from the first parent is a
+    link.
     """
 
     url: str
@@ -110,8 +112,8 @@ class Store(Protocol):
         """Put a small file in place at once. `replacing` is the last TAIL bytes of the version
         it may replace, None if there must be none; otherwise `Conflict`.
 
-        Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told. Raises `Conflict`
-        or another `StorageError`: it is known not to be in place, and will not be."""
+        Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
+        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be."""
         ...
 
     def delete(self, path: str) -> None:
@@ -131,7 +133,8 @@ class Store(Protocol):
         ...
 
     def list(self, folder: str = "") -> list[str]:
-        """Names right inside a folder, sorted; folders, and links to folders, end with `/`. A missing folder is empty.
+        """Names right inside a folder, sorted; folders, and links to folders, end with `/`. A missing folder
+        is empty.
 
         A link that leads nowhere, or in a circle, is a name like any other."""
         ...

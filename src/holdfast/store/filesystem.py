@@ -1,4 +1,5 @@
-"""What the local store asks of the system: calls that are tried again, folders that are durable, paths that pass no link."""
+"""What the local store asks of the system: calls that are tried again, folders that are durable, paths that
+pass no link."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _told: set[int] = set()
 
 
 def retry(action: Callable[[], T], passing: frozenset[int] | None = None) -> T:
-    """Call `action`; try again, with growing pauses, while its errno is one of `passing` (None: any but ENOENT).
+    """Call `action`; try again, with growing pauses, while its errno is one of `passing` (None: any but
+    ENOENT).
 
     Raises the last error after PATIENCE seconds.
     """
@@ -59,10 +61,11 @@ def close_quietly(fd: int) -> None:
 
 
 def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
-    """Device and number of the file that has a name now (of a link, or with `follow` of what it leads to); None if none has.
+    """Device and number of the file that has a name now (of a link, or with `follow` of what it leads to);
+    None if none has.
 
-    The file is opened, because that makes a network file system ask its server; where that can't be done, the name is
-    looked up.
+    The file is opened, because that makes a network file system ask its server; where that can't be done, the
+    name is looked up.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
@@ -103,7 +106,8 @@ def sync_open_folder(fd: int, path: str) -> None:
         if device not in _told:
             _told.add(device)
             log.warning(
-                "%s: this file system can't sync a folder (%s), so nothing can promise that files which were committed there "
+                "%s: this file system can't sync a folder (%s), so nothing can promise that files which were "
+                "committed there "
                 "keep their names over a power cut.",
                 path,
                 os.strerror(error.errno or 0),
@@ -139,8 +143,8 @@ def make_folders(path: str) -> list[str]:
 def create_file(path: str, access: int) -> int:
     """A descriptor of a new file, in folders that are made, durably, if they are not there.
 
-    A failed save takes its empty folders away, maybe at the same moment: then they are made again. They are synced once the file is in
-    them, and they can't go any more.
+    A failed save takes its empty folders away, maybe at the same moment: then they are made again. They are
+    synced once the file is in them, and they can't go any more.
     """
     ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
     while True:
@@ -165,7 +169,8 @@ def create_file(path: str, access: int) -> int:
 
 @contextmanager
 def folder_beneath(root: str, parts: Sequence[str]) -> Iterator[int]:
-    """A descriptor of the folder that `parts` name below `root`, none of which may be a link; `root` itself may be one."""
+    """A descriptor of the folder that `parts` name below `root`, none of which may be a link; `root` itself
+    may be one."""
     fd = os.open(root, _SEARCH)
     try:
         path = root

@@ -133,8 +133,8 @@ class LocalWriter:
 
 
 class LocalStore:
-    """A folder of the file system. Its own path may lead through links; below the first of its parents nothing that is
-    written or deleted may."""
+    """A folder of the file system. Its own path may lead through links; below the first of its parents
+    nothing that is written or deleted may."""
 
     def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))

@@ -1,15 +1,15 @@
 """Putting a small file in place at once, and knowing afterwards whether it is there.
 
-A hidden neighbour is written and synced, and put in place by `link`, which fails if the name is taken, or by `rename`, which
-replaces at once. Before it renames it locks the version that it replaces, so that of several that replace it one wins.
-Then the folder is synced.
+A hidden neighbour is written and synced, and put in place by `link`, which fails if the name is taken, or by
+`rename`, which replaces at once. Before it renames it locks the version that it replaces, so that of several
+that replace it one wins. Then the folder is synced.
 
-What these calls answer is not the last word. On a network file system the answer can be lost, and the question be
-asked again: then `link` says EEXIST and `rename` says ENOENT of what they themselves have done. After a time-out the server may
-still act on them later. So after every failure we look: is the inode at the name that of the hidden file, whose
-descriptor is still open so that no other file can have its number? If it is not, the hidden name is removed, which a
-late `link` or `rename` would need, and we look once more. Only then is it known that the new version is not in place. What stays
-unknown is `Unsettled`.
+What these calls answer is not the last word. On a network file system the answer can be lost, and the
+question be asked again: then `link` says EEXIST and `rename` says ENOENT of what they themselves have done.
+After a time-out the server may still act on them later. So after every failure we look: is the inode at the
+name that of the hidden file, whose descriptor is still open so that no other file can have its number? If it
+is not, the hidden name is removed, which a late `link` or `rename` would need, and we look once more. Only
+then is it known that the new version is not in place. What stays unknown is `Unsettled`.
 """
 
 from __future__ import annotations
@@ -104,9 +104,15 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
         opened.callback(hidden.discard)
         hidden.write(data)
         folders: dict[str, int] = {}
-        for path in (folder, os.path.dirname(folder)):
+        parent = os.path.dirname(folder)
+        for path in (folder, parent):
             # Opened before: once the new version is in place, nothing may fail because no descriptor is left.
-            folders[path] = open_folder(path)
+            try:
+                folders[path] = open_folder(path)
+            except PermissionError:
+                if path != parent:
+                    raise
+                continue  # somebody else's, which may be entered but not read: its names were there before
             opened.callback(close_quietly, folders[path])
         if replacing is None:
             _settle(hidden, target, hidden.link)
@@ -122,7 +128,8 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
 
 
 def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
-    """Put it in place by `act`. Returns if it is there, raises `Unsettled` unless it is known that it is not."""
+    """Put it in place by `act`. Returns if it is there, raises `Unsettled` unless it is known that it is
+    not."""
     try:
         act(target)
     except OSError as error:
@@ -139,7 +146,8 @@ def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
 
 
 def _lock(target: str, replacing: bytes) -> int:
-    """A descriptor of what is in place, locked until it is closed; `Conflict` if it is not the version to replace."""
+    """A descriptor of what is in place, locked until it is closed; `Conflict` if it is not the version to
+    replace."""
     try:
         fd = retry(lambda: _open_to_lock(target), STALE)
     except FileNotFoundError:
@@ -182,7 +190,8 @@ def _conflict(target: str) -> Conflict:
 
 def _no_links(target: str, error: OSError) -> StorageError:
     return StorageError(
-        f"{target} can't be put in place: this file system makes no hard links ({os.strerror(error.errno or 0)}).",
+        f"{target} can't be put in place: this file system makes no hard links "
+        f"({os.strerror(error.errno or 0)}).",
         hint="Save to a file system that does (ext4, XFS, Lustre, GPFS, NFS).",
         details={"errno": error.errno},
     )

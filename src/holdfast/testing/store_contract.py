@@ -7,7 +7,8 @@
         def store(self) -> Store:
             return MyStore(...)          # an empty one, for each test
 
-The protocol of a save rests on these promises (see `holdfast.store.base`). For a store that has links override `link`, too.
+The protocol of a save rests on these promises (see `holdfast.store.base`). For a store that has links
+override `link`, too.
 """
 
 from __future__ import annotations

@@ -1,0 +1,102 @@
+"""`async_save`: training pays for a copy of its state in memory, and goes on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from holdfast.background.manager import LANE, background_of_this_thread
+from holdfast.background.pending import Pending
+from holdfast.errors import BadInput
+from holdfast.layout.grid import Grid
+from holdfast.options import Options
+from holdfast.protocol.call import begin_call, one_folder
+from holdfast.roster.base import Roster
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import PREVIOUS, SaveRequest, check_budget
+from holdfast.state.flatten import flatten
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    expected: str | Iterable[str] | None = PREVIOUS,
+    overwrite: bool = True,
+    grid: Grid | None = None,
+    notes: Any = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+    host_memory_budget: int | None = None,
+    retries: int = 0,
+) -> Pending:
+    """Copy a state and save it in the background; what is saved is the state at this call.
+
+    The copy lies in shared memory that is used again from save to save; a process of this rank's own, which
+    imports no torch, hashes and writes it. No rank enters a collective. A save that this thread began before,
+    and that is still under way, is waited for first.
+
+    host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves,
+        each written before the next, and this call waits for the last copy; one tensor that is larger is
+        refused, with the numbers.
+    retries: how often a save that failed is tried again, on all ranks, before its deadline.
+    The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the
+    background.
+
+    Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput`
+    here, before anything was started.
+    """
+    store = open_store(one_folder(path, checkpoint_id))
+
+    def make() -> SaveJob:
+        call = begin_call(
+            roster,
+            no_dist=no_dist,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        )
+        request = SaveRequest(
+            store=store,
+            collect=lambda rank: flatten(state_dict, rank),
+            call=call.lane(LANE),
+            step=step,
+            include=include,
+            exclude=exclude,
+            expected=expected,
+            overwrite=overwrite,
+            grid=grid,
+            notes=notes,
+            options=options or Options(),
+        )
+        return SaveJob(request)
+
+    return async_save_into(store, make, step, host_memory_budget, retries)
+
+
+def async_save_into(
+    store: Store,
+    make: Callable[[], SaveJob],
+    step: int | None,
+    host_memory_budget: int | None,
+    retries: int,
+) -> Pending:
+    """`async_save` of what `make` reads, by this thread's own arena and writer process: a thread waits for
+    its own saves only."""
+    if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+        raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
+    check_budget(host_memory_budget)
+    return background_of_this_thread().save(make, store.url, step, host_memory_budget, retries)

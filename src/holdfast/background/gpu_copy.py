@@ -1,0 +1,64 @@
+"""Copies from a GPU into an arena: pinned memory, and streams of their own. No handle of GPU memory leaves
+the process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from holdfast.background.arena import Arena
+from holdfast.state.cuda_streams import CallerStreams
+from holdfast.state.memory import not_waiting
+
+log = logging.getLogger("holdfast")
+_side: dict[Any, Any] = {}
+
+
+class DeviceCopies:
+    """Copies of a save's tensors, which come after what the streams of training have been given at the time
+    of the call."""
+
+    def __init__(self, caller: CallerStreams) -> None:
+        self._training = caller.streams
+
+    @contextmanager
+    def into(self, arena: Arena) -> Iterator[None]:
+        """What is copied from a GPU inside has arrived at the end; it comes after what training's stream was
+        given before."""
+        if not self._training:
+            yield
+            return
+        with torch.cuda.device(self._training[0].device):  # a thread's own begins as another
+            _pin(arena)
+        sides = []
+        with ExitStack() as stack:
+            for training in self._training:
+                if training.device not in _side:
+                    _side[training.device] = torch.cuda.Stream(training.device)  # type: ignore[no-untyped-call]
+                side = _side[training.device]
+                side.wait_stream(training)
+                stack.enter_context(torch.cuda.stream(side))
+                sides.append(side)
+            try:
+                with not_waiting():
+                    yield
+            finally:
+                for side in sides:
+                    side.synchronize()
+
+
+def _pin(arena: Arena) -> None:
+    """Lock an arena's pages, so that the GPU writes into them; without, copies are slower and as right."""
+    if arena.unpin is not None or not arena.size:
+        return
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    address, size = arena.address, arena.size
+    status = int(runtime.cudaHostRegister(address, size, 0))
+    if status != 0:
+        log.warning("%d MiB of host memory could not be pinned (CUDA error %d).", size >> 20, status)
+        return
+    arena.unpin = lambda: runtime.cudaHostUnregister(address)

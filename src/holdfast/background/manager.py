@@ -1,0 +1,277 @@
+"""Asynchronous saves of this process: its arena, its writer process, and what is under way.
+
+The caller's thread copies the state and goes on. A thread of its own runs the same protocol as a synchronous
+save, on messages of its own (a lane of the roster), and its storage work is done by the writer process. So no
+rank enters a collective for it, training waits for nothing but the copy, and a failed save is the same error
+on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from weakref import finalize
+
+from holdfast.background.arena import Arena
+from holdfast.background.gpu_copy import DeviceCopies
+from holdfast.background.pending import Pending
+from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
+from holdfast.background.stage import Into, Staged, stage
+from holdfast.background.writer_client import WriterProcess
+from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
+from holdfast.exits import (
+    ENDED_BY_INTERRUPT,
+    Failure,
+    Stage,
+    at_exit,
+    fail_late,
+    is_over,
+    not_at_exit,
+    uncaught,
+)
+from holdfast.protocol.operation import read_state
+from holdfast.saving.job import SaveJob, SaveReport
+
+log = logging.getLogger("holdfast")
+LANE = "async"
+"""The lane of the roster on which asynchronous saves meet those of other ranks."""
+EXIT_GRACE = 30.0
+"""Seconds that pending saves are waited for when the process ends by an exception."""
+
+
+class Background:
+    """One save under way at most; the next waits for it. Arenas and processes are not shared between
+    slots."""
+
+    def __init__(self) -> None:
+        self._arena: Arena | None = None
+        self._writer = WriterProcess()
+        self._pending: Pending | None = None
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._retired = False
+
+    def save(
+        self,
+        make: Callable[[], SaveJob],
+        path: str,
+        step: int | None,
+        budget: int | None,
+        retries: int,
+    ) -> Pending:
+        """Stage the state of the job that `make` gives, and save it in the background. Waits for the save
+        before this one."""
+        if self.is_of_another_process():
+            raise BadInput(
+                "This process was forked after an asynchronous save; it can't go on with its parent's."
+            )
+        with self._lock:
+            self._wait_for_the_last()
+            pending = Pending(path, step)
+            job = make()
+            # A process that can't be started is told to the others, too: else they would be one call ahead
+            # from then on.
+            job.trouble = job.trouble or read_state(self._writer.start, job.rank)
+            into = DeviceCopies(job.streams).into
+            staged = self._stage(job, budget, into)
+            pending.attempt(job)
+            self._pending = pending
+            if staged is not None:
+                forget_copied(job)
+                pending.has_staged()
+                job.sink = StagedSink(self._writer, self._arena, staged)
+            else:
+                assert budget is not None
+                assert self._arena is not None
+                job.sink = WaveSink(self._writer, self._arena, pending.has_staged, budget, into)
+                retries = 0  # the state that another attempt would copy is not this one any more
+            pending.start(lambda: self._run(pending, job, retries))
+            try:
+                # In waves it takes as long as the writing of all but the last.
+                pending.staging_completion.result()
+            except BaseException:
+                pending.cancel()
+                raise
+        interrupt = job.trouble.__cause__ if job.trouble is not None else None
+        if interrupt is not None and not isinstance(interrupt, Exception):
+            raise interrupt  # Ctrl-C while the state was read; the others hear of it
+        if is_over():
+            _end_with(pending)
+        return pending
+
+    def release(self) -> None:
+        """Give back the arena and the writer process, once nothing is under way. The next save has new
+        ones."""
+        with self._lock:
+            if self._pending is not None and not self._pending.done():
+                return
+            self._writer.kill()
+            arena, self._arena = self._arena, None
+            if arena is not None:
+                arena.close()
+            unheard = self._pending is not None and self._pending.failed_unseen()
+            if self._retired and not unheard:  # what nobody has heard of is told at the end of the process
+                not_at_exit(self.drain)
+                _known.discard(self)
+
+    def retire(self) -> None:
+        """Nobody can begin a save here any more: release what it has once the last one has ended."""
+        self._retired = True
+        if self._pending is None:
+            self.release()
+        else:
+            self._pending.upload_completion.add_done_callback(lambda future: self.release())
+
+    def _wait_for_the_last(self) -> None:
+        if self._pending is not None:
+            self._pending.wait()  # whoever holds it is told how it ended
+            if self._pending.failed_unseen():
+                log.warning(
+                    "%r failed, and nobody has asked: %s",
+                    self._pending,
+                    self._pending.upload_completion.failure(),
+                )
+            self._pending = None
+
+    def _stage(self, job: SaveJob, budget: int | None, into: Into) -> Staged | None:
+        """What was copied; None if it has to be copied in waves."""
+        results: list[Staged | None] = []
+
+        def copy() -> None:
+            if self._arena is None:
+                self._arena = Arena()
+            begun = time.monotonic()
+            staged = stage(job.table, job.options, self._arena, budget, into)
+            results.append(staged)
+            if staged is not None:
+                seconds = time.monotonic() - begun
+                job.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
+
+        if job.trouble is None:
+            job.trouble = read_state(copy, job.rank)
+        return results[0] if results else Staged([])
+
+    def _run(self, pending: Pending, job: SaveJob, retries: int) -> SaveReport:
+        deadline, pause = job.request.call.deadline, 0.1
+        for left in range(retries, -1, -1):
+            try:
+                return self._run_once(job)
+            except (CommitUnconfirmed, RosterLost, BadInput):
+                raise
+            except HoldfastError as error:
+                if not left or pending.cancelled or deadline.passed():
+                    raise
+                log.warning("%s; it is tried again (%d left).", error.message, left)
+                deadline.clock.sleep(min(pause, deadline.left()))
+                pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
+                job.begin_again()
+                pending.attempt(job)
+        raise AssertionError("unreachable")
+
+    def _run_once(self, job: SaveJob) -> SaveReport:
+        try:
+            return job.run(beside_training=True)
+        except BaseException:
+            copying = isinstance(job.sink, WaveSink) and job.sink.copying
+            if self._writer.busy or copying:
+                self._writer.kill()  # the thread that uses it was left behind
+            if copying:
+                self._arena = None  # what that still copies must not get into the next save
+            raise
+
+    def is_of_another_process(self) -> bool:
+        """Was it made before this process was forked?"""
+        return self._pid != os.getpid()
+
+    def drain(self) -> Failure | None:
+        """At the end of the process: wait for what is under way; that it failed is the process's failure,
+        unless somebody has asked."""
+        try:
+            return None if self._pending is None else _outcome(self._pending)
+        finally:
+            self._writer.kill()
+
+
+def _end_with(pending: Pending) -> None:
+    """An `atexit` handler has begun this save: nothing else waits for it, and nobody hears what it raises."""
+    try:
+        pending.committed()
+    except BaseException as error:
+        fail_late(Failure("\n".join(traceback.format_exception_only(error)).rstrip()))
+        raise
+
+
+def _outcome(pending: Pending) -> Failure | None:
+    """Wait for a save at the end of the process; why the process must not end as if it were committed."""
+    # After an exception nobody is to wait for long; otherwise the save's own deadline bounds it.
+    timeout = EXIT_GRACE if uncaught() is not None else None
+    try:
+        ended = pending.wait(timeout)
+    except KeyboardInterrupt:
+        said = (
+            f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of "
+            "the process."
+        )
+        return Failure(said, ENDED_BY_INTERRUPT)
+    met = pending.upload_completion.failure()
+    if not ended:
+        met = HoldfastError(f"It took longer than {timeout:g} s.")
+    elif not pending.failed_unseen():
+        if met is not None and pending.only_warns:
+            log.warning("A save in the background failed: %s", met)
+        return None
+    assert met is not None
+    said = (
+        f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or "
+        "committed()):"
+    )
+    if log.hasHandlers():
+        log.error("%s %s", said, met)
+    return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
+
+
+_known: set[Background] = set()
+"""All of this process that may have a save under way, or one that failed and nobody has asked for."""
+_of_thread = threading.local()
+
+
+class _Owner:
+    """Lives as long as its thread."""
+
+
+def background_of(owner: object) -> Background:
+    """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
+    made = Background()
+    _known.add(made)
+    at_exit(Stage.SAVES, made.drain)
+    finalize(owner, made.retire).atexit = False
+    return made
+
+
+def background_of_this_thread() -> Background:
+    """That of `holdfast.async_save`. Threads have one each, so that none waits for another's save."""
+    owner: _Owner | None = getattr(_of_thread, "owner", None)
+    if owner is None or _of_thread.background.is_of_another_process():
+        _of_thread.owner = owner = _Owner()
+        _of_thread.background = background_of(owner)
+    found: Background = _of_thread.background
+    return found
+
+
+def wait_for_saves(timeout: float) -> list[Pending]:
+    """Wait for what is under way in this process; returns those that are not done by then."""
+    ends = time.monotonic() + timeout
+    last = last_saves()
+    for pending in last:
+        pending.wait(max(0.0, ends - time.monotonic()))  # whoever holds it is told how it ended
+    return [pending for pending in last if not pending.done()]
+
+
+def last_saves() -> list[Pending]:
+    """The last asynchronous save of each thread or run folder of this process, under way or not."""
+    known = [found._pending for found in list(_known) if not found.is_of_another_process()]
+    return [pending for pending in known if pending is not None]

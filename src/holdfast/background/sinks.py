@@ -1,0 +1,139 @@
+"""Where the bytes of an asynchronous save go: through an arena, by the writer process, as a whole or in
+waves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from holdfast.background.arena import Arena
+from holdfast.background.stage import Into, Staged, stage_wave, witnessed
+from holdfast.background.writer_client import WriterProcess
+from holdfast.background.writer_messages import Job
+from holdfast.background.writer_process import write_job
+from holdfast.errors import HoldfastError
+from holdfast.format.names import DATA
+from holdfast.io.file_writer import discard, split_files
+from holdfast.layout.tensor import OBJECT
+from holdfast.options import Options
+from holdfast.plan.save import WrittenFile, plan_save
+from holdfast.plan.shard_table import Replica
+from holdfast.saving.job import SaveJob
+from holdfast.state.memory import BytesMemory
+from holdfast.store.local import LocalStore
+
+_COPIED = BytesMemory(b"")
+
+
+class StagedSink:
+    """Writes what was copied before the save began. arena: None where the state could not be read, and
+    nothing will be written."""
+
+    def __init__(self, writer: WriterProcess, arena: Arena | None, staged: Staged) -> None:
+        self._writer, self._arena, self._staged = writer, arena, staged
+
+    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+        assert self._arena is not None
+        return _write(self._writer, self._arena, job, _order(job, replicas, about, self._arena, self._staged))
+
+
+class WaveSink:
+    """Copies as much as the budget allows, writes it as a file, and so on. The caller waits for the last
+    copy.
+
+    has_staged: called once the last wave is copied. budget: bytes that the copy may take. into: how tensors
+        get into the arena.
+    """
+
+    def __init__(
+        self, writer: WriterProcess, arena: Arena, has_staged: Callable[[], None], budget: int, into: Into
+    ) -> None:
+        self._writer, self._arena, self._has_staged = writer, arena, has_staged
+        self._budget, self._into = budget, into
+        self.copying = False
+        """Is a thread copying into the arena now?"""
+
+    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+        table, limit = job.table, min(job.options.max_file_bytes, self._budget)
+        options = replace(job.options, columns=(), max_file_bytes=limit)
+        plan = plan_save(table, replicas, options)
+        job.streams.wait()
+        cuts, digests = split_files(plan, options), witnessed(table, plan)
+        files: list[WrittenFile] = []
+        for part, cut in enumerate(cuts):
+            self.copying = True
+            staged = stage_wave(table, plan, cut, self._arena, self._into)
+            staged.witnessed = digests
+            job.operation.still_wanted()
+            self.copying = False
+            if part == len(cuts) - 1:
+                forget_copied(job)
+                self._has_staged()
+            order = _order(job, replicas, about, self._arena, staged, options, part)
+            files += _write(self._writer, self._arena, job, order)
+        return files
+
+
+def _order(
+    job: SaveJob,
+    replicas: list[Replica],
+    about: dict[str, Any],
+    arena: Arena,
+    staged: Staged,
+    options: Options | None = None,
+    only: int | None = None,
+) -> Job:
+    """What the writer process is to write. only: the number of the one file, or None for all."""
+    table = job.table
+    return Job(
+        number=0,
+        arena=0,
+        size=arena.size,
+        store=job.store.url,
+        rank=job.rank,
+        specs=table.specs,
+        boxes=table.boxes,
+        replicas=replicas,
+        plain=table.plain,
+        lates=table.lates,
+        base=staged.base,
+        witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
+        about=about,
+        options=options or job.options,
+        only=only,
+    )
+
+
+def _write(writer: WriterProcess, arena: Arena, job: SaveJob, order: Job) -> list[WrittenFile]:
+    """Files from the arena, by the writer process; by this thread where only this process sees the store."""
+
+    def planned(total: int) -> None:
+        job.bytes_total = total
+
+    if not isinstance(job.store, LocalStore):
+        return write_job(order, arena, job.store, planned, job.moved)
+    try:
+        return writer.write(arena, order, planned, job.moved, job.operation.still_wanted)
+    except BaseException:
+        writer.kill()  # it may be stuck, and what it still wrote would be left behind
+        if not job.options.keep_failed:
+            _sweep(job.store, order.about["attempt"], job.rank)
+        raise
+
+
+def forget_copied(job: SaveJob) -> None:
+    """Let go of what was copied, but for objects, which are compared with those of other ranks."""
+    table = job.table
+    table.memory = [
+        memory if spec.kind == OBJECT else _COPIED
+        for spec, memory in zip(table.specs, table.memory, strict=True)
+    ]
+
+
+def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
+    """Delete what a writer that was ended left behind."""
+    with suppress(HoldfastError):
+        mine = f"{attempt}-r{rank:05d}"
+        discard(store, [f"{DATA}/{name}" for name in store.list(DATA) if name.startswith(mine)])

@@ -1,0 +1,113 @@
+"""The writer process: hashes and writes what a trainer has copied into shared memory. It imports no torch.
+
+It runs the same writer as a synchronous save. It ends when its trainer does: the socket between them closes
+with either process, whatever ended it. What it was writing then is no checkpoint, as no index names it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from holdfast.background.arena import Arena, ArenaMemory
+from holdfast.background.writer_messages import Attach, Done, Failed, Job, Moved, Planned, ToWriter, Wire
+from holdfast.errors import HoldfastError
+from holdfast.io.file_writer import write_files
+from holdfast.layout.tensor import DTYPES
+from holdfast.plan.save import WrittenFile, plan_save
+from holdfast.plan.shard_table import Memory, ShardTable
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+TELL_EVERY = 0.05
+"""Seconds between two messages of progress."""
+YIELDS = 10
+"""Training goes first where cores are short; a copy that is under way on another rank, too."""
+
+
+class _Process:
+    def __init__(self, sock: socket.socket) -> None:
+        self.wire = Wire(sock, ToWriter)
+        self.arenas: dict[int, Arena] = {}
+        self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        """Take orders until the trainer is gone."""
+        try:
+            while True:
+                message, fd = self.wire.receive()
+                match message:
+                    case Attach(arena) if fd is not None:
+                        self.arenas[arena] = Arena(fd)
+                    case Job():
+                        self.jobs.put(message)
+        finally:
+            os._exit(0)  # also from the middle of a write: nobody waits for it any more
+
+    def work(self) -> None:
+        while True:
+            job = self.jobs.get()
+            try:
+                self.wire.send(Done(job.number, self._write(job)))
+            except HoldfastError as error:
+                self.wire.send(Failed(job.number, error.to_message()))
+            except Exception as error:
+                said = HoldfastError(f"The writer process met {type(error).__name__}: {error}", rank=job.rank)
+                self.wire.send(Failed(job.number, said.to_message()))
+
+    def _write(self, job: Job) -> list[WrittenFile]:
+        told, moved = time.monotonic(), 0
+
+        def progress(nbytes: int) -> None:
+            nonlocal told, moved
+            moved += nbytes
+            if time.monotonic() >= told + TELL_EVERY:
+                self.wire.send(Moved(job.number, moved))
+                told, moved = time.monotonic(), 0
+
+        return write_job(
+            job,
+            self._arena(job),
+            open_store(job.store),
+            lambda total: self.wire.send(Planned(job.number, total)),
+            progress,
+        )
+
+    def _arena(self, job: Job) -> Arena:
+        arena = self.arenas[job.arena]
+        if arena.size < job.size:
+            arena.reserve(job.size)
+        return arena
+
+
+def write_job(
+    job: Job, arena: Arena, store: Store, planned: Callable[[int], None], progress: Callable[[int], None]
+) -> list[WrittenFile]:
+    """Plan and write a job; `planned` is told how many bytes it is."""
+    table = _holding(job, arena)
+    plan = plan_save(table, job.replicas, job.options)
+    planned(int(plan.chunks.nbytes.sum()))
+    witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
+    return write_files(store, table, plan, job.about, job.options, progress, witnessed, job.only)
+
+
+def _holding(job: Job, arena: Arena) -> ShardTable:
+    """The rank's rows, over what was copied of them."""
+    table = ShardTable(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
+    for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):
+        memory: Memory = ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
+        table.memory.append(memory)
+    return table
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to answer
+    os.nice(YIELDS)
+    process = _Process(socket.socket(fileno=fd))
+    threading.Thread(target=process.listen, name="holdfast-listen", daemon=True).start()
+    process.work()

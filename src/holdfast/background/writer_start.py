@@ -1,0 +1,35 @@
+"""Where the writer process begins: `python -I -S writer_start.py DESCRIPTOR PLACES`.
+
+The interpreter is isolated: it imports the standard library, and nothing from the working directory,
+PYTHONPATH, the folder of this file or site-packages. The few packages that the writer needs come from where
+the trainer has them (PLACES: a folder a name, as JSON), and nothing else does from there. So what lies about
+cannot be executed, and both sides run the same version.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class Places:
+    """Finds packages by name, each in a folder of its own; a finder of `sys.meta_path`."""
+
+    def __init__(self, places: dict[str, str]) -> None:
+        self._places = places
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        place = self._places.get(name)
+        return None if place is None else PathFinder.find_spec(name, [place])
+
+
+if __name__ == "__main__":
+    sys.meta_path.insert(0, Places(json.loads(sys.argv[2])))
+    from holdfast.background.writer_process import main
+
+    main(int(sys.argv[1]))

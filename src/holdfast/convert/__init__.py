@@ -1,1 +1,0 @@
-"""Whole checkpoints from and to other formats, on one process, in streaming."""

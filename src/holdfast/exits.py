@@ -1,0 +1,235 @@
+"""The end of this process: what is done before the interpreter ends, in which order, and the exit code.
+
+An `atexit` handler can change the exit code of a process only by `os._exit`, which skips all handlers that
+were registered before it:
+log files, experiment trackers, children of multiprocessing. So Holdfast has one handler. It goes first,
+whenever it was registered. If nothing failed it returns, and the interpreter ends as ever. If something
+failed that nobody has asked about, it runs all other handlers, flushes open files, writes the error as the
+last thing on the terminal, and ends the process with an exit code other than 0: the one that was given to
+`sys.exit`, if it was such a one; by SIGINT if Ctrl-C has ended the program.
+
+All of it belongs to the process that asked for it; a fork of that process has none of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple, NoReturn
+
+with suppress(RuntimeError):  # the main thread has ended already
+    # Both wait for workers once the main thread has ended, the last imported first: after us.
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+ENDED_BY_INTERRUPT = 130
+"""Exit code of a process whose last wait was ended by Ctrl-C, as shells have it."""
+
+
+class Failure(NamedTuple):
+    """Why this process must not end with exit code 0."""
+
+    said: str
+    """What is written last; "" if the terminal has it already."""
+    code: int = 1
+
+
+class Stage(IntEnum):
+    """What comes first at the end of a process."""
+
+    SAVES = 0
+    SESSIONS = 1
+    FOLDERS = 2
+    THREADS = 3
+
+
+Step = Callable[[], Failure | None]
+
+
+class _Ending:
+    """What one process does at its end."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.steps: dict[Step, Stage] = {}
+        self.listeners: list[Callable[[], None]] = []
+        self.given: object = None
+        """What the main thread gave to `sys.exit` last."""
+        self.ended = self.goes_first = self.working = self.over = False
+        self.late: list[Failure] = []
+        """What failed after the steps: in other `atexit` handlers."""
+
+    def run(self) -> list[Failure]:
+        """All steps, by stage, the last registered first."""
+        self.working = True
+        last_first = reversed(self.steps)
+        found = [_failure_of(step) for step in sorted(last_first, key=self.steps.__getitem__)]
+        self.steps.clear()
+        self.working, self.over = False, True
+        return [failure for failure in found if failure is not None]
+
+
+_known: _Ending | None = None
+_hooked = False
+"""Has the interpreter been told? A fork's has, as its parent's has."""
+_lock = threading.Lock()
+
+
+def at_exit(stage: Stage, step: Step) -> None:
+    """Have `step` run at the end of this process, once, in its stage; what it returns fails the process."""
+    _this_process().steps.setdefault(step, stage)
+
+
+def not_at_exit(step: Step) -> None:
+    """Take `step` back."""
+    _this_process().steps.pop(step, None)
+
+
+def on_main_thread_end(listener: Callable[[], None]) -> None:
+    """Call `listener` once the main thread of this process has ended, on that thread, before anything is
+    waited for."""
+    _this_process().listeners.append(listener)
+
+
+def is_working() -> bool:
+    """Are the steps of `at_exit` being done, which have deadlines of their own?"""
+    return _known is not None and _known.pid == os.getpid() and _known.working
+
+
+def is_over() -> bool:
+    """Are the steps of `at_exit` done? What is begun now, by an `atexit` handler, nothing waits for."""
+    return _known is not None and _known.pid == os.getpid() and _known.over
+
+
+def fail_late(failure: Failure) -> None:
+    """Fail the process once all `atexit` handlers are through that were registered after our first one."""
+    _this_process().late.append(failure)
+
+
+def given_code() -> object:
+    """What the main thread gave to `sys.exit` last, as far as that is known; a bare `raise SystemExit` is not
+    seen."""
+    return _this_process().given
+
+
+def uncaught() -> BaseException | None:
+    """The exception that ends this process, if one does."""
+    found = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return found if isinstance(found, BaseException) else None
+
+
+# -- what the interpreter calls ------------------------------------------------------------------
+
+
+def _this_process() -> _Ending:
+    global _known, _hooked
+    with _lock:
+        if _known is None or _known.pid != os.getpid():
+            _known = _Ending()
+        if not _hooked:
+            _hooked = True
+            atexit.register(_at_last)
+            atexit.register(_at_exit)
+            before_joins = getattr(threading, "_register_atexit", None)
+            if before_joins is not None:
+                with suppress(RuntimeError):  # the main thread has ended already
+                    before_joins(_main_thread_ended)
+            sys.exit = _noting(sys.exit)
+    return _known
+
+
+def _noting(exits: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
+    """`sys.exit`, whose argument no `atexit` handler could learn otherwise."""
+
+    def exit(code: Any = None, /) -> NoReturn:  # noqa: A001
+        if _known is not None and threading.current_thread() is threading.main_thread():
+            _known.given = code
+        exits(code)
+
+    return exit
+
+
+def _main_thread_ended() -> None:
+    """The main thread is through, and waits for the others now."""
+    ending = _known
+    if ending is None or ending.pid != os.getpid() or ending.ended:
+        return
+    ending.ended = ending.goes_first = True
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+    _tell(ending)
+
+
+def _tell(ending: _Ending) -> None:
+    ending.ended = True
+    for listener in ending.listeners:
+        with suppress(Exception):  # threads are to be joined whatever it met
+            listener()
+
+
+def _at_exit() -> None:
+    ending = _known
+    if ending is None or ending.pid != os.getpid():
+        return
+    if not ending.ended:
+        _tell(ending)
+    failures = ending.run()
+    if not failures:
+        return
+    if ending.goes_first:
+        atexit.unregister(_at_exit)
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+    _flush_files()
+    _say(failures)
+    if isinstance(uncaught(), KeyboardInterrupt):  # it is to end as the interpreter ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_exit_code(ending.given, failures))
+
+
+def _at_last() -> None:
+    """After the handlers that were registered since Holdfast was first used."""
+    ending = _known
+    if ending is None or ending.pid != os.getpid() or not ending.late:
+        return
+    _flush_files()
+    _say(ending.late)
+    os._exit(_exit_code(ending.given, ending.late))
+
+
+def _failure_of(step: Step) -> Failure | None:
+    try:
+        return step()
+    except BaseException as error:
+        return Failure("".join(traceback.format_exception(error)).rstrip())
+
+
+def _exit_code(given: object, failures: list[Failure]) -> int:
+    """The code of `sys.exit` stays, unless it says that all is well."""
+    asked = given & 0xFF if isinstance(given, int) else int(given is not None)
+    return asked or failures[0].code
+
+
+def _flush_files() -> None:
+    """Write what open files hold back, as the interpreter does at its end."""
+    for found in gc.get_objects():
+        if issubclass(type(found), io.IOBase):
+            with suppress(Exception):
+                found.flush()
+
+
+def _say(failures: list[Failure]) -> None:
+    for failure in failures:
+        if failure.said:
+            with suppress(Exception):
+                print(failure.said, file=sys.stderr, flush=True)

@@ -1,0 +1,198 @@
+"""What in a process's groups and environment is known to end in a hang, each with what to do. No torch
+here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.groups.lifecycle.plan import shown
+
+
+class GroupFacts(msgspec.Struct, frozen=True):
+    """One process group as this rank sees it."""
+
+    name: str
+    """torch's."""
+    description: str
+    ranks: tuple[int, ...]
+    backend: str
+    timeout: float | None
+    """Seconds; None where torch does not tell."""
+    is_open: bool | None
+    """Has it a communicator? None where that can't be known."""
+    is_warm: bool
+    """Has Holdfast warmed it up?"""
+
+    @property
+    def named_by_digest(self) -> bool:
+        """As `use_local_synchronization` does."""
+        return len(self.name) == 40 and not self.name.isdigit()
+
+
+class ProcessFacts(msgspec.Struct, frozen=True):
+    """What an audit knows of a process."""
+
+    pid: int
+    rank: int | None
+    world_size: int | None
+    torch: str
+    is_eager: bool
+    """Is the default group bound to a device (`init_process_group(device_id=...)`)?"""
+    groups: tuple[GroupFacts, ...]
+    variables: dict[str, str]
+    """Of the environment, those that begin with TORCH, NCCL or GLOO."""
+
+
+class Hazard(msgspec.Struct, frozen=True):
+    kind: str
+    what: str
+    remedy: str
+
+
+NAMES = ("TORCH", "NCCL", "GLOO")
+TORCH_TIMEOUTS = (600.0, 1800.0)
+"""Seconds that NCCL and gloo groups get if none are given."""
+_OFF = ("0", "false", "no", "off")
+
+
+def hazards(facts: ProcessFacts) -> list[Hazard]:
+    """All that an audit of one process finds; the worst first."""
+    return [*_of_groups(facts), *of_variables(facts.variables)]
+
+
+def _of_groups(facts: ProcessFacts) -> list[Hazard]:
+    found: list[Hazard] = []
+    shared = [group for group in facts.groups if len(group.ranks) > 1]
+    cold = [group for group in shared if not group.is_warm and not group.is_open and "nccl" in group.backend]
+    if cold:
+        found.append(
+            Hazard(
+                "never warmed up",
+                f"{len(cold)} of {len(shared)} groups have no communicator yet: {_listed(cold)}. The first "
+                f"collective of each makes "
+                "one, takes memory, and waits for all its ranks without a bound.",
+                "Call holdfast.warm_up() right after the groups are made, while memory is free.",
+            )
+        )
+    digests = [group for group in facts.groups if group.named_by_digest]
+    if digests and facts.is_eager:
+        found.append(
+            Hazard(
+                "eager and local",
+                f"The default group is bound to a device, and {len(digests)} groups were made with "
+                f"use_local_synchronization: making "
+                "a group is a collective of the whole world then, which only its members enter.",
+                "Leave out device_id= in init_process_group, or use_local_synchronization in new_group.",
+            )
+        )
+    elif digests:
+        found.append(
+            Hazard(
+                "named by history",
+                f"{len(digests)} groups were made with use_local_synchronization: {_listed(digests)}. Their "
+                f"names depend on how many groups "
+                "this rank has; ranks with other numbers never meet.",
+                "Make groups with holdfast.open_groups, or without use_local_synchronization.",
+            )
+        )
+    given = facts.groups[0].timeout if facts.groups else None
+    other = [group for group in shared[1:] if group.timeout in TORCH_TIMEOUTS and group.timeout != given]
+    if other and given is not None:
+        found.append(
+            Hazard(
+                "no timeout given",
+                f"{len(other)} groups have torch's own timeout, {other[0].timeout:g} s, and the default "
+                f"group {given:g} s: {_listed(other)}. "
+                "Without timeout= a new group does not get the default group's.",
+                "Give new_group (in Megatron: --distributed-timeout-minutes) the timeout that you mean.",
+            )
+        )
+    alone = [group for group in facts.groups if len(group.ranks) == 1 and (facts.world_size or 1) > 1]
+    if alone:
+        opened = sum(bool(group.is_open) for group in alone)
+        found.append(
+            Hazard(
+                "groups of one",
+                f"{len(alone)} groups have this rank alone ({opened} with a communicator): {_listed(alone)}. "
+                f"A communicator of one takes "
+                "as much GPU memory as any other.",
+                "Don't make them, or issue no collective in them; holdfast.open_groups leaves them out.",
+            )
+        )
+    twice = [
+        key
+        for key, count in Counter((group.description, group.ranks) for group in shared).items()
+        if count > 1
+    ]
+    named = [key for key in twice if key[0]]
+    if named:
+        found.append(
+            Hazard(
+                "leaked",
+                f"{len(named)} groups are there more than once, with the same description and ranks, as "
+                f"{named[0][0]} ({shown(named[0][1])}). Megatron's destroy_model_parallel forgets groups and "
+                f"destroys only gloo's.",
+                "Destroy groups (torch.distributed.destroy_process_group(group)) before they are made again.",
+            )
+        )
+    return found
+
+
+def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
+    """What the environment alone tells."""
+    found: list[Hazard] = []
+
+    def off(*names: str) -> str | None:
+        return next((name for name in names if variables.get(name, "").strip().lower() in _OFF), None)
+
+    name = off("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if name:
+        found.append(
+            Hazard(
+                "no flight recorder",
+                f"{name} is 0: a hang leaves no trace.",
+                f"Leave {name} out (2000 entries).",
+            )
+        )
+    name = off("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+    if name:
+        found.append(
+            Hazard(
+                "errors ignored",
+                f"{name} is 0: a collective that fails or times out is not ended, and the process hangs.",
+                f"Leave {name} out (3: end the process).",
+            )
+        )
+    name = off("TORCH_NCCL_ENABLE_MONITORING")
+    if name:
+        found.append(
+            Hazard(
+                "no monitor",
+                f"{name} is 0: nobody ends a process whose watchdog is stuck.",
+                f"Leave {name} out.",
+            )
+        )
+    name = off("TORCH_NCCL_DUMP_ON_TIMEOUT")
+    if name:
+        found.append(
+            Hazard("no dump", f"{name} is 0: a timeout writes no flight record.", f"Leave {name} out.")
+        )
+    if variables.get("NCCL_DEBUG", "").upper() == "TRACE":
+        found.append(
+            Hazard(
+                "slow log",
+                "NCCL_DEBUG is TRACE: every call is logged, and ranks fall behind.",
+                "Use WARN or INFO.",
+            )
+        )
+    return found
+
+
+def _listed(groups: Sequence[GroupFacts], most: int = 4) -> str:
+    names = ", ".join(
+        f"{group.description or group.name} ({shown(group.ranks, 4)})" for group in groups[:most]
+    )
+    return names + (f" and {len(groups) - most} more" if len(groups) > most else "")

@@ -1,0 +1,109 @@
+"""`init_process_group` that names the ranks which do not come: they meet on the store first, under a
+deadline."""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import BadInput, GroupsFailed, RosterLost
+from holdfast.groups.lifecycle.device import Device
+from holdfast.options import Environment, read_environment
+from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.task import CollectiveTask
+from holdfast.roster.base import Message
+from holdfast.roster.torch_store import TorchRoster
+
+_stores: dict[tuple[str, int], Any] = {}
+"""The one that a process has opened stays open: others may still read it, and a next start uses it again."""
+
+
+class _Start(CollectiveTask):
+    """All ranks are here and mean the same; then they initialise torch.distributed."""
+
+    def __init__(self, store: Any, env: Environment, backend: str | None, call: Call) -> None:
+        super().__init__("start of torch.distributed", "groups://start", call)
+        self._store, self._env, self._backend = store, env, backend
+        self._timeout = call.deadline.seconds
+        self._device = Device(uses_gpu=torch.cuda.is_available())
+
+    def contribute(self) -> Message:
+        return {
+            "world size": self._env.world_size,
+            "backend": self._backend,
+            "timeout": self._timeout,
+            "torch": str(torch.__version__),
+        }
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        first = self.roster.rank
+        for rank, message in sorted(said.items()):
+            for what, value in message.items():
+                if value != said[first][what]:
+                    raise BadInput(
+                        f"Ranks differ in {what}: {said[first][what]!r} on rank {first}, {value!r} on rank "
+                        f"{rank}.",
+                        rank=rank,
+                    )
+        token = secrets.token_hex(6)  # the store may hold keys of an earlier start
+        return {rank: {"token": token} for rank in said}
+
+    def execute(self, answer: Message) -> Message:
+        self._device.use()
+        self.doing("in init_process_group")
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=dist.PrefixStore(f"holdfast-{answer['token']}/default_pg", self._store),  # type: ignore[attr-defined]
+                rank=self._env.rank,
+                world_size=self._env.world_size,
+                timeout=timedelta(seconds=self._timeout),
+            )
+        except Exception as error:
+            raise GroupsFailed(
+                f"init_process_group met {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+        return {}
+
+
+def start_world(backend: str | None, timeout: float, stall_timeout: float) -> None:
+    """Initialise torch.distributed from torchrun's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT,
+    LOCAL_RANK)."""
+    env = read_environment()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
+    store = _store(env, timeout)
+    roster = TorchRoster(store, env.rank, env.world_size)
+    _Start(store, env, backend, begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)).run()
+
+
+def _store(env: Environment, timeout: float) -> Any:
+    if env.store is None:
+        raise BadInput(
+            "MASTER_ADDR and MASTER_PORT must be in the environment to start torch.distributed.",
+            hint="Start the job with torchrun, or call init_process_group before holdfast.session.",
+        )
+    if env.store in _stores:
+        return _stores[env.store]
+    host, port = env.store
+    try:
+        made = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=env.rank == 0 and not env.launcher_has_store,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise RosterLost(
+            f"Rank {env.rank} could not open the message store at {host}:{port} within {timeout:g} s: "
+            f"{str(error).splitlines()[0]}",
+            hint="Rank 0, or torchrun on that host, hosts it; see whether it has started, and whether the "
+            "port is free.",
+        ) from None
+    _stores[env.store] = made
+    return made

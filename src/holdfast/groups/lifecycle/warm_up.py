@@ -1,0 +1,319 @@
+"""`warm_up`: the first collective of every process group, at a time of the user's choosing, under a deadline.
+
+NCCL makes a communicator at a group's first collective. That takes memory, half a GB or more, and it waits
+for every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some
+groups are first used in the first optimizer step, when memory is full and ranks are apart. So: ask over the
+roster who is here and what it has, then one tiny collective a group, in rounds of groups that have no rank in
+common, and watch from outside of NCCL.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from holdfast import events
+from holdfast.deadline import check_seconds
+from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed
+from holdfast.groups.audit.doctor import serve
+from holdfast.groups.lifecycle.claims import agreed, claim, label, listed
+from holdfast.groups.lifecycle.collectives import OPERATIONS, issue, usable_devices
+from holdfast.groups.lifecycle.device import Device, MiB
+from holdfast.groups.lifecycle.open import Groups
+from holdfast.groups.lifecycle.plan import rounds
+from holdfast.groups.lifecycle.state import facts, warm
+from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.task import CollectiveTask
+from holdfast.roster.base import Message, Roster
+from holdfast.roster.presence import describe
+from holdfast.torch_private import Known, is_open, known_groups
+
+DYING = 1.0
+"""Seconds that a process takes to end, at most, after its connections have broken."""
+
+
+class WarmedGroup(msgspec.Struct, frozen=True):
+    """What warming up one group took on this rank."""
+
+    name: str
+    """torch's."""
+    description: str
+    ranks: tuple[int, ...]
+    round: int
+    seconds: float
+    bytes_taken: int
+    """Of the GPU's memory, as the driver counts it; 0 without one."""
+    was_warm: bool
+    """Had it a communicator before?"""
+
+
+class WarmUpReport(msgspec.Struct, frozen=True):
+    """What `warm_up` did on this rank."""
+
+    groups: tuple[WarmedGroup, ...]
+    """In the order in which they were warmed up."""
+    rounds: int
+    groups_in_world: int
+    """Different groups, over all ranks."""
+    seconds: float
+
+    @property
+    def bytes_taken(self) -> int:
+        """Of this rank's GPU, by all groups."""
+        return sum(group.bytes_taken for group in self.groups)
+
+
+class _WarmUp(CollectiveTask):
+    def __init__(
+        self,
+        groups: list[Known],
+        operations: tuple[str, ...],
+        budget: int | None,
+        call: Call,
+    ) -> None:
+        super().__init__("warm-up of process groups", "groups://warm-up", call)
+        self._groups = {known.name: known for known in groups}
+        self._operations, self._budget = operations, budget
+        self._device = Device()
+        self._position = 0
+        self._everyone: dict[str, tuple[str, list[int]]] = {}
+        """Committer: description and ranks of every group."""
+        self._order: dict[int, list[str]] = {}
+        self._round: dict[str, int] = {}
+        self.warmed: list[WarmedGroup] = []
+        self.rounds = self.groups_in_world = 0
+
+    def contribute(self) -> Message:
+        rank = self.roster.rank
+        return {
+            "operations": list(self._operations),
+            "budget": self._budget,
+            "free": self._device.free(),
+            "has": [known.name for known in known_groups()],
+            "groups": [
+                claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
+            ],
+        }
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        self._everyone = agreed(said)
+        for rank, message in sorted(said.items()):
+            if message["operations"] != list(self._operations):
+                raise BadInput(
+                    f"Rank {rank} warms up with {message['operations']}, rank {self.roster.rank} with "
+                    f"{list(self._operations)}.",
+                    rank=rank,
+                )
+            budget, free = message["budget"], message["free"]
+            if budget is not None and free is not None and free < budget:
+                raise GroupsFailed(
+                    f"Rank {rank} has {free / MiB:,.0f} MiB of GPU memory free, and {len(message['groups'])} "
+                    f"groups may take "
+                    f"{budget / MiB:,.0f} MiB (memory_budget); nothing was warmed up.",
+                    rank=rank,
+                    hint="Warm up before the model is built, or lower the budget.",
+                )
+        names = list(self._everyone)
+        numbers = rounds([np.array(self._everyone[name][1], np.int64) for name in names])
+        of = self._round = dict(zip(names, numbers, strict=True))
+        total = {"rounds": max(numbers, default=-1) + 1, "groups": len(names)}
+        for rank, message in said.items():
+            self._order[rank] = sorted((name for name, *_ in message["groups"]), key=of.__getitem__)
+        return {
+            rank: {"order": order, "at": [of[name] for name in order], **total}
+            for rank, order in self._order.items()
+        }
+
+    def execute(self, answer: Message) -> Message:
+        self._device.use()
+        self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
+        order = list(zip(answer["order"], answer["at"], strict=True))
+        for position, (name, number) in enumerate(order):
+            known = self._groups[name]
+            self._position = position
+            self.doing(f"in {label(name, known.description, known.ranks)}, {position + 1} of {len(order)}")
+            self.warmed.append(self._warm_one(known, number))
+        self._position = len(order)
+        self.doing("warmed up all its groups")
+        return {}
+
+    def _warm_one(self, known: Known, number: int) -> WarmedGroup:
+        before, begun = self._device.free(), time.perf_counter()
+        was_warm = bool(is_open(known.group)) or known.group in warm
+        places = usable_devices(known.group)
+        if not places:
+            raise GroupsFailed(
+                f"{label(known.name, known.description, known.ranks)} has the backend "
+                f"{dist.get_backend_config(known.group)}, "
+                "for which no tensor can be made here; it was not warmed up.",
+                hint="Give groups= without it.",
+            )
+        try:
+            for device in places:
+                for operation in self._operations:
+                    issue(operation, known, device)
+            self._device.settle()
+        except Exception as error:
+            free = self._device.free()
+            left = "" if free is None else f"; {free / MiB:,.0f} MiB of GPU memory are free"
+            raise GroupsFailed(
+                f"The first collective of {label(known.name, known.description, known.ranks)} met "
+                f"{type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}{left}",
+                details={"group": known.name},
+            ) from error
+        after = self._device.free()
+        taken = 0 if before is None or after is None else max(before - after, 0)
+        warm.add(known.group)
+        found = WarmedGroup(
+            known.name, known.description, known.ranks, number, time.perf_counter() - begun, taken, was_warm
+        )
+        fields = msgspec.structs.asdict(found)
+        events.emit("groups.warmed", rank=self.roster.rank, group=fields.pop("name"), **fields)
+        total = taken + sum(group.bytes_taken for group in self.warmed)
+        if self._budget is not None and total > self._budget:
+            raise GroupsFailed(
+                f"{len(self.warmed) + 1} groups took {total / MiB:,.0f} MiB of GPU memory, more than "
+                f"memory_budget "
+                f"({self._budget / MiB:,.0f} MiB); the last was "
+                f"{label(known.name, known.description, known.ranks)} with "
+                f"{taken / MiB:,.0f} MiB.",
+                hint="Open fewer groups, or set NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS lower.",
+            )
+        return found
+
+    def now(self) -> Message:
+        return {"position": self._position, "free": self._device.free()}
+
+    def better(self, error: HoldfastError) -> HoldfastError | None:
+        if isinstance(error, GroupsFailed) and "group" in error.details:
+            return self._somebody_gone(error)
+        if isinstance(error, DeadlineExceeded) and self._order:
+            return self._who_did_not_come(error)
+        return None
+
+    def _somebody_gone(self, error: GroupsFailed) -> HoldfastError | None:
+        """A collective that breaks because another rank has died is not this rank's failure."""
+        known = self._groups[error.details["group"]]
+        said = self.presences(rank for rank in known.ranks[:1024] if rank != self.roster.rank)
+        # A process that dies closes its connections first, and is seen to be gone a moment later.
+        patience = 0.0 if isinstance(error.__cause__, torch.OutOfMemoryError) else DYING
+        ends = time.monotonic() + patience
+        while True:
+            gone = [
+                describe(rank, message, time.time(), "its process has ended")
+                for rank, message in said.items()
+                if self.is_gone(message)
+            ]
+            if gone:
+                break
+            if time.monotonic() >= ends:
+                return None
+            time.sleep(0.02)
+        return RankFailed(
+            f"The warm-up of process groups failed in {label(known.name, known.description, known.ranks)}: "
+            f"{gone[0]}.",
+            rank=gone[0].rank,
+            missing=tuple(gone),
+        )
+
+    def _who_did_not_come(self, error: DeadlineExceeded) -> HoldfastError | None:
+        """Of the group in the earliest round that is not through: who arrived, and who did not."""
+        said = self.presences(self.operation.at.participants)
+        at = {rank: int(message.get("position", 0)) for rank, message in said.items()}
+        at[self.roster.rank] = self._position
+        stuck = []
+        for name, (description, ranks) in self._everyone.items():
+            place = {rank: at.get(rank, -1) - self._order[rank].index(name) for rank in ranks}
+            absent = [rank for rank in ranks if place[rank] < 0]
+            if len(absent) < len(ranks) and any(here <= 0 for here in place.values()):
+                stuck.append((self._round[name], not absent, name, description, ranks, absent))
+        for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
+            arrived = [rank for rank in ranks if rank not in absent]
+            culprits = absent or arrived
+            infos = tuple(
+                describe(rank, said.get(rank), time.time(), "", self.operation.at.key)
+                for rank in culprits[:8]
+            )
+            free = said.get(culprits[0], {}).get("free") if culprits else None
+            memory = "" if free is None else f", with {free / MiB:,.0f} MiB of GPU memory free"
+            where = (
+                f"{listed(arrived)} arrived, {listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
+                if absent
+                else f"all its ranks arrived, and its collective did not end{memory}: "
+                f"{'; '.join(map(str, infos))}"
+            )
+            return DeadlineExceeded(
+                f"The warm-up of process groups failed after {self.operation.seconds():.1f} s in "
+                f"{label(name, description, ranks)}: {where}.",
+                rank=culprits[0] if len(culprits) == 1 else None,
+                missing=infos or error.missing,
+                hint="A stack of that rank (py-spy dump --pid) shows more.",
+            )
+        return None
+
+
+def warm_up(
+    groups: Groups | Iterable[Any] | str = "all",
+    *,
+    operations: Sequence[str] = ("all_reduce",),
+    timeout: float = 300.0,
+    stall_timeout: float = 60.0,
+    memory_budget: int | None = None,
+    roster: Roster | None = None,
+) -> WarmUpReport:
+    """Issue the first collective of process groups, on all ranks of the world, so that each has its
+    communicator.
+
+    groups: "all" of more than one rank that torch knows, whoever made them (Megatron's `parallel_state`, a
+        DeviceMesh), those of `open_groups`, or a list of groups, the same groups on all ranks that are in
+        them.
+    operations: "all_reduce"; "all_to_all", for what NCCL opens at first use of point-to-point channels;
+        "pairs", the communicators of two ranks that unbatched send and receive between pipeline neighbours
+        use.
+    timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who
+        arrived in it, who did not, and where that rank is. stall_timeout: seconds that a rank may be silent.
+    memory_budget: bytes of GPU memory that all groups together may take on this rank. A rank that has less
+        free is named before anything is done.
+
+    Collectives run on a thread; if one never returns, the call does, and the process should end: see
+    `holdfast.session`.
+    """
+    check_seconds("timeout", timeout)
+    wrong = [operation for operation in operations if operation not in OPERATIONS]
+    if wrong or not operations:
+        raise BadInput(f"operations={tuple(operations)!r} must be some of {OPERATIONS}.")
+    if not isinstance(groups, str | Groups) and not isinstance(groups, Iterable):
+        raise BadInput(f"groups={groups!r}: give 'all', what open_groups returned, or a list of groups.")
+    if memory_budget is not None and memory_budget < 1:
+        raise BadInput(f"memory_budget must be bytes from 1 on, or None, not {memory_budget!r}.")
+    if not dist.is_initialized():
+        raise BadInput(
+            "warm_up needs torch.distributed: call init_process_group first, or use holdfast.session."
+        )
+    serve(facts)
+    there = known_groups()
+    known = [group for group in there if len(group.ranks) > 1]
+    if isinstance(groups, str):
+        if groups != "all":
+            raise BadInput(f"groups={groups!r}: give 'all', what open_groups returned, or a list of groups.")
+    else:
+        asked = groups.distinct() if isinstance(groups, Groups) else list(groups)
+        strange = [value for value in asked if not any(value is group.group for group in there)]
+        if strange:
+            raise BadInput(
+                f"groups= has {strange[0]!r}, which is no process group of this rank.",
+                hint="Give 'all', what open_groups returned, or a list of process groups.",
+            )
+        known = [group for group in known if any(value is group.group for value in asked)]
+    call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
+    turn = _WarmUp(known, tuple(operations), memory_budget, call)
+    begun = time.perf_counter()
+    turn.run()
+    return WarmUpReport(tuple(turn.warmed), turn.rounds, turn.groups_in_world, time.perf_counter() - begun)

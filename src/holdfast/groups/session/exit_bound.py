@@ -1,0 +1,179 @@
+"""A bound on the end of a process that had a session: what keeps it alive after its main thread is through is
+ended with it.
+
+That may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
+finalisation of the interpreter, or a destructor of a C++ library. The bound counts from the end of the main
+thread, and only while Holdfast itself has nothing under
+way: saves and the closing of sessions have deadlines of their own. So a program that goes on after its
+session is never touched, however the session ended; nor is a fork.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from holdfast.background.manager import wait_for_saves
+from holdfast.errors import HoldfastError
+from holdfast.exits import Failure, Stage, at_exit, is_working, on_main_thread_end
+from holdfast.groups.session.backstop import Backstop
+from holdfast.threads import start_thread
+
+EXIT_LATE = 87
+"""Exit code of a process that was still there so many seconds after its end."""
+LOOK = 0.5
+"""Seconds between two looks."""
+MARGIN = 10.0
+"""Seconds after the bound at which a process is ended that can't run Python any more."""
+CHILDREN_END = 2.0
+"""Seconds that children of multiprocessing have from SIGTERM to SIGKILL."""
+
+
+class _Bound:
+    """Of one process."""
+
+    def __init__(self, who: str) -> None:
+        self.pid, self.who = os.getpid(), who
+        self.seconds = 0.0
+        self.bodies: list[threading.Thread] = []
+        """Threads that have begun a session."""
+        self._begun = self._unwatched = False
+        self._ends = 0.0
+        self._backstop = Backstop(EXIT_LATE)
+
+    def begin(self) -> None:
+        """The main thread is through: from here on the bound counts."""
+        if self.pid != os.getpid() or self._begun:
+            return
+        self._begun = True
+        self._begin_anew()
+        try:
+            start_thread(self._watch, "holdfast-exit")
+        except HoldfastError:  # no more threads; Python 3.12.0 to 3.12.2 never starts one from here on
+            self._unwatched = True
+            self._backstop.disarm()
+
+    def count_unwatched(self) -> Failure | None:
+        """Holdfast is through, and so are all threads that are no daemons: from here on the backstop can do
+        without somebody who looks."""
+        if self._unwatched:
+            self._begin_anew()
+        return None
+
+    def _watch(self) -> None:
+        while (left := self._ends - time.monotonic()) > 0:
+            time.sleep(min(LOOK, left))
+            if self._is_at_work():
+                self._begin_anew()
+        self._end()
+
+    def _begin_anew(self) -> None:
+        self._ends = time.monotonic() + self.seconds
+        self._backstop.arm(self.seconds + MARGIN)
+
+    def _is_at_work(self) -> bool:
+        """Is the program going on in a thread that had a session, or Holdfast doing what has its own
+        deadline?"""
+        goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
+        return goes_on or is_working() or bool(wait_for_saves(0.0))
+
+    def _end(self) -> None:
+        _dump_stacks()
+        _write(
+            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s "
+            f"after its end; "
+            f"{'; '.join(_holders())}. If that is work to be done, give session() a longer after_end.\n"
+        )
+        self._backstop.insist()  # the main thread goes on once its children have ended
+        _end_children()
+        os._exit(EXIT_LATE)
+
+
+_known: _Bound | None = None
+_lock = threading.Lock()
+
+
+def bound_exit(seconds: float, who: str) -> None:
+    """End this process with exit code 87 if it is still there so many seconds after its end. The longest
+    bound that was asked for holds."""
+    global _known
+    with _lock:
+        if _known is None or _known.pid != os.getpid():
+            known = _Bound(who)
+            on_main_thread_end(known.begin)
+            at_exit(Stage.THREADS, known.count_unwatched)
+            # Where a process is one of multiprocessing's, that waits for its children before the
+            # interpreter's end.
+            multiprocessing.util.Finalize(None, known.begin, exitpriority=100)
+            _known = known
+        _known.seconds = max(_known.seconds, seconds)
+        body = threading.current_thread()
+        _known.bodies = [thread for thread in _known.bodies if thread.is_alive() and thread is not body]
+        if body is not threading.main_thread():
+            _known.bodies.append(body)
+
+
+# -- what is told -------------------------------------------------------------------------------
+
+
+def _holders() -> Iterator[str]:
+    """What may keep this process from ending, each in some words."""
+    main = threading.main_thread()
+    threads = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    if threads:
+        yield f"threads that are no daemons: {', '.join(map(repr, threads))}"
+    children = list(_children())
+    if children:
+        yield f"child processes: {', '.join(children)}"
+    frame: Any = sys._current_frames().get(main.ident or 0)
+    calls = traceback.extract_stack(frame)[-4:] if frame is not None else []
+    where = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+    yield f"its main thread is at {where}" if where else "its main thread is in no Python code"
+
+
+def _children() -> Iterator[str]:
+    """Pid and name of each child process."""
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            for pid in tasks.read_text().split():
+                yield f"{pid} ({Path('/proc', pid, 'comm').read_text().strip()})"
+
+
+def _dump_stacks() -> None:
+    try:
+        faulthandler.dump_traceback()
+    except Exception:  # sys.stderr is not what has a descriptor
+        with suppress(Exception):
+            faulthandler.dump_traceback(file=2)
+
+
+def _write(words: str) -> None:
+    """To the terminal, past buffers whose lock a stuck thread may have."""
+    try:
+        target = sys.stderr.fileno()
+    except Exception:
+        target = 2
+    with suppress(OSError):
+        os.write(target, words.encode(errors="replace"))
+
+
+def _end_children() -> None:
+    """Those of multiprocessing, which this process was to wait for."""
+    with suppress(Exception):
+        children = multiprocessing.active_children()
+        for child in children:
+            child.terminate()
+        ends = time.monotonic() + CHILDREN_END
+        for child in children:
+            child.join(max(0.0, ends - time.monotonic()))
+            if child.is_alive():
+                child.kill()

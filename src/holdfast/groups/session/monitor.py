@@ -1,0 +1,217 @@
+"""A session's watch: this rank is here, are its neighbours? It runs beside training and issues no collective.
+
+Each rank beats on a lane of the roster, and looks at the rank before and the rank after it: every rank is
+watched by two, however many there are. Who sees that one has died or fallen silent, and who raises, puts that
+under one key; the first is everyone's.
+
+The message store may stop answering, and a call of its client never returns then. So nothing here is called
+on the caller's thread but through `Questions`, and a thread that asks nobody notices when the one that asks
+is stuck.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.deadline import REAL_CLOCK, StallTimer
+from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.groups.session.questions import Questions
+from holdfast.roster.base import Message, Roster
+from holdfast.roster.presence import Presence, at_key, describe
+from holdfast.threads import start_thread
+
+T = TypeVar("T")
+
+AT_ONCE = 256
+"""Ranks that are asked for in one question."""
+PATIENCE = 5.0
+"""Seconds that the message store is given for one answer, when a rank is about to end."""
+
+
+class Monitor:
+    """`on_failure` is called once, on a thread of its own, with the error that ends the session on all
+    ranks."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        key: str,
+        host: Message,
+        stall_timeout: float,
+        on_failure: Callable[[HoldfastError], None],
+    ) -> None:
+        self.roster, self.key = roster, key
+        self.failure: HoldfastError | None = None
+        self.presence = Presence(roster, "session", 1.0)
+        self.presence.phase = "in its body"
+        self.presence.more = lambda: {"resident": True}
+        self._stall, self._on_failure = stall_timeout, on_failure
+        # A store answers some ten thousand questions a second, so large worlds ask less often.
+        self._interval = min(max(0.5, roster.world_size / 2000), stall_timeout / 4)
+        rank, world = roster.rank, roster.world_size
+        self._neighbours = sorted({(rank + 1) % world, (rank - 1) % world} - {rank})
+        self._timers: dict[int, StallTimer] = {}
+        self._seen = {0: host}  # which can't be asked for once the message store is gone
+        self._questions = Questions()
+        self._lost = False
+        """Does the message store answer no more?"""
+        self._beats = threading.Event()
+        self._beats.set()
+        self._stop = threading.Event()
+        self._turned = time.monotonic()
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        self._questions.start("holdfast-session-ask", self.roster.rank)
+        self.presence.begin(self.key, None)
+        for work, name in ((self._run, "holdfast-session"), (self._guard, "holdfast-session-guard")):
+            start_thread(work, name, self.roster.rank)
+
+    def hand_over(self) -> None:
+        """An operation of the session tells from now on where this rank is."""
+        self._beats.clear()
+        self.presence.leave()
+
+    def stop(self) -> None:
+        """No more beats. Whoever waits for this rank from now on waits for what it says."""
+        self._stop.set()
+
+    def ask_no_more(self) -> None:
+        """This rank has nothing more to say or to hear."""
+        self._lost = True
+        self._questions.stop()
+
+    # -- on any thread, in bounded time ---------------------------------------------------------
+
+    def fail(self, error: HoldfastError) -> bool:
+        """Have this error end the session on all ranks; False if another was first, which is `failure`
+        then."""
+        mine = {**error.to_message(), "claim": f"{self.roster.rank}-{secrets.token_hex(4)}"}
+        standing = self._ask(lambda: self.roster.claim(f"{self.key}/failed", mine), mine)
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = from_message(standing)
+        return bool(standing["claim"] == mine["claim"])
+
+    def look(self) -> None:
+        """See whether somebody has failed, or a neighbour is gone, now."""
+        self._ask(self._look, None)
+
+    def say(self, what: str) -> None:
+        """Leave word of this rank for the others: `heard` of a failure, `left`."""
+        self._ask(lambda: self.roster.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()}), None)
+
+    def wait_for(self, what: str, ranks: list[int], ends: float) -> None:
+        """Until these ranks have said it, or are gone, or the (monotonic) time has come."""
+        waiting = list(ranks)
+        while waiting and not self._lost and time.monotonic() < ends:
+            some = waiting[:AT_ONCE]
+            nobody: set[int] = set()
+            done = self._ask(lambda: self._have_said(what, some), nobody)  # noqa: B023
+            waiting = [rank for rank in waiting if rank not in done]
+            if not done:
+                time.sleep(0.05)
+
+    def known(self, rank: int) -> Message | None:
+        """What a rank has last said of itself."""
+        return self._ask(lambda: self.roster.get([at_key(rank)])[0], self._seen.get(rank))
+
+    def is_alive(self, message: Message) -> bool:
+        """Is the process behind a message seen to be alive from here?"""
+        return self.presence.identity.alive(message) is True
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        """An answer of the message store, if there is one in time; it is not asked again after it gave
+        none."""
+        if self._lost:
+            return otherwise
+        try:
+            return self._questions.ask(question, min(PATIENCE, self._stall))
+        except (RosterLost, DeadlineExceeded):
+            self._lost = True
+            return otherwise
+
+    # -- on the threads -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.wait(self._interval):
+                if self._beats.is_set():
+                    self.presence.send()
+                self._look()
+                self._turned = time.monotonic()
+                if self.failure is not None:
+                    return
+        except RosterLost as error:
+            if not self._stop.is_set():
+                self._without_store(str(error.message))
+
+    def _guard(self) -> None:
+        """Tells of the failure; asks nobody, so that nothing can hold it up."""
+        while not self._stop.wait(0.1):
+            if self.failure is None and time.monotonic() > self._turned + self._stall + self._interval:
+                self._without_store(f"The message store has not answered for {self._stall:g} s.")
+            if self.failure is not None:
+                self._on_failure(self.failure)
+                return
+
+    def _without_store(self, what: str) -> None:
+        self._lost = True
+        where = "rank 0 mostly hosts it"
+        if self.roster.rank:
+            host = self._seen[0]
+            alive = self.presence.identity.alive(host)
+            state = {True: "is there", False: "has ended", None: "can't be seen from here"}[alive]
+            where += f" (host {host.get('host')}, pid {host.get('pid')}), whose process {state}"
+        error = RosterLost(f"The session ended because ranks can't reach each other: {what} {where}.")
+        with self._lock:
+            self.failure = self.failure or error
+
+    def _have_said(self, what: str, ranks: list[int]) -> set[int]:
+        said = self.roster.get([f"{self.key}/{what}/{rank}" for rank in ranks])
+        silent = [rank for rank, word in zip(ranks, said, strict=True) if word is None]
+        here = self.roster.get([at_key(rank) for rank in silent])
+        gone = {
+            rank
+            for rank, message in zip(silent, here, strict=True)
+            if message is not None and self.presence.identity.alive(message) is False
+        }
+        return (set(ranks) - set(silent)) | gone
+
+    def _look(self) -> None:
+        told, *messages = self.roster.get([f"{self.key}/failed", *map(at_key, self._neighbours)])
+        found = zip(self._neighbours, messages, strict=True)
+        self._seen.update({rank: message for rank, message in found if message is not None})
+        if told is not None:
+            with self._lock:
+                self.failure = self.failure or from_message(told)
+            return
+        lost: list[tuple[int, Message, str]] = []
+        for rank in self._neighbours:
+            message = self._seen.get(rank)
+            if message is None:
+                continue  # all have been here when the session began, so there will be one
+            timer = self._timers.setdefault(rank, StallTimer(self._stall, REAL_CLOCK))
+            timer.see(message.get("beat"))
+            ended = self.presence.identity.alive(message) is False
+            if not ended and not timer.stalled():
+                continue
+            if self.roster.get([f"{self.key}/left/{rank}"])[0] is None:
+                why = "its process has ended" if ended else f"silent for {timer.quiet_for():.0f} s"
+                lost.append((rank, message, why))
+        if lost:
+            infos = tuple(describe(rank, message, time.time(), why) for rank, message, why in lost)
+            error = RankFailed(
+                f"The session ended because of {'; '.join(map(str, infos))}.",
+                rank=infos[0].rank,
+                missing=infos,
+                hint="Look at that rank's log.",
+            )
+            standing = self.roster.claim(f"{self.key}/failed", {**error.to_message(), "claim": ""})
+            with self._lock:
+                self.failure = self.failure or from_message(standing)

@@ -1,0 +1,67 @@
+"""Questions to the message store, each waited for in bounded time.
+
+Its client may never return once the store is stuck. So questions are asked one after another on a thread that
+is there before it is
+needed: a rank that fails where no more threads can be started still tells the others.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from holdfast.errors import DeadlineExceeded
+from holdfast.threads import start_thread
+
+T = TypeVar("T")
+
+
+class _Question:
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self._ask = ask
+        self.answered = threading.Event()
+        self.answer: object = None
+        self.error: BaseException | None = None
+
+    def put(self) -> None:
+        try:
+            self.answer = self._ask()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.answered.set()
+
+
+class Questions:
+    """One thread that asks; without it (before `start`, or if it could not be started) whoever wants to know
+    asks itself."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, rank: int) -> None:
+        self._thread = start_thread(self._serve, name, rank)
+
+    def stop(self) -> None:
+        """Ask no more, after what is being asked."""
+        self._waiting.put(None)
+
+    def ask(self, what: Callable[[], T], seconds: float) -> T:
+        """The answer, or what asking raises; DeadlineExceeded if there is none in time."""
+        question = _Question(what)
+        if self._thread is None:
+            question.put()
+        else:
+            self._waiting.put(question)
+            if not question.answered.wait(seconds):
+                raise DeadlineExceeded(f"The message store has not answered for {seconds:g} s.")
+        if question.error is not None:
+            raise question.error
+        return question.answer  # type: ignore[return-value]
+
+    def _serve(self) -> None:
+        while (question := self._waiting.get()) is not None:
+            question.put()

@@ -1,0 +1,299 @@
+"""`session`: process groups from their opening to their end, whatever happens in between.
+
+Normal end: saves that are under way are waited for, all ranks say that they are here, groups are destroyed in
+reverse order under a deadline, and the rank that hosts the message store goes last. After an exception there
+is no collective: the rank that raised tells the others, each lets go of its groups, and every process ends in
+bounded time (`grace`), with the first error last on the terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from holdfast.background.manager import wait_for_saves
+from holdfast.deadline import check_seconds
+from holdfast.errors import HoldfastError
+from holdfast.exits import Failure, Stage, at_exit, given_code
+from holdfast.groups.lifecycle.close import Closing
+from holdfast.groups.lifecycle.open import Groups, open_groups
+from holdfast.groups.lifecycle.start import start_world
+from holdfast.groups.lifecycle.warm_up import WarmUpReport, warm_up
+from holdfast.groups.session.exit_bound import bound_exit
+from holdfast.groups.session.shutdown import TOLD, Leaving
+from holdfast.layout.grid import Grid
+from holdfast.protocol.call import begin_call, find_roster
+from holdfast.protocol.task import CollectiveTask
+from holdfast.roster.base import Message
+from holdfast.run.checkpoints import Checkpoints
+from holdfast.torch_private import default_store, known_groups
+
+_open: list[Session] = []
+"""Sessions that have begun, and not come to their end."""
+
+
+class _Beginning(CollectiveTask):
+    """All ranks are here, and hear a name of this session that no other has, and who hosts the message
+    store."""
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        token = secrets.token_hex(6)
+        host = self.operation.presence.message()  # said by the lowest rank
+        return {rank: {"token": token, "host": host} for rank in said}
+
+    def execute(self, answer: Message) -> Message:
+        self.token, self.host = str(answer["token"]), dict(answer["host"])
+        return {}
+
+
+class Session:
+    """See `session`."""
+
+    def __init__(
+        self,
+        grid: Grid | None = None,
+        *,
+        backend: str | None = None,
+        timeout: float = 600.0,
+        stall_timeout: float = 60.0,
+        grace: float = 10.0,
+        after_end: float | None = 120.0,
+        warm: bool = True,
+        operations: Sequence[str] = ("all_reduce",),
+        memory_budget: int | None = None,
+        owns_world: bool | None = None,
+    ) -> None:
+        bounds = {"timeout": timeout, "stall_timeout": stall_timeout, "grace": grace}
+        for name, value in bounds.items():
+            check_seconds(name, value)
+        if after_end is not None:
+            check_seconds("after_end", after_end)
+        self.grid = grid
+        self.groups: Groups | None = None
+        self.warmed: WarmUpReport | None = None
+        self._backend, self._timeout, self._stall, self._grace = backend, timeout, stall_timeout, grace
+        self._warm, self._operations, self._budget = warm, tuple(operations), memory_budget
+        self._after_end, self._owns_world = after_end, owns_world
+        self._pid = os.getpid()
+        self._leaving: Leaving | None = None
+        self._store: Any = None
+        self._checkpoints: list[Checkpoints] = []
+
+    # -- in the body ----------------------------------------------------------------------------
+
+    def checkpoints(self, run: str | os.PathLike[str], **how: Any) -> Checkpoints:
+        """`holdfast.Checkpoints` that the session closes at its end."""
+        made = Checkpoints(run, **{"grid": self.grid, **how})
+        self._checkpoints.append(made)
+        return made
+
+    @property
+    def failure(self) -> HoldfastError | None:
+        """Why the session is over on all ranks, if it is."""
+        return None if self._leaving is None else self._leaving.watch.failure
+
+    def __enter__(self) -> Self:
+        started = not dist.is_initialized()
+        if started:
+            start_world(self._backend, self._timeout, self._stall)
+        self._owns_world = started if self._owns_world is None else self._owns_world
+        self._roster = find_roster(None, False)
+        self._store = (
+            default_store()
+        )  # also after the body has destroyed the default group: ranks still tell each other
+        lane = self._roster.lane("session")
+        timeout, stall = self._timeout, self._stall
+        beginning = _Beginning(
+            "beginning of a session",
+            "groups://session",
+            begin_call(lane, timeout=timeout, stall_timeout=stall),
+        )
+        beginning.run()
+        self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
+        self._pid = os.getpid()
+        _open.append(self)
+        _install_hook()
+        try:
+            self._leaving.begin()
+            if self._after_end is not None:
+                bound_exit(self._after_end, f"rank {self._roster.rank}")
+            if self.grid is not None:
+                self.groups = open_groups(
+                    self.grid, backend=self._backend, timeout=timeout, stall_timeout=stall
+                )
+            if self._warm:
+                self.warmed = warm_up(
+                    operations=self._operations,
+                    timeout=0.75 * timeout,  # the collectives' own, later, names nobody
+                    stall_timeout=stall,
+                    memory_budget=self._budget,
+                )
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    def until_exit(self) -> Self:
+        """Instead of a `with` block: from here to the end of the process, for a program whose body is
+        somebody else's."""
+        self.__enter__()
+        at_exit(Stage.SESSIONS, self._at_exit)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_inherited:
+            return
+        self._way.come_back()
+        clean = error is None or (isinstance(error, SystemExit) and not error.code)
+        if clean and self.failure is None:
+            try:
+                self._close()
+                return
+            except BaseException as raised:
+                self._end(raised)
+                raise
+        self._end(error)
+
+    # -- the end --------------------------------------------------------------------------------
+
+    def _at_exit(self) -> Failure | None:
+        if self._way.left.is_set():
+            return None
+        code = given_code()
+        try:
+            self.__exit__(None, SystemExit(code) if code else None, None)
+        except BaseException as error:
+            if not hasattr(error, TOLD):
+                print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)
+            return Failure("")
+        return None
+
+    def _raised(self, error: BaseException) -> BaseException:
+        """Nobody has caught this; returns what is to be printed at the end."""
+        try:
+            self._end(error)
+        except BaseException as instead:
+            return instead
+        return error
+
+    def _close(self) -> None:
+        """Together with the others."""
+        ends = time.monotonic() + self._timeout
+
+        def left() -> float:
+            return max(0.1, ends - time.monotonic())
+
+        self._way.watch.presence.phase = "waiting for its saves"
+        for checkpoints in self._checkpoints:
+            checkpoints.close(left())  # raises on all ranks
+        wait_for_saves(left())
+        made = self.groups.distinct() if self.groups is not None else []
+        mine = [group for group in made if group is not dist.group.WORLD]
+        if self._owns_world:
+            mine = [found.group for found in known_groups()]
+        self._way.watch.hand_over()
+        call = begin_call(self._way.watch.roster, timeout=left(), stall_timeout=self._stall)
+        closing = self._way.closing = Closing(mine, call)
+        if self.failure is not None:
+            raise self.failure
+        closing.run()
+        self._way.end_in_order(time.monotonic() + self._grace)
+        self._store = None
+        _open.remove(self)
+
+    def _end(self, error: BaseException | None) -> None:
+        """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
+        self._way.come_back()
+        try:
+            self._way.end(error)
+        finally:
+            self._store = None
+            if self in _open:
+                _open.remove(self)
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Is this a fork of the process that has the session? It leaves the job alone, however it ends."""
+        return self._pid != os.getpid()
+
+    @property
+    def _way(self) -> Leaving:
+        assert self._leaving is not None, "the session has not begun"
+        return self._leaving
+
+
+def session(
+    grid: Grid | None = None,
+    *,
+    backend: str | None = None,
+    timeout: float = 600.0,
+    stall_timeout: float = 60.0,
+    grace: float = 10.0,
+    after_end: float | None = 120.0,
+    warm: bool = True,
+    operations: Sequence[str] = ("all_reduce",),
+    memory_budget: int | None = None,
+) -> Session:
+    """Process groups for the length of a `with` block, on all ranks: opened, warmed up, watched, closed.
+
+        with holdfast.session(holdfast.Grid(16, tp=2, pp=2, ep=2), timeout=600) as s:
+            checkpoints = s.checkpoints("run/", keep=3)
+            train(s.groups["tp"], s.groups["edp"])
+
+    grid: the layout, whose groups are `s.groups`; None: no groups are made. Initialises torch.distributed
+        (torchrun's environment) if that was not done, naming the ranks that do not come, and destroys it at
+        the end if it did.
+    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a
+        rank that is busy alone before it included. stall_timeout: seconds that a rank's process may be
+        silent, at any time.
+    grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a
+        call exits with code 86 then. What else holds it up in the session's end is ended by force after twice
+        that and five seconds.
+    after_end: seconds that a process may still be there after its end, that of its main thread: then its
+        stacks are written, what keeps it alive is named, and it exits with code 87. None: without a bound. A
+        program that goes on after the session is not touched.
+    warm, operations, memory_budget: see `warm_up`; all groups that torch knows are warmed up.
+
+    If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it,
+    on all others, also those that wait for it in a collective; the same if a rank dies.
+    """
+    return Session(
+        grid,
+        backend=backend,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        grace=grace,
+        after_end=after_end,
+        warm=warm,
+        operations=operations,
+        memory_budget=memory_budget,
+    )
+
+
+def _install_hook() -> None:
+    """An exception that nobody caught ends sessions without a block first; what is on the terminal already is
+    not printed again."""
+    if hasattr(sys.excepthook, TOLD):
+        return
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        shown = error
+        for session in tuple(reversed(_open)):  # ending one takes it off the list
+            if session._is_inherited or session._way.left.is_set():
+                continue
+            shown = session._raised(shown)  # also one whose block was left by an interruption of its very end
+        if not hasattr(shown, TOLD):
+            before(type(shown), shown, shown.__traceback__)
+
+    setattr(hook, TOLD, True)
+    sys.excepthook = hook

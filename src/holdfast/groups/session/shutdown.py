@@ -1,0 +1,269 @@
+"""How a rank leaves a session after a failure, its own or another's: at once, in bounded time, and in order.
+
+The rank that failed first tells the others, waits until they have heard, and goes last, so that its traceback
+is the last on the terminal; the others say in one line why they end. All waits share one deadline, which
+begins with the first that is known of the failure.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from holdfast.background.manager import last_saves, wait_for_saves
+from holdfast.background.pending import CANCELLED
+from holdfast.errors import HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.groups.audit.doctor import stop
+from holdfast.groups.lifecycle.close import Closing, abort_all
+from holdfast.groups.session.monitor import PATIENCE, Monitor
+from holdfast.roster.base import Message, Roster
+from holdfast.threads import start_thread
+
+log = logging.getLogger("holdfast")
+
+EXIT_STUCK = 86
+"""Exit code of a process that was ended because a call of it, a collective mostly, did not return after
+another rank had failed."""
+TOLD = "_holdfast_told"
+"""An attribute of exceptions whose story is on the terminal already."""
+
+
+class _Interrupted(RankFailed):
+    """Raised in a body that goes on while the session has ended; the session replaces it by the error
+    itself."""
+
+    def __init__(self) -> None:
+        super().__init__("The session has ended: another rank failed.")
+
+
+class Leaving:
+    """One of these a session."""
+
+    def __init__(self, lane: Roster, key: str, host: Message, stall_timeout: float, grace: float) -> None:
+        self.watch = Monitor(lane, key, host, stall_timeout, self.on_failure)
+        self.left, self.over = threading.Event(), threading.Event()
+        """Is the body over, and the session?"""
+        self._ending = threading.Event()
+        """Has the session's end begun?"""
+        self.closing: Closing | None = None
+        """What a failure elsewhere is to interrupt."""
+        self._grace, self._thread = grace, threading.get_ident()
+        self._gate, self._said = threading.Lock(), False
+        self._ends: float | None = None
+
+    def begin(self) -> None:
+        """Watch, from here to the end; what ends the process by force is there before it is needed."""
+        self.watch.start()
+        start_thread(self._end_by_force, "holdfast-session-end", self.watch.roster.rank)
+
+    def come_back(self) -> None:
+        """The body is over: from here on nothing is raised into this thread."""
+        while not self.left.is_set():
+            with suppress(_Interrupted), self._gate:  # one that was on its way may arrive here
+                self.left.set()
+                _raise_in(self._thread, None)
+
+    def leave_in_order(self, ends: float) -> None:
+        """The lowest rank goes last, as it mostly hosts the message store; nobody asks the store for anything
+        after this."""
+        self.watch.stop()
+        stop()
+        self.watch.say("left")
+        if not self.watch.roster.rank:
+            self.watch.wait_for("left", self._others(), ends)
+        self.watch.ask_no_more()
+
+    def end_in_order(self, ends: float) -> None:
+        """Nothing failed."""
+        self.leave_in_order(ends)
+        self.over.set()
+        self._ending.set()
+
+    def _others(self) -> list[int]:
+        """Ranks that may still say something."""
+        missing = (
+            {info.rank for info in self.watch.failure.missing} if self.watch.failure is not None else set()
+        )
+        return [
+            rank
+            for rank in range(self.watch.roster.world_size)
+            if rank not in {self.watch.roster.rank, *missing}
+        ]
+
+    def end(self, error: BaseException | None) -> None:
+        """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
+        self._set_end()
+        self._ending.set()
+        try:
+            self._after(error)
+        finally:
+            self.over.set()
+
+    def _set_end(self) -> float:
+        """From the first that is known of a failure all waits share one deadline."""
+        if self._ends is None:
+            self._ends = time.monotonic() + self._grace
+        return self._ends
+
+    def _end_by_force(self) -> None:
+        """Whatever holds this process up on its way out of the session."""
+        self._ending.wait()
+        if not self.over.wait(2 * self._grace + PATIENCE):
+            self._say_stuck("it could not be left in order")
+            os._exit(EXIT_STUCK)
+
+    def _after(self, error: BaseException | None) -> None:
+        watch, ends = self.watch, self._set_end()
+        if self.watch.failure is None and _may_be_echo(error):
+            look = min(time.monotonic() + 2.0, ends)  # who failed first is about to be told
+            while self.watch.failure is None and time.monotonic() < look:
+                watch.look()
+                time.sleep(0.05)
+        watch.stop()
+        if self.watch.failure is None and watch.fail(self._in_words(error)):
+            abort_all()
+            self._let_go_of_saves(ends)
+            watch.wait_for("heard", self._others(), ends)
+            self.leave_in_order(ends)
+            return
+        failure = self.watch.failure
+        assert failure is not None
+        own = error is not None and not isinstance(error, HoldfastError) and not _is_echo(error)
+        self._follow(failure, error if own else None, ends)
+        if not own:
+            told = from_message(failure.to_message())
+            setattr(told, TOLD, True)
+            raise told from None
+
+    def _in_words(self, error: BaseException | None) -> HoldfastError:
+        if isinstance(error, HoldfastError) and error.missing:
+            return error
+        me = self.watch.presence.identity
+        said = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
+        return RankFailed(
+            f"The session ended because rank {me.rank} (host {me.host}, pid {me.pid}) raised {said[:500]}.",
+            rank=me.rank,
+            hint="Its traceback is in that rank's output.",
+        )
+
+    def _follow(self, failure: HoldfastError, own: BaseException | None, ends: float) -> None:
+        """Another rank failed first: say so, let go, and leave after it."""
+        if own is not None and not hasattr(own, TOLD):
+            traceback.print_exception(own)
+            setattr(own, TOLD, True)
+        self._hear(failure)
+        self._let_go_of_saves(ends)
+        first = None if failure.missing else failure.rank  # those that are missing say nothing more
+        known = self.watch.known(first) if first is not None and first != self.watch.roster.rank else None
+        if first:  # the lowest rank itself waits for all others to be gone
+            self.watch.wait_for("left", [first], ends)
+            self._see_off(known, time.monotonic() + 0.5)
+        self.leave_in_order(ends)
+        if first == 0:
+            self._see_off(known, ends)
+
+    def _see_off(self, known: Message | None, ends: float) -> None:
+        """The rank that failed prints its traceback; what this one says comes before."""
+        while known is not None and time.monotonic() < ends and self.watch.is_alive(known):
+            time.sleep(0.02)
+
+    def _let_go_of_saves(self, ends: float) -> None:
+        """What is under way may still become a checkpoint; what does not is given up, on all ranks, and part
+        of the session's failure."""
+        last = last_saves()
+        under_way = [pending for pending in last if not pending.done()]
+        for pending in wait_for_saves(max(0.0, ends - time.monotonic()) / 2):
+            pending.cancel()
+        wait_for_saves(min(1.0, max(0.0, ends - time.monotonic())))
+        for pending in last:
+            error = pending.upload_completion.failure()
+            if pending in under_way or _is_consequence(error):
+                pending.upload_completion.seen = True
+                log.info("%r ended with the session: %s", pending, error or "committed")
+
+    def _hear(self, failure: HoldfastError) -> None:
+        with self._gate:
+            said, self._said = self._said, True
+        if not said:
+            print(f"rank {self.watch.roster.rank} ends: {failure.message}", file=sys.stderr, flush=True)
+            self.watch.say("heard")
+            abort_all()
+
+    def on_failure(self, failure: HoldfastError) -> None:
+        """On the monitor's thread: the body may be in a call that never returns."""
+        ends = self._set_end()
+        self._hear(failure)
+        if not self.left.wait(0.5):  # groups that are aborted, and peers that are gone, free most calls
+            with self._gate:
+                if not self.left.is_set():
+                    _raise_in(self._thread, _Interrupted)
+            # A part of the grace is left to the rank that failed first, which goes after this one.
+            if not self.left.wait(max(0.1, ends - time.monotonic() - 0.3 * self._grace)):
+                self._let_go_of_saves(time.monotonic() + 1.0)
+                self._say_stuck("it did not come back to the session's end")
+                self.leave_in_order(time.monotonic() + self._grace)
+                os._exit(EXIT_STUCK)
+        if self.closing is not None:
+            self.closing.operation.cancel.set(failure)
+        for pending in wait_for_saves(0.0):
+            pending.cancel()
+
+    def _say_stuck(self, why: str) -> None:
+        frame = sys._current_frames().get(self._thread)
+        calls = traceback.extract_stack(frame)[-4:]
+        at = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+        first = "" if self.watch.failure is None else f" {self.watch.failure.message}"
+        print(
+            f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {at}.{first}",
+            file=sys.stderr,
+            flush=True,
+        )
+        sys.stdout.flush()
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    """Have a thread raise, once it is back in Python; None: take that back."""
+    what = None if kind is None else ctypes.py_object(kind)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+
+
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "timed out waiting",
+    "gloo",
+    "nccl",
+)
+
+
+def _is_consequence(error: BaseException | None) -> bool:
+    """Is it what a save meets when other ranks have failed, or given it up?"""
+    given_up = isinstance(error, HoldfastError) and CANCELLED in error.details
+    return given_up or isinstance(error, RankFailed | RosterLost)
+
+
+def _may_be_echo(error: BaseException | None) -> bool:
+    """May it be what this rank notices of another one's failure? Then it looks around before it says that it
+    was the first."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    return error is None or isinstance(error, RankFailed | RosterLost | RuntimeError)
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Is it what a collective or the store says when another rank is gone?"""
+    if error is None or isinstance(error, RankFailed | RosterLost | dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+        return False
+    return any(word in str(error).lower() for word in _BROKEN)

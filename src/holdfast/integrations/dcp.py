@@ -1,0 +1,141 @@
+"""torch.distributed.checkpoint's calls, with their signatures: `import holdfast.dcp as dcp` is the switch.
+
+Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no
+collectives, and the background is always a process. Arguments that bring code of their own (a writer, a
+reader, a planner, a stager) can't be honoured, and are refused with one sentence. Checkpoints that DCP wrote
+load as they are. Beside what is saved stands a `.metadata` by which tools of DCP find it
+(`holdfast.integrations.dcp_metadata`).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from holdfast.background.async_save import async_save_into
+from holdfast.background.manager import LANE
+from holdfast.background.pending import Pending
+from holdfast.errors import BadInput
+from holdfast.integrations.dcp_metadata import mark
+from holdfast.loading.job import load as _load
+from holdfast.options import Options
+from holdfast.protocol.call import Call, begin_call, one_folder
+from holdfast.saving.job import SaveJob, SaveReport
+from holdfast.saving.request import SaveRequest
+from holdfast.state.flatten import flatten
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+__all__ = ["async_save", "load", "save"]
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    options: Options | None = None,
+) -> SaveReport:
+    """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
+    folder, as in DCP."""
+    _refuse("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
+    store = open_store(one_folder(None, checkpoint_id))
+    call = begin_call(
+        no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
+    )
+    return _reading(store, state_dict, call, options).run()
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    options: Options | None = None,
+) -> None:
+    """`torch.distributed.checkpoint.load`, by `holdfast.load`: in place, of what Holdfast or DCP wrote."""
+    _refuse("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
+    _load(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        process_group=process_group,
+        no_dist=no_dist,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+        options=options,
+    )
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = None,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    options: Options | None = None,
+    host_memory_budget: int | None = None,
+) -> Pending:
+    """`torch.distributed.checkpoint.async_save`, by `holdfast.async_save`.
+
+    What it returns has the methods of the future that DCP returns (`result`, `done`, `exception`,
+    `add_done_callback`), and the fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
+    """
+    _refuse(
+        "async_save", checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager
+    )
+    store = open_store(one_folder(None, checkpoint_id))
+
+    def make() -> SaveJob:
+        call = begin_call(
+            no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
+        )
+        return _reading(store, state_dict, call.lane(LANE), options)
+
+    return async_save_into(store, make, None, host_memory_budget, 0)
+
+
+def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Options | None) -> SaveJob:
+    """A save that reads the state now, and marks the folder for tools of DCP once it is committed."""
+    request = SaveRequest(
+        store=store,
+        collect=lambda rank: flatten(state_dict, rank),
+        call=call,
+        options=options or Options(),
+        after=lambda: mark(store),
+    )
+    return SaveJob(request)
+
+
+def _refuse(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: Any) -> None:
+    """What brings code of its own can't take part in a save that every rank plans alone."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        path = getattr(value, "path", None)
+        there = (
+            f"checkpoint_id={os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else "checkpoint_id="
+        )
+        raise BadInput(
+            f"holdfast.dcp.{call} takes no {name}= ({type(value).__name__}): Holdfast plans, writes and "
+            f"reads by itself.",
+            hint=f"Leave {name} out"
+            + (f" and give {there}." if checkpoint_id is None and name.startswith("storage") else "."),
+        )

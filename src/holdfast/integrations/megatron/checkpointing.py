@@ -1,0 +1,341 @@
+"""`save` and `load` with the arguments of `megatron.core.dist_checkpointing`, without a collective."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.background.async_save import async_save_into
+from holdfast.background.manager import LANE
+from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
+from holdfast.format.names import COMMON, SHARD
+from holdfast.format.torch_objects import allowing
+from holdfast.integrations.megatron import mcore, steps
+from holdfast.integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
+from holdfast.integrations.megatron.queue import Committed
+from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
+from holdfast.integrations.megatron.shards import take_data, to_load
+from holdfast.io.open_checkpoint import open_index, open_source
+from holdfast.layout.tensor import listed
+from holdfast.loading.job import LoadRequest
+from holdfast.options import Options
+from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.consensus import StepConsensus
+from holdfast.protocol.operation import agree, read_state
+from holdfast.roster.base import Roster
+from holdfast.saving.job import SaveJob
+from holdfast.state.flatten import Flat, Leaf
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+from holdfast.store.run_folder import step_of
+from holdfast.threads import within
+
+log = logging.getLogger("holdfast")
+_warned: set[str] = set()
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    async_strategy: Any = None,
+    verify_integrity: bool = False,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    expected: str | Iterable[str] | None = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> Any:
+    """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
+
+    The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and
+    LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies
+    decide how stock megatron-core writes; here there is one way. Coverage is always checked, every byte has a
+    digest, and what is saved is durable when this returns. From `participants` on, the arguments are those of
+    `holdfast.save`.
+
+    async_sharded_save: copy the state and save it in the background, as `holdfast.async_save` does. The
+        request that is
+    returned is finalized once the save is committed; what goes wrong is raised then, on all ranks.
+
+    Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, async_strategy)
+    store = open_store(os.fspath(checkpoint_dir))
+    step = step_of(Path(checkpoint_dir).name)
+    begin = partial(
+        begin_call,
+        roster,
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+    )
+
+    state = State(
+        sharded_state_dict,
+        content_metadata,
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
+    )
+
+    def make(call: Call) -> SaveJob:
+        return read_state_dict(
+            store,
+            state,
+            call,
+            step=step,
+            expected=expected,
+            options=options or Options(),
+            after=lambda: mark(store),
+        )
+
+    if not async_sharded_save:
+        make(begin()).run()
+        return None
+    pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, None, 0)
+    title = f"choice of the call that finalizes the save of {store.url}"
+    consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
+    return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
+
+
+def load(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    strict: Any = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    verify_integrity: bool = False,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> Any:
+    """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
+
+    Tensors are read into the memory that the state dict's ShardedTensors have, from any layout, converted to
+    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no
+    digests.
+
+    strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint
+        lacks; missing ones are in the checkpoint and no participant asks for them.
+
+    Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple
+    of it, the missing and the unexpected keys. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, None)
+    return load_state(
+        open_store(os.fspath(checkpoint_dir)),
+        sharded_state_dict,
+        strict,
+        begin_call(
+            roster,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        ),
+        options=options,
+    )
+
+
+def load_state(
+    store: Store,
+    sharded_state_dict: dict[str, Any],
+    strict: Any,
+    call: Call,
+    options: Options | None = None,
+) -> Any:
+    """`load` from a store."""
+    request = _Request(store, mcore.parse_strict_flag(strict))
+    rank, limit = call.rank, min(call.deadline.left(), call.stall_timeout)
+    trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
+        lambda: within(limit, f"looking into {store.url}", request.look), rank
+    )
+    missing = request.missing(call)
+    common: list[Any] = []
+
+    def collect(rank: int) -> Flat:
+        if trouble is not None:
+            raise trouble
+        request.refuse(missing)
+        leaves = to_load(request.asked, request.unexpected, request.is_stock)
+        return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
+
+    with allowing(mcore.safe_types()):
+        LoadRequest(
+            store=store,
+            collect=collect,
+            call=call,
+            options=options or Options(),
+            signature=request.mode.value,
+        ).run()
+    try:
+        loaded = request.give(common[0] if common else request.common)
+    except Exception as error:
+        raise LoadFailed(
+            f"load of {store.url}: all was read, but putting the state dict together failed on rank {rank}: "
+            f"{type(error).__name__}: {error}",
+            rank=rank,
+            hint="Other ranks don't know of this.",
+        ) from error
+    if mcore.StrictHandling.requires_returning_mismatch_keys(request.mode):
+        return loaded, missing, request.unexpected
+    return loaded
+
+
+class _Request:
+    """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
+
+    def __init__(self, store: Store, mode: Any) -> None:
+        self.store, self.mode = store, mode
+        self.asked: list[Any] = []
+        self.unexpected: set[str] = set()
+        """Keys that are asked for and not there, where the mode wants to know."""
+        self.is_stock = False
+        """Is the checkpoint megatron-core's own, in which each object is in a list of one?"""
+        self.common: dict[str, Any] = {}
+        """Its common state, if it is."""
+        self._have: set[str] = set()
+        self._steps: Any = None
+        """What its index notes of optimizers' steps."""
+
+    def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
+        mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
+        state = own_containers(sharded_state_dict)
+        self._factories, _ = mcore.extract_matching_values(
+            state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
+        )
+        mcore.apply_factories(state)
+        self._local, state = mcore.extract_nonpersistent(state)
+        mcore.dict_list_map_inplace(lambda value: value.unwrap(), self._local)
+        self._state, _ = mcore.extract_sharded_base(state)
+        self.asked = list(mcore.nested_values(self._state))
+
+    def look(self) -> None:
+        """Into the checkpoint, at what must be known before it is read."""
+        try:
+            with open_index(self.store) as index:
+                notes = index.about.get("notes")
+                self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+        except NotCommitted:
+            self.is_stock = is_stock(self.store)
+            self.common = read_common(self.store)
+        if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
+            with open_source(self.store) as index:
+                self._have = {_key(name) for name in index.names()} - {COMMON}
+            self.unexpected = {item.key for item in self.asked} - self._have
+
+    def missing(self, call: Call) -> set[str]:
+        """The keys that nobody asks for, where the mode wants to know."""
+        if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
+            return set()
+
+        def unasked(said: dict[int, Any]) -> list[str]:
+            return sorted(self._have.difference(*said.values()))
+
+        title = f"comparison of the keys in {self.store.url}"
+        mine = sorted({item.key for item in self.asked} & self._have)
+        place = f"{self.store.url}|{self.mode.value}"
+        return set(agree(title, place, unasked, call, mine))
+
+    def refuse(self, missing: set[str]) -> None:
+        """Raise or log the differences, as the mode wants."""
+        strict = mcore.StrictHandling
+        said = [
+            f"{len(names)} {what}: {listed(sorted(names))}"
+            for names, what in (
+                (self.unexpected, "are asked for and not in the checkpoint"),
+                (missing, "are in the checkpoint and no rank asks for them"),
+            )
+            if names
+        ]
+        if not said or self.mode not in (
+            strict.RAISE_UNEXPECTED,
+            strict.RAISE_ALL,
+            strict.LOG_UNEXPECTED,
+            strict.LOG_ALL,
+        ):
+            return
+        text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(said)}."
+        if self.mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
+            log.warning(text)
+            return
+        raise MissingTensors(
+            text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
+        )
+
+    def give(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        """The whole state dict: common state, local objects, and what was loaded."""
+
+        def is_unexpected(value: Any) -> bool:
+            return value.key in self.unexpected
+
+        _, state = mcore.extract_matching_values(self._state, is_unexpected)
+        _, factories = mcore.extract_matching_values(
+            self._factories, is_unexpected, return_lists_as_dicts=True
+        )
+        mcore.dict_list_map_inplace(take_data, state)
+        steps.complete(loaded, self._steps)
+        mcore.merge(loaded, self._local)
+        mcore.merge(loaded, state)
+        mcore.apply_factory_merges(loaded, factories)
+        return loaded
+
+
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+    """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
+    loaded: dict[str, Any] = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def _key(name: str) -> str:
+    """The key of a ShardedObject from its unique one; other names are keys already."""
+    return name.partition(SHARD)[0]
+
+
+def _note_strategies(*strategies: Any) -> None:
+    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks
+    for."""
+    for strategy in strategies:
+        kind = type(strategy)
+        known = (
+            strategy is None
+            or isinstance(strategy, str | tuple)
+            or kind.__module__.startswith("megatron.core")
+        )
+        if not known:
+            _warn_once(
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
+                f"in one way."
+            )
+        inner = getattr(strategy, "base_strategy", strategy)  # FullyParallelSaveStrategyWrapper has it in it
+        hint = getattr(inner, "separation_hint", None)
+        if hint is not None:
+            _warn_once(
+                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
+            )
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        log.warning("%s", text)

@@ -1,0 +1,248 @@
+"""Every name of megatron-core that Holdfast uses, in one place; those it does not publish are marked.
+
+Tried with 0.16.1 (docs/megatron.md says which others). What is missing in another version fails here, at
+import, with the name that is missing, not in the middle of a save.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+try:
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.core import maybe_load_config
+    from megatron.core.dist_checkpointing.dict_utils import (
+        dict_list_map_inplace,
+        extract_matching_values,
+        merge,
+        nested_values,
+    )
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        apply_factories,
+        apply_factory_merges,
+        is_main_replica,
+    )
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+    from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import param_group_identifier_keys as GROUP_KEYS
+    from megatron.core.package_info import __version__ as VERSION
+except ImportError as error:
+    raise ImportError(
+        f"holdfast.integrations.megatron needs megatron-core ({error}). Install it: pip install "
+        f"'torch-holdfast[megatron]'."
+    ) from error
+
+try:
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+except ImportError:  # before 0.14
+
+    def force_all_tensors_to_non_fp8(sharded_state_dict: Any) -> None:
+        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
+
+        for value in nested_values(sharded_state_dict):
+            if is_float8tensor(getattr(value, "data", None)):
+                value.data = dequantize_fp8_tensor(value.data)
+
+
+CONTENT_METADATA = "content_metadata"
+SHARDING_TYPE = "distrib_optim_sharding_type"
+FULLY_RESHARDABLE = "fully_reshardable"
+
+
+def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Global ranks of this rank's data-parallel group (with context parallel) and of its expert one, in the
+    order of their replica numbers; empty where Megatron's own groups are not set up."""
+    return (
+        _copies(functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
+        _copies(functools.partial(parallel_state.get_expert_data_parallel_group)),
+    )
+
+
+def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
+    """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
+
+    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism):
+    their copies are numbered over the rest of it, those of other tensors over all of it.
+    """
+    ranks = _ranks(find)
+    cuts_weights = "with_gtp_remat" in inspect.signature(find.func).parameters and (
+        _ranks(functools.partial(find, with_gtp_remat=False)) != ranks
+    )
+    return () if cuts_weights else ranks
+
+
+def _ranks(find: Any) -> tuple[int, ...]:
+    from torch.distributed import get_process_group_ranks
+
+    if not parallel_state.is_initialized():
+        return ()
+    try:
+        return tuple(get_process_group_ranks(find()))
+    except AssertionError:  # this group was not made
+        return ()
+
+
+@functools.cache
+def safe_types(stock: bool = False) -> tuple[Any, ...]:
+    """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to
+    look a member up.
+
+    stock: also the names of the optimizers that stock megatron-core keeps in the parameter groups of an
+        offloaded one; nothing can be made of them.
+    """
+    from megatron.core import enums
+    from megatron.core.transformer import enums as transformer_enums
+
+    found = [*vars(enums).values(), *vars(transformer_enums).values()]
+    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)}
+    allowed: list[tuple[Any, str]] = [
+        (functools.partial(_member, kind), f"{kind.__module__}.{kind.__qualname__}") for kind in kinds
+    ]
+    if stock:
+        for optimizer in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+            name = f"{optimizer.__module__}.{optimizer.__qualname__}"
+            allowed.append((functools.partial(_refuse, name), name))
+    return tuple(allowed)
+
+
+def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+    return kind(value)
+
+
+def _refuse(name: str, *args: Any) -> None:
+    raise ValueError(f"a checkpoint may name {name}, not make one")
+
+
+def load_strategies() -> tuple[Any, Any]:
+    """megatron-core's own strategies for loading what is sharded and what is not."""
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+
+    return TorchDistLoadShardedStrategy(), TorchCommonLoadStrategy()
+
+
+# -- private names of DistributedOptimizer -----------------------------------------------------
+
+
+def local_ranges(optimizer: Any) -> list[tuple[Any, int, int]]:
+    """(model parameter, start, stop): the flat range of each parameter whose state this rank has."""
+    return [
+        (param, ranges["param"].start, ranges["param"].end)
+        for buffer in optimizer.gbuf_ranges
+        for buckets in buffer.values()
+        for bucket in buckets
+        for param, ranges in bucket["param_map"].items()
+    ]
+
+
+def parameter_state(optimizer: Any, param: Any) -> dict[str, Any]:
+    """`param`, `exp_avg`, `exp_avg_sq` ... of a model parameter, flat; views or copies."""
+    return dict(optimizer._get_main_param_and_optimizer_states(param))
+
+
+@torch.no_grad()  # the main parameter may be a view of a model parameter
+def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
+    optimizer._set_main_param_and_optimizer_states(param, tensors)
+
+
+def counts_per_parameter() -> bool:
+    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those
+    of Transformer Engine and Apex count in their parameter groups; megatron-core uses them wherever one of
+    them is installed."""
+    return not distrib_optimizer.HAVE_APEX_OR_TE
+
+
+def state_without_parameters(optimizer: Any) -> dict[str, Any]:
+    """`state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
+    inner = optimizer.optimizer.state_dict()
+    state: dict[str, Any] = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
+    if optimizer.grad_scaler:
+        state["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return state
+
+
+ORIGINAL_LOAD = DistributedOptimizer.load_state_dict
+"""Megatron's own, also after `install()`."""
+
+
+def has_master_weights(optimizer: Any) -> bool:
+    """Does the inner optimizer keep the main parameters, and not megatron-core?"""
+    return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    """Is it a HybridDeviceOptimizer, whose parts have their own copies of the state?"""
+    return hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers")
+
+
+def sync_offloaded(optimizer: Any) -> None:
+    optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
+
+
+def synchronize_steps(chained: Any) -> None:
+    """Give all parameter groups of a ChainedOptimizer the same step."""
+    if hasattr(chained, "_synchronize_steps"):  # since 0.14
+        chained._synchronize_steps()
+
+
+def holders(optimizer: Any) -> tuple[int, ...]:
+    """Global ranks over which a DistributedOptimizer has cut its state."""
+    from torch.distributed import get_process_group_ranks
+
+    return tuple(get_process_group_ranks(optimizer.data_parallel_group))
+
+
+__all__ = [
+    "CONTENT_METADATA",
+    "FULLY_RESHARDABLE",
+    "GROUP_KEYS",
+    "ORIGINAL_LOAD",
+    "SHARDING_TYPE",
+    "VERSION",
+    "AsyncCallsQueue",
+    "AsyncRequest",
+    "ChainedOptimizer",
+    "DistributedOptimizer",
+    "LocalNonpersistentObject",
+    "ShardedObject",
+    "ShardedTensor",
+    "ShardedTensorFactory",
+    "StrictHandling",
+    "apply_factories",
+    "apply_factory_merges",
+    "counts_per_parameter",
+    "dict_list_map_inplace",
+    "dist_checkpointing",
+    "extract_matching_values",
+    "extract_nonpersistent",
+    "extract_sharded_base",
+    "force_all_tensors_to_non_fp8",
+    "groups",
+    "has_master_weights",
+    "is_main_replica",
+    "is_offloaded",
+    "load_strategies",
+    "local_ranges",
+    "maybe_load_config",
+    "merge",
+    "nested_values",
+    "parallel_state",
+    "parse_strict_flag",
+    "safe_types",
+    "serialization",
+    "state_without_parameters",
+    "synchronize_steps",
+]

@@ -1,0 +1,111 @@
+"""What a folder says of the checkpoint in it, ours or megatron-core's own: common state, metadata, and what
+it is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.errors import BadInput, HoldfastError
+from holdfast.format import objects
+from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, INDEX, SHARD
+from holdfast.format.torch_objects import allowing
+from holdfast.integrations.megatron import mcore
+from holdfast.io.open_checkpoint import open_source, read_file
+from holdfast.io.raw_read import read_object
+from holdfast.layout.tensor import DTYPES, OBJECT
+from holdfast.store.base import Store, replace_file
+from holdfast.store.local import open_store
+
+log = logging.getLogger("holdfast")
+
+
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
+    return read_common(open_store(os.fspath(checkpoint_dir)))
+
+
+def read_common(store: Store) -> dict[str, Any]:
+    with allowing(mcore.safe_types(stock=True)):
+        found = read_object(store, COMMON)
+        if found is None and (data := read_file(store, COMMON_FILE)) is not None:
+            found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
+        elif found is None and isinstance(held := read_object(store, COMMON_SHARD), list):
+            found = held[0]  # stock megatron-core's since 0.19
+    return found if isinstance(found, dict) else {}
+
+
+def is_stock(store: Store) -> bool:
+    config = read_file(store, CONFIG)
+    with suppress(
+        ValueError, AttributeError, RecursionError
+    ):  # what is no JSON object is no configuration of megatron-core's
+        return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
+    return False
+
+
+def load_content_metadata(
+    checkpoint_dir: str | os.PathLike[str] | None = None,
+    *,
+    preloaded_state_dict: dict[str, Any] | None = None,
+) -> dict[str, Any] | None:
+    """What `save` was given as content_metadata, or None; of a checkpoint or of its common state."""
+    if preloaded_state_dict is None:
+        if checkpoint_dir is None:
+            raise BadInput("Give checkpoint_dir or preloaded_state_dict.")
+        preloaded_state_dict = load_common_state_dict(checkpoint_dir)
+    return preloaded_state_dict.get(mcore.CONTENT_METADATA)
+
+
+def load_tensors_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
+) -> dict[str, Any]:
+    """Every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
+    return {
+        key: item
+        for key, item in load_sharded_metadata(checkpoint_dir).items()
+        if isinstance(item, mcore.ShardedTensor)
+    }
+
+
+def load_sharded_metadata(
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
+) -> dict[str, Any]:
+    """`load_tensors_metadata`, and every ShardedObject."""
+    found: dict[str, Any] = {}
+    with open_source(open_store(os.fspath(checkpoint_dir))) as index:
+        columns = index.select()
+    for row, name in enumerate(columns.names):
+        if int(columns.kind[row]) == OBJECT:
+            if SHARD in name:
+                found[name] = mcore.ShardedObject.empty_from_unique_key(name)
+            continue
+        dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+        data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
+        found[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
+    return found
+
+
+def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
+    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?"""
+    if not checkpoint_dir:
+        return False
+    if Path(checkpoint_dir, INDEX).exists():
+        return True
+    config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
+    return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
+
+
+def mark(store: Store) -> None:
+    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the
+    index."""
+    try:
+        replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
+    except HoldfastError as error:
+        log.warning("%s could not be written in %s: %s", CONFIG, store.url, error)

@@ -1,0 +1,81 @@
+"""megatron-core's AsyncCallsQueue for saves of Holdfast, without the all_reduce at every step by which stock
+asks all ranks whether they are done: a rank looks at itself, and once the save is committed they agree on one
+call, in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+from holdfast.background.pending import Pending
+from holdfast.protocol.consensus import StepConsensus
+
+
+class Committed:
+    """The first finalize function of a request: waits until the save is committed, and raises its error.
+
+    The stock queue calls it, too; so a request is right there as well, if with stock's all_reduce.
+    """
+
+    def __init__(self, pending: Pending, consensus: StepConsensus) -> None:
+        self.pending, self._consensus = pending, consensus
+        pending.upload_completion.add_done_callback(lambda future: consensus.propose())
+
+    def __call__(self) -> None:
+        self.pending.committed()
+
+    def is_due(self, no_dist: bool) -> bool:
+        """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have
+        barriers."""
+        return self.pending.done() if no_dist else self._consensus.reached()
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """What the stock queue asks of a caller, if it is put back while a request of ours is in it."""
+        return blocking or self.is_due(no_dist)
+
+
+class _Call(NamedTuple):
+    """An entry of `AsyncCallsQueue.async_calls`."""
+
+    idx: int
+    async_caller: Any
+    async_request: Any
+
+
+def _ours(request: Any) -> Committed | None:
+    """What Holdfast put into a request, if it is one of its own."""
+    first = request.finalize_fns[0] if request.finalize_fns else None
+    return first if isinstance(first, Committed) else None
+
+
+def schedule(original: Callable[..., int]) -> Callable[..., int]:
+    @wraps(original)
+    def schedule_async_request(self: Any, async_request: Any) -> int:
+        ours = _ours(async_request)
+        if ours is None:
+            return original(self, async_request)
+        self.call_idx += 1
+        self.async_calls.append(_Call(self.call_idx, ours, async_request.freeze()))
+        return int(self.call_idx)
+
+    return schedule_async_request
+
+
+def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    @wraps(original)
+    def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
+        found: list[int] = []
+        while self.async_calls:
+            save = _ours(self.async_calls[0].async_request)
+            if save is None:
+                return found + original(self, blocking, no_dist)
+            if not (blocking or save.is_due(no_dist)):
+                break
+            number, _, request = self.async_calls.popleft()
+            for finish in request.finalize_fns:
+                finish()
+            found.append(number)
+        return found
+
+    return maybe_finalize_async_calls

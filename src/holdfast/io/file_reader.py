@@ -1,0 +1,366 @@
+"""Read what a rank wants, straight to where it belongs, and verify every byte on the way.
+
+A block that lies in one piece in both file and target is read into the target and hashed there
+while in cache. Any other block that holds wanted bytes is read into scratch, hashed, and its
+wanted part is copied over. Blocks that hold none are not read.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.buffers import Buffer
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.columns import Array, Columns, unpad
+from holdfast.format.digest import digest
+from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, Stage
+from holdfast.layout.box import Box, from_flat_range
+from holdfast.layout.coverage import first_problem
+from holdfast.plan.read import Overlaps, overlaps
+from holdfast.plan.shard_table import ShardTable, contiguous_at
+from holdfast.store.base import Reader, Store
+
+
+class ReadPlan(NamedTuple):
+    """The pairs to copy, and what it will take."""
+
+    pairs: Overlaps
+    bytes_needed: int
+
+
+def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> ReadPlan:
+    """Which chunks fill which rows of the holding; `rows` gives each one's tensor in `columns`.
+
+    Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
+    """
+    tables = table.tables()
+    dims = max(tables.dims, columns.dims)
+    shape, offset, size = (
+        _widen(columns.shape, dims, 1),
+        _widen(columns.offset, dims, 0),
+        _widen(columns.size, dims, 1),
+    )
+    tensor = columns.tensor_of_chunk()
+    problem = first_problem(shape, tensor, offset, size)
+    if problem is not None:
+        name = columns.names[problem.tensor]
+        raise CorruptCheckpoint(
+            f"{where} does not describe {name!r} completely: {problem.kind} from index "
+            f"{list(unpad(np.asarray(problem.place), int(columns.ndim[problem.tensor])))} on.",
+            details={"tensor": name},
+        )
+    found = overlaps(
+        len(columns.names),
+        rows,
+        _widen(tables.offset, dims, 0),
+        _widen(tables.size, dims, 1),
+        tensor,
+        offset,
+        size,
+    )
+    volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
+    return ReadPlan(found, int((volume * tables.itemsize[found.wanted]).sum()))
+
+
+def _widen(values: Array, dims: int, fill: int) -> Array:
+    missing = dims - values.shape[1]
+    return np.pad(values, ((0, 0), (missing, 0)), constant_values=fill) if missing else values
+
+
+class _Run(NamedTuple):
+    """Consecutive digest blocks of a chunk, to be read at once."""
+
+    position: int
+    length: int
+    buffer: Buffer | None
+    """The target's own memory, or None: they pass through the stage."""
+    chunk: int
+    start: int
+    """Bytes from the start of the chunk; a multiple of its block."""
+
+
+@dataclass
+class _Job:
+    """The shared state of one load's reading."""
+
+    store: Store
+    table: ShardTable
+    columns: Columns
+    plan: ReadPlan
+    progress: Progress
+    asked: tuple[int, tuple[tuple[int, ...], Box, int]] | None = None
+
+    def run(self, threads: int) -> int:
+        """Read everything; returns the bytes read from data files."""
+        columns, pairs = self.columns, self.plan.pairs
+        if not len(pairs.chunk):
+            return 0
+        chunks, first = np.unique(pairs.chunk, return_index=True)
+        self.first = dict(zip(chunks.tolist(), first.tolist(), strict=True))
+        self.last = dict(zip(chunks.tolist(), [*first[1:].tolist(), len(pairs.chunk)], strict=True))
+        self.tensor = columns.tensor_of_chunk()
+        self.nbytes = columns.chunk_bytes()
+        self.itemsize: list[int] = columns.itemsizes().tolist()
+        self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
+        self.lock = threading.Lock()
+        self.digests: list[int] = columns.digests.tolist()
+        self.block: list[int] = columns.block.tolist()
+        self.simple = self._find_simple(chunks, first)
+        order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
+        done = 0
+        for file in np.unique(columns.file[order]).tolist():
+            mine = order[columns.file[order] == file]
+            name = columns.file_names[file]
+            reader = self.store.open(name)
+            try:
+                if reader.size != int(columns.file_size[file]):
+                    raise CorruptCheckpoint(
+                        f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
+                        f"{int(columns.file_size[file])}: "
+                        "it is truncated or replaced.",
+                        details={"file": name},
+                    )
+                done += self._file(reader, name, mine, threads)
+            finally:
+                reader.close()
+        return done
+
+    def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
+        """Chunks that go, all of them, into one contiguous piece of one target: nearly all that there are
+        when the layout is the one that saved, or cuts along the first axis. Found for all at once."""
+        columns, pairs, tables = self.columns, self.plan.pairs, self.table.tables()
+        nbytes, wanted = self.nbytes[chunks], pairs.wanted[first]
+        itemsize = tables.itemsize[wanted]
+        dims = pairs.size.shape[1]
+        outer, origin = _widen(tables.size, dims, 1)[wanted], _widen(tables.offset, dims, 0)[wanted]
+        alone = np.diff(np.append(first, len(pairs.chunk))) == 1
+        whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
+        together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
+        rows = np.flatnonzero(alone & whole_chunk & together & (nbytes <= BATCH))
+        memory = self.table.memory
+        return {
+            chunk: _Run(
+                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address + at), chunk, 0
+            )
+            for chunk, position, size, target, at in zip(
+                chunks[rows].tolist(),
+                columns.position[chunks[rows]].tolist(),
+                nbytes[rows].tolist(),
+                wanted[rows].tolist(),
+                (start * itemsize)[rows].tolist(),
+                strict=True,
+            )
+            if memory[target].address
+        }
+
+    def _file(self, reader: Reader, name: str, chunks: Array, threads: int) -> int:
+        if threads == 1 or len(chunks) < 2:
+            return self._some(reader, name, chunks)
+        before = np.cumsum(self.nbytes[chunks])
+        cuts = np.searchsorted(before, np.linspace(0, before[-1], 4 * threads + 1)[1:-1])
+        edges = np.unique(np.concatenate([[0], cuts, [len(chunks)]])).tolist()
+        with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
+            parts = [pool.submit(self._some, reader, name, chunks[a:b]) for a, b in pairwise(edges)]
+            return sum(part.result() for part in parts)
+
+    def _some(self, reader: Reader, name: str, chunks: Array) -> int:
+        """Read chunks of one file in order, in batches of neighbouring blocks."""
+        batch: list[_Run] = []
+        stage = Stage()
+        size, total = 0, 0
+        for chunk in chunks.tolist():
+            simple = self.simple.get(chunk)
+            for run in (simple,) if simple is not None else self._runs(chunk):
+                if batch and (
+                    size + run.length > BATCH
+                    or len(batch) >= BATCH_BUFFERS
+                    or batch[-1].position + batch[-1].length != run.position
+                ):
+                    total += self._flush(reader, name, batch, stage)
+                    batch, size = [], 0
+                batch.append(run)
+                size += run.length
+        return total + (self._flush(reader, name, batch, stage) if batch else 0)
+
+    def _runs(self, chunk: int) -> Iterator[_Run]:
+        """The blocks of a chunk that hold wanted bytes, in runs that are read and copied as one."""
+        position, block = int(self.columns.position[chunk]), self.block[chunk]
+        nbytes = int(self.nbytes[chunk])
+        first, last = self.first[chunk], self.last[chunk]
+        target = self._direct(chunk, first) if last - first == 1 else None
+        touched = [self._touched(chunk, pair, block) for pair in range(first, last)]
+        numbers = touched[0] if last - first == 1 else np.unique(np.concatenate(touched))
+        starts = numbers * block
+        stops = np.minimum(starts + block, nbytes)
+        inside = np.zeros(len(starts), bool)
+        if target is not None:
+            inside = (target[1] <= starts) & (stops <= target[2])
+        apart = (starts[1:] != stops[:-1]) | (inside[1:] != inside[:-1])
+        heads = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
+        step = max(BATCH // block, 1) * block
+        for head, end in pairwise(heads):
+            for low in range(int(starts[head]), int(stops[end - 1]), step):
+                length = min(step, int(stops[end - 1]) - low)
+                buffer: Buffer = None
+                if target is not None and inside[head]:
+                    buffer = (ctypes.c_ubyte * length).from_address(target[0] + low - target[1])
+                yield _Run(position + low, length, buffer, chunk, low)
+
+    def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
+        """The chunk's shape, the common box in it, and the element size. Asked three times in a row."""
+        last = self.asked
+        if last is not None and last[0] == pair:
+            return last[1]
+        tensor = int(self.tensor[chunk])
+        ndim = int(self.columns.ndim[tensor])
+        shape = unpad(self.columns.size[chunk], ndim)
+        box = Box(unpad(self.plan.pairs.offset[pair], ndim), unpad(self.plan.pairs.size[pair], ndim))
+        found = shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
+        self.asked = (pair, found)
+        return found
+
+    def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
+        """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""
+        row = int(self.plan.pairs.wanted[pair])
+        memory = self.table.memory[row]
+        if not memory.address:
+            return None
+        shape, inner, itemsize = self._relative(chunk, pair)
+        start = contiguous_at(shape, inner)
+        if start is None:
+            return None
+        outer = self.table.boxes[row]
+        ndim = len(outer.shape)
+        box = Box(unpad(self.plan.pairs.offset[pair], ndim), inner.shape).relative_to(outer.offset)
+        at = contiguous_at(outer.shape, box)
+        if at is None:
+            return None
+        return memory.address + at * itemsize, start * itemsize, (start + inner.volume) * itemsize
+
+    def _touched(self, chunk: int, pair: int, block: int) -> Array:
+        """Numbers of the blocks that hold bytes of the common box, ascending."""
+        shape, box, itemsize = self._relative(chunk, pair)
+        if box.shape == shape:
+            return np.arange(-(-int(self.nbytes[chunk]) // block))
+        strides = [1]
+        for size in shape[:0:-1]:
+            strides.insert(0, strides[0] * size)
+        axis = len(shape)  # from the last axis that the box cuts on, it is made of contiguous runs
+        while axis > 1 and box.shape[axis - 1] == shape[axis - 1]:
+            axis -= 1
+        axis -= 1
+        starts = np.asarray([_flat(shape, box.offset)], np.int64)
+        for lead in range(axis):
+            starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
+        run = math.prod(box.shape[axis:]) * itemsize
+        low = starts * itemsize // block
+        counts = -(-(starts * itemsize + run) // block) - low
+        numbers = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        return numbers if len(starts) == 1 else np.unique(numbers)
+
+    def _flush(self, reader: Reader, name: str, batch: list[_Run], stage: Stage) -> int:
+        """Read a batch, verify every block, and copy over what was not read to where it belongs."""
+        buffers: list[Buffer] = []
+        staged: list[tuple[_Run, memoryview]] = []
+        for run in batch:
+            view = run.buffer
+            if view is None:
+                view = stage.take(run.length)
+                assert view is not None
+                staged.append((run, view))
+            buffers.append(view)
+        wanted = batch[-1].position + batch[-1].length - batch[0].position
+        got = reader.read_into(batch[0].position, buffers)
+        if got != wanted:
+            raise CorruptCheckpoint(
+                f"{self.store.url}/{name} ends {wanted - got} bytes too early: it is truncated.",
+                details={"file": name},
+            )
+        digests = self.digests
+        for run, buffer in zip(batch, buffers, strict=True):
+            if not digests:  # another format's files carry none
+                break
+            block = self.block[run.chunk]
+            at = int(self.digest_start[run.chunk]) + run.start // block
+            if run.length <= block:
+                if digest(buffer) != digests[at]:
+                    raise self._damaged(run, 0, name)
+                continue
+            view = memoryview(buffer)
+            for low in range(0, run.length, block):
+                if digest(view[low : low + block]) != digests[at]:
+                    raise self._damaged(run, low, name)
+                at += 1
+        for run, view in staged:
+            self._scatter(run.chunk, run.start, view)
+        stage.reset()
+        with self.lock:
+            self.progress(wanted)
+        return wanted
+
+    def _damaged(self, run: _Run, low: int, name: str) -> CorruptCheckpoint:
+        tensor = self.columns.names[int(self.tensor[run.chunk])]
+        start, length = run.position + low, min(self.block[run.chunk], run.length - low)
+        return CorruptCheckpoint(
+            f"{self.store.url}/{name} is damaged: bytes {start} to {start + length}, part of {tensor!r}, do "
+            f"not match "
+            "the digest they were written with.",
+            hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
+            details={"file": name, "tensor": tensor, "position": start},
+        )
+
+    def _scatter(self, chunk: int, start: int, data: memoryview) -> None:
+        """Copy what is wanted of verified bytes of a chunk to where it is wanted."""
+        for pair in range(self.first[chunk], self.last[chunk]):
+            shape, inner, itemsize = self._relative(chunk, pair)
+            row = int(self.plan.pairs.wanted[pair])
+            outer = self.table.boxes[row]
+            origin = unpad(self.columns.offset[chunk], len(shape))
+            low, high = start // itemsize, (start + len(data)) // itemsize
+            done = 0
+            for part in from_flat_range(shape, low, high):
+                piece = data[done : done + part.volume * itemsize]
+                done += len(piece)
+                common = part.intersect(inner) if shape else part
+                if common is None:
+                    continue
+                place = Box(tuple(a + b for a, b in zip(common.offset, origin, strict=True)), common.shape)
+                self.table.memory[row].scatter(
+                    place.relative_to(outer.offset), piece, part.shape, common.relative_to(part.offset)
+                )
+
+
+def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]:
+    """Per row: does the box lie in one piece in a row-major tensor of `shape`, and at which element?
+
+    It does if every axis is either cut to one index or has only whole axes after it.
+    """
+    full = (size == shape)[:, ::-1]
+    after = np.ones_like(full)
+    after[:, 1:] = np.logical_and.accumulate(full, axis=1)[:, :-1]
+    stride = np.ones_like(shape)
+    stride[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    return (after[:, ::-1] | (size == 1)).all(axis=1), (offset * stride).sum(axis=1)
+
+
+def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
+    at = 0
+    for size, o in zip(shape, offset, strict=True):
+        at = at * size + o
+    return at
+
+
+def read_into(
+    store: Store, table: ShardTable, columns: Columns, plan: ReadPlan, threads: int, progress: Progress
+) -> int:
+    """Execute a plan; returns the bytes read from data files."""
+    return _Job(store, table, columns, plan, progress).run(threads)

@@ -1,0 +1,272 @@
+"""Write one rank's data files: stream, hash on the way, sync. No torch, so a helper process can.
+
+Bytes go from where they lie to the file in batches small enough to be hashed and written while
+in cache. A file is `header | chunks | embedded index`; the header's size is known beforehand,
+because everything in it but the digests is, and those stand in the embedded index at the end,
+so that a file is written front to back.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from holdfast.format.columns import Array, Columns
+from holdfast.format.container import encode_header
+from holdfast.format.digest import block_counts, digest, digest_many
+from holdfast.format.index import encode
+from holdfast.format.names import EMBEDDED, FORMAT, data_file, name_of_chunk
+from holdfast.io.stream import ChunkSource, Progress, stream_chunks
+from holdfast.layout.tensor import DTYPES
+from holdfast.options import Options
+from holdfast.plan.save import Planned, SavePlan, WrittenFile
+from holdfast.plan.shard_table import ShardTable
+from holdfast.store.base import Store, Writer
+
+CHUNKS_PER_FILE = 200_000
+"""More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
+
+
+Witnessed = dict[tuple[int, bytes], tuple[int, int]]
+"""Block and digest of witnesses, by `witness_key`."""
+
+
+def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
+    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one, and not more than its
+    header can list. A rank that writes nothing has names and witnesses to report, so every rank has a
+    file."""
+    nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
+    ends = np.cumsum(nbytes)
+    cuts, start = [], 0
+    while start < len(nbytes):
+        before = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        stop = min(stop, start + CHUNKS_PER_FILE)
+        cuts.append((start, stop))
+        start = stop
+    return cuts or [(0, 0)]
+
+
+def write_files(
+    store: Store,
+    table: ShardTable,
+    plan: SavePlan,
+    about: dict[str, Any],
+    options: Options,
+    progress: Progress,
+    witnessed: Witnessed | None = None,
+    only: int | None = None,
+) -> list[WrittenFile]:
+    """Write everything that the plan says this rank writes. On failure nothing of it is left.
+
+    witnessed: what was digested already of the shards that others write.
+    only: just this one of the files.
+    """
+    cuts = split_files(plan, options)
+    made: list[WrittenFile] = []
+    for part, (start, stop) in enumerate(cuts):
+        if only not in (None, part):
+            continue
+        name = data_file(about["attempt"], table.rank, part)
+        told = about | {"rank": table.rank, "part": part, "parts": len(cuts)}
+        writer = None
+        try:
+            writer = store.create(name)
+            some = Planned(*(column[start:stop] for column in plan.chunks))
+            known = witnessed or {}
+            made.append(
+                _write_file(writer, name, table, plan, some, part == 0, told, options, progress, known)
+            )
+            writer.finish()
+        except BaseException:
+            if writer is not None:
+                writer.discard()
+            discard(store, [file.name for file in made])
+            raise
+    return made
+
+
+def discard(store: Store, names: list[str]) -> None:
+    """Delete this rank's files of a save that failed, and their folder if it is empty then; never raises."""
+    for name in [*names, "data"]:
+        with suppress(Exception):
+            store.delete(name)
+
+
+def _write_file(
+    writer: Writer,
+    name: str,
+    table: ShardTable,
+    plan: SavePlan,
+    chunks: Planned,
+    first: bool,
+    about: dict[str, Any],
+    options: Options,
+    progress: Progress,
+    witnessed: Witnessed,
+) -> WrittenFile:
+    columns, order = embedded_columns(table, plan, chunks, name, first)
+    embedded_size = len(encode(columns, about))
+    entries, end = _entries(table, chunks, embedded_size)
+    header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
+    data_start = len(header)
+    starts = data_start + np.cumsum(chunks.nbytes) - chunks.nbytes
+    columns.position[:] = starts[order]
+    columns.file_size[:] = data_start + end
+
+    writer.write_at(0, [header])
+    digests = stream_chunks(writer, table, chunks, starts, options.writer_threads, progress)
+    digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
+    columns.digests[:] = _ragged(digests, digest_ends, order)
+    if first:
+        _fill_witnesses(columns, table, plan, witnessed, progress)
+    embedded = encode(columns, about)
+    if len(embedded) != embedded_size:
+        raise AssertionError("an embedded index must not change its size")
+    writer.write_at(data_start + end - embedded_size, [embedded])
+    return WrittenFile(name, data_start + end, data_start + end - embedded_size, embedded_size)
+
+
+def embedded_columns(
+    table: ShardTable, plan: SavePlan, chunks: Planned, name: str, first: bool
+) -> tuple[Columns, Array]:
+    """The embedded index, but for positions and digests; and the chunks' order in it."""
+    names = np.asarray([spec.name for spec in table.specs], dtype=object)
+    if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(table, plan)]))
+    else:
+        listed = np.unique(chunks.row)
+    by_name: dict[str, int] = {}
+    for row in listed.tolist():
+        by_name.setdefault(names[row], row)
+    sorted_names = sorted(by_name)
+    place = {tensor: at for at, tensor in enumerate(sorted_names)}
+    rows = [by_name[tensor] for tensor in sorted_names]
+    tensor_of_row = np.full(len(table), -1, np.int64)
+    for row in listed.tolist():
+        tensor_of_row[row] = place[names[row]]
+    tensor = tensor_of_row[chunks.row]
+    order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
+    tables = table.tables()
+    counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
+    blocks = block_counts(chunks.nbytes, chunks.block)
+    witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
+    late_of_row, late = _late(table, np.flatnonzero(tensor_of_row >= 0))
+    columns = Columns(
+        names=sorted_names,
+        dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
+        kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
+        ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
+        shape=tables.shape[rows].astype("<i8"),
+        chunk_end=np.cumsum(counts, dtype="<i8"),
+        offset=chunks.offset[order].astype("<i8"),
+        size=chunks.size[order].astype("<i8"),
+        file=np.zeros(len(order), "<i4"),
+        position=np.zeros(len(order), "<i8"),
+        block=chunks.block[order].astype("<i8"),
+        digest_end=np.cumsum(blocks[order], dtype="<i8"),
+        digests=np.zeros(int(blocks.sum()), "<u8"),
+        file_names=[name],
+        file_size=np.zeros(1, "<i8"),
+        file_rank=np.asarray([table.rank], "<i4"),
+        witness_tensor=tensor_of_row[witnesses.row].astype("<i8"),
+        witness_offset=witnesses.offset.astype("<i8"),
+        witness_size=witnesses.size.astype("<i8"),
+        witness_block=np.zeros(len(witnesses.row), "<i8"),
+        witness_digest=np.zeros(len(witnesses.row), "<u8"),
+        late_tensor=tensor_of_row[late[:, 0]],
+        late_axis=late[:, 1],
+        late_lane=late[:, 2],
+        late_position=late[:, 3],
+        late_length=late[:, 4],
+        late_start=late[:, 5],
+        chunk_late=late_of_row[chunks.row][order],
+        witness_late=late_of_row[witnesses.row],
+    )
+    return columns, order
+
+
+def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
+    """For each row of the holding its number among the late ones of `rows`, or -1; and these: row, then as in
+    `DeferredOffset`."""
+    late = [(row, *found) for row in rows.tolist() if (found := table.lates[row]) is not None]
+    deferred = np.asarray(late, "<i8").reshape(-1, 6)
+    number = np.full(len(table), -1, "<i8")
+    number[deferred[:, 0]] = np.arange(len(deferred))
+    return number, deferred
+
+
+def _silent(table: ShardTable, plan: SavePlan) -> Array:
+    """Rows that have neither chunk nor witness but must be listed: empty tensors."""
+    return np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
+
+
+def _entries(
+    table: ShardTable, chunks: Planned, embedded: int
+) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
+    """The header's rows, and where data ends. A chunk that is all of its tensor has its name."""
+    rows = []
+    ends = np.cumsum(chunks.nbytes).tolist()
+    starts = [0, *ends[:-1]] if ends else []
+    offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
+    taken: set[str] = set()
+    for at, row in enumerate(chunks.row.tolist()):
+        spec = table.specs[row]
+        ndim = len(spec.shape)
+        shape = tuple(sizes[at][len(sizes[at]) - ndim :])
+        name = spec.name
+        if shape != spec.shape:
+            begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
+            late = table.lates[row]
+            if late is not None and late.start == -1:
+                begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
+            name = name_of_chunk(name, begin)
+        while name in taken or name == EMBEDDED or name == "__metadata__":
+            name += "'"
+        taken.add(name)
+        dtype = DTYPES[spec.dtype]
+        rows.append(
+            (name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), starts[at], ends[at])
+        )
+    end = ends[-1] if ends else 0
+    rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
+    return rows, end + embedded
+
+
+def _ragged(values: Array, ends: Array, order: Array) -> Array:
+    """The groups of `values` that end at `ends`, in another order."""
+    if not len(order):
+        return values
+    counts = np.diff(ends, prepend=0)[order]
+    begin = (ends - np.diff(ends, prepend=0))[order]
+    return values[np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))]
+
+
+def _fill_witnesses(
+    columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: Progress
+) -> None:
+    for at in range(len(plan.witnesses.row)):
+        known = witnessed.get(witness_key(plan, at))
+        columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
+        if at % 64 == 0:
+            progress(0)
+
+
+def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:
+    """What names a witness of a plan: its row, and where it begins."""
+    return int(plan.witnesses.row[at]), plan.witnesses.offset[at].tobytes()
+
+
+def witness(table: ShardTable, plan: SavePlan, at: int) -> tuple[int, int]:
+    """Digest what this rank holds and another writes: (-1, of every block), or one block that the box
+    picks."""
+    seen = plan.witnesses
+    count = int(block_counts(seen.nbytes[at : at + 1], seen.block[at : at + 1])[0])
+    source = ChunkSource(table, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
+    if plan.witness_full[at]:
+        blocks = [digest(source.one_block(number)) for number in range(count)]
+        return -1, digest_many(np.asarray(blocks, "<u8"))
+    wanted = digest(seen.offset[at].tobytes()) % count
+    return wanted, digest(source.one_block(wanted))

@@ -1,0 +1,158 @@
+"""What can be loaded from: a committed Holdfast checkpoint, or one of torch DCP or megatron-core's
+`torch_dist`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from holdfast.errors import CorruptCheckpoint, NotCommitted
+from holdfast.format import tensor_archive, torch_dist
+from holdfast.format.columns import ITEMSIZE, Array, Columns
+from holdfast.format.digest import digest, hex_digest
+from holdfast.format.index import Index
+from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
+from holdfast.format.marker import is_marker
+from holdfast.format.names import INDEX, METADATA
+from holdfast.layout.tensor import OBJECT, dtype_code
+from holdfast.store.absence import explain_absence
+from holdfast.store.base import NotFound, Reader, Store
+
+
+class Source(Protocol):
+    """An index, ours or one made of another format's metadata."""
+
+    where: str
+    identity: str
+    about: dict[str, Any]
+    tensors: int
+    bytes_read: int
+    object_prefix: bytes
+    """Goes before an object's bytes to make them what `objects.decode` takes."""
+
+    def names(self) -> list[str]: ...
+
+    def find(self, wanted: Sequence[str]) -> Array: ...
+
+    def find_one(self, name: str) -> int: ...
+
+    def select(self, rows: Array | None = None) -> Columns: ...
+
+
+def nothing_there(store: Store) -> NotCommitted:
+    sentence, hint = explain_absence(store)
+    return NotCommitted(sentence, hint=hint)
+
+
+@contextmanager
+def open_index(store: Store) -> Iterator[Index]:
+    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        raise nothing_there(store) from None
+    try:
+        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+    finally:
+        reader.close()
+
+
+@contextmanager
+def open_source(store: Store) -> Iterator[Source]:
+    """What is in a folder, closed afterwards; NotCommitted if there is no checkpoint."""
+    with ExitStack() as opened:
+        source: Source
+        try:
+            source = opened.enter_context(open_index(store))
+        except NotCommitted:
+            metadata = read_file(store, METADATA, METADATA_BYTES)
+            if metadata is None or is_marker(metadata):
+                raise
+            source = opened.enter_context(closing(TorchDist(store, metadata)))
+        yield source
+
+
+def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
+    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit`
+    is damage."""
+    try:
+        reader = store.open(name)
+    except NotFound:
+        return None
+    try:
+        where = f"{store.url}/{name}"
+        check_size(where, reader.size, limit)
+        with bounded_memory(where):
+            return reader.read(0, reader.size)
+    finally:
+        reader.close()
+
+
+class TorchDist:
+    """A `torch_dist` folder; reads of its data files what a selection needs to find its elements."""
+
+    object_prefix = torch_dist.OBJECT_PREFIX
+
+    def __init__(self, store: Store, metadata: bytes) -> None:
+        self.where = f"{store.url}/{METADATA}"
+        self.identity = hex_digest(digest(metadata))
+        self.about: dict[str, Any] = {"step": None}
+        self._store = store
+        self._entries = torch_dist.read_metadata(metadata, self.where)
+        self._row = {entry.name: row for row, entry in enumerate(self._entries)}
+        self._readers: dict[str, Reader] = {}
+        self.tensors = len(self._entries)
+        self.bytes_read = len(metadata)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
+    def names(self) -> list[str]:
+        return [entry.name for entry in self._entries]
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return np.fromiter((self._row.get(name, -1) for name in wanted), np.int64, len(wanted))
+
+    def find_one(self, name: str) -> int:
+        return self._row.get(name, -1)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        chosen = self._entries if rows is None else [self._entries[row] for row in rows.tolist()]
+        columns = torch_dist.to_columns(
+            chosen, [[self._locate(entry, chunk) for chunk in entry.chunks] for entry in chosen]
+        )
+        columns.file_size = np.asarray([self._reader(name).size for name in columns.file_names], "<i8")
+        return columns
+
+    def chunks(self) -> Iterator[tuple[torch_dist.Entry, torch_dist.Chunk, torch_dist.Member, Reader]]:
+        """Every chunk, where its elements lie, and the file that holds it."""
+        for entry in self._entries:
+            for chunk in entry.chunks:
+                yield entry, chunk, self._locate(entry, chunk), self._reader(chunk.file)
+
+    def empty(self) -> list[torch_dist.Entry]:
+        """Tensors without elements, of which nothing is stored."""
+        return [entry for entry in self._entries if not entry.chunks]
+
+    def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
+        if chunk.start + chunk.length > self._reader(chunk.file).size:
+            raise CorruptCheckpoint(
+                f"{self._store.url}/{chunk.file} ends before the part of {entry.name!r} that {self.where} "
+                f"says it holds.",
+                details={"file": chunk.file, "tensor": entry.name},
+            )
+        if entry.kind == OBJECT:
+            return torch_dist.Member(chunk.start, chunk.length, 0, False)
+        itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
+        read = self._reader(chunk.file).read
+        return tensor_archive.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
+
+    def _reader(self, name: str) -> Reader:
+        if name not in self._readers:
+            self._readers[name] = self._store.open(name)
+        return self._readers[name]

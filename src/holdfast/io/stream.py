@@ -1,0 +1,194 @@
+"""From memory to a file: gather what does not lie right, hash, write, in batches that stay in cache."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+
+import numpy as np
+
+from holdfast.buffers import Buffer
+from holdfast.format.columns import Array, unpad
+from holdfast.format.digest import block_counts, digest
+from holdfast.layout.box import Box, from_flat_range
+from holdfast.layout.tensor import DTYPES
+from holdfast.plan.save import Planned
+from holdfast.plan.shard_table import ShardTable, contiguous_at
+from holdfast.store.base import Writer
+
+BATCH = 2 << 20
+BATCH_BUFFERS = 512
+Progress = Callable[[int], None]
+"""Told the bytes moved since the last call; raises to give the work up."""
+
+
+class Stage:
+    """Memory that is used again and again, for bytes that do not lie as the file wants them.
+
+    Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray())
+        self._used = 0
+
+    def take(self, size: int) -> memoryview | None:
+        """`size` bytes, valid until `reset`; None when that is due first."""
+        if self._used and self._used + size > len(self._memory):
+            return None
+        if size > len(self._memory):
+            self._memory = memoryview(bytearray(max(size, 2 * BATCH)))
+        view = self._memory[self._used : self._used + size]
+        self._used += -(-size // 64) * 64
+        return view
+
+    def reset(self) -> None:
+        self._used = 0
+
+
+class ChunkSource:
+    """Where the bytes of one planned chunk are."""
+
+    __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes")
+
+    def __init__(self, table: ShardTable, plan: Planned, at: int, nbytes: int, block: int) -> None:
+        row = int(plan.row[at])
+        spec, outer, self._memory = table.specs[row], table.boxes[row], table.memory[row]
+        ndim = len(spec.shape)
+        self._box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(outer.offset)
+        self._itemsize = DTYPES[spec.dtype].size
+        self.nbytes, self.block = nbytes, block
+        start = contiguous_at(outer.shape, self._box) if self._memory.address else None
+        self.address = 0 if start is None else self._memory.address + start * self._itemsize
+
+    def direct(self, low: int, length: int) -> Buffer:
+        """Bytes where they lie; only with an address."""
+        return (ctypes.c_ubyte * length).from_address(self.address + low)
+
+    def gather(self, low: int, out: memoryview) -> None:
+        """Copy bytes from `low` on into a buffer."""
+        done = 0
+        for part in from_flat_range(
+            self._box.shape, low // self._itemsize, (low + len(out)) // self._itemsize
+        ):
+            size = part.volume * self._itemsize
+            moved = Box(tuple(a + b for a, b in zip(part.offset, self._box.offset, strict=True)), part.shape)
+            self._memory.gather(moved, out[done : done + size])
+            done += size
+
+    def one_block(self, number: int) -> Buffer:
+        low = number * self.block
+        length = min(self.block, self.nbytes - low)
+        if self.address:
+            return self.direct(low, length)
+        out = memoryview(bytearray(length))
+        self.gather(low, out)
+        return out
+
+
+class Stream:
+    """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
+
+    def __init__(self, writer: Writer, position: int, progress: Progress) -> None:
+        self._writer, self._position, self._progress = writer, position, progress
+        self._batch: list[Buffer] = []
+        self._size = 0
+        self._stage = Stage()
+        self.digests: list[int] = []
+
+    def add(self, buffer: Buffer, size: int) -> None:
+        self.digests.append(digest(buffer))
+        self._batch.append(buffer)
+        self._size += size
+        if self._size >= BATCH or len(self._batch) >= BATCH_BUFFERS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._batch:
+            self._writer.write_at(self._position, self._batch)
+            self._position += self._size
+            self._progress(self._size)
+            self._batch, self._size = [], 0
+        self._stage.reset()
+
+    def chunk(self, source: ChunkSource) -> None:
+        nbytes, block = source.nbytes, source.block
+        step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
+        if source.address:
+            for low in range(0, nbytes, step):
+                length = min(step, nbytes - low)
+                if self._size + length > BATCH:
+                    self.flush()
+                self.add_blocks(memoryview(source.direct(low, length)), block)
+            return
+        for low in range(0, nbytes, step):
+            length = min(step, nbytes - low)
+            view = self._stage.take(length)
+            if view is None:
+                self.flush()
+                view = self._stage.take(length)
+                assert view is not None
+            source.gather(low, view)
+            self.add_blocks(view, block)
+            if self._size >= BATCH:
+                self.flush()
+
+    def add_blocks(self, view: memoryview, block: int) -> None:
+        """Like `add` for several blocks, but leaves the flush to the caller: the stage may be in use."""
+        self.digests.extend([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        self._batch.append(view)
+        self._size += len(view)
+
+
+def stream_chunks(
+    writer: Writer, table: ShardTable, chunks: Planned, starts: Array, threads: int, progress: Progress
+) -> Array:
+    """Hash and write all chunks; returns the block digests in file order."""
+    counts = block_counts(chunks.nbytes, chunks.block)
+    ends = np.cumsum(counts)
+    digests = np.zeros(int(counts.sum()), "<u8")
+    lock = threading.Lock()
+    nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
+    simple = _simple(table, chunks)
+
+    def moved(size: int) -> None:
+        with lock:
+            progress(size)
+
+    def work(start: int, stop: int) -> None:
+        stream = Stream(writer, int(starts[start]), moved)
+        for at in range(start, stop):
+            if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
+                stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
+            else:
+                stream.chunk(ChunkSource(table, chunks, at, nbytes[at], blocks[at]))
+        stream.flush()
+        first = int(ends[start] - counts[start])
+        digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
+
+    if not len(chunks.row):
+        return digests
+    if threads == 1:
+        work(0, len(chunks.row))
+        return digests
+    bytes_before = np.cumsum(chunks.nbytes)
+    cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
+    edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-write") as pool:
+        for done in [pool.submit(work, a, b) for a, b in pairwise(edges)]:
+            done.result()
+    return digests
+
+
+def _simple(table: ShardTable, chunks: Planned) -> list[int]:
+    """Addresses of chunks that are one block and all of their shard; 0 for the others."""
+    tables = table.tables()
+    whole_shard = (chunks.nbytes == tables.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
+    address = np.fromiter(
+        (table.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
+    )
+    found: list[int] = np.where(whole_shard, address, 0).tolist()
+    return found

@@ -1,0 +1,444 @@
+"""The load of one rank: collect the state, choose a version, plan, read, put what was read into the state,
+report.
+
+`LoadJob` is what the protocol (`protocol.core.load_steps`) drives; its methods stand in the order in which
+they are called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    HoldfastError,
+    LoadFailed,
+    MissingTensors,
+    NotCommitted,
+    Replaced,
+    ShapeMismatch,
+    Unplaced,
+)
+from holdfast.format import objects
+from holdfast.format.columns import Columns
+from holdfast.format.limits import bounded_memory
+from holdfast.io.file_reader import plan_read, read_into
+from holdfast.io.open_checkpoint import Source, open_source
+from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
+from holdfast.loading.filling import announce, check_filled, give_back
+from holdfast.loading.lazy_state import LazyStates, refuse_empty
+from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
+from holdfast.options import Options
+from holdfast.plan.merge import what
+from holdfast.plan.shard_table import ShardTable, describe
+from holdfast.protocol.call import Call, begin_call, one_folder
+from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
+from holdfast.protocol.messages import Chosen, HaveRead
+from holdfast.protocol.operation import Operation, read_state
+from holdfast.protocol.phases import LOAD_TRANSITIONS
+from holdfast.roster.base import Roster
+from holdfast.state.cuda_streams import CallerStreams
+from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
+from holdfast.state.memory import BytesMemory, TensorMemory
+from holdfast.store.base import NotFound, Store
+from holdfast.store.local import open_store
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did on this rank."""
+
+    path: str
+    step: int | None
+    tensors: int
+    """Names that were filled, objects included."""
+    bytes_needed: int
+    """Of the checkpoint's tensors, by this rank."""
+    bytes_read: int
+    """By this rank, the index included."""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
+    optimizer still has no state under them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """A load of this rank: what it was asked for. The same value for plain, DCP and Megatron loads.
+
+    collect: yields the leaves of the state for a rank. What it raises is told to the other ranks.
+    signature: what else tells this call from others on the same folder; the same on all ranks.
+    The other fields are the arguments of `holdfast.load`.
+    """
+
+    store: Store
+    collect: Callable[[int], Flat]
+    call: Call
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    strict: bool = True
+    options: Options = field(default_factory=Options)
+    signature: object = None
+
+    def run(self) -> LoadReport:
+        """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""
+        job = LoadJob(self)
+        try:
+            job.run()
+        except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
+            offsets = exchange_offsets(self.store, self.call, job.table, job.trouble)
+            job = LoadJob(self, offsets)
+            job.run()
+        return job.apply()
+
+
+class LoadJob:
+    """A load of this rank. The state is collected at once; `run` brings the load to its end, `apply` puts the
+    result into the state.
+
+    offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which
+        finds out whether it is needed.
+    """
+
+    def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
+        self.request, self.store, self._offsets = request, request.store, offsets
+        self.rank = request.call.rank
+        self.patterns: Patterns = (request.include, request.exclude)
+        self.table = ShardTable(self.rank)
+        self.leaves: list[Leaf] = []
+        self.owner: list[int] = []
+        """Per row of `table`, its leaf."""
+        self.after: list[Callable[[], None]] = []
+        """What is called once all is in the state: `load_state_dict` of stateful values."""
+        self.streams = CallerStreams(self.table)
+        self.step: int | None = None
+        self.bytes_needed = self.bytes_read = 0
+        self.rows_asked = 0
+        """Rows that this rank asks for."""
+        self.names_stored = 0
+        """Names in the checkpoint."""
+        self.missing: list[str] = []
+        self.filled: list[int] = []
+        """Leaves that were filled."""
+        self.sizes: dict[int, int] = {}
+        """Bytes of each object that was read, by leaf."""
+        self.prefix = b""
+        self.values: dict[int, Any] = {}
+        """Objects that were read, by leaf."""
+        self.lazy: LazyStates | None = None
+        self.built: list[tuple[Leaf, Any]] = []
+        """What was made for leaves, to take their place."""
+        self.operation = Operation(
+            "load",
+            f"load of {self.store.url}",
+            self.store.url,
+            request.call,
+            LOAD_TRANSITIONS,
+            include=request.include,
+            exclude=request.exclude,
+            strict=request.strict,
+            signature=request.signature,
+            lengths=offsets is not None,
+        )
+        self.trouble = read_state(self._collect, self.rank)
+        """What collecting the state met. The protocol tells it to the other ranks."""
+        if offsets is None and self.trouble is None:
+            self.trouble = unplaced(self.table, self.operation.at.title)
+
+    def run(self) -> None:
+        """Run the protocol to its end."""
+        self.operation.run(lambda: load_steps(self.operation.at, self), self.trouble)
+
+    # -- collect ----------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        request = self.request
+        flat = request.collect(self.rank)
+        self.after = flat.after
+        self.leaves = select(flat.leaves, request.include, request.exclude)
+        self.table, self.owner = build_shard_table(
+            self.leaves, self.rank, request.call.participants, for_load=True
+        )
+        self.streams = CallerStreams(self.table)
+        if self._offsets is not None:
+            put_in_place(self.table, self._offsets)
+
+    # -- choose a version and read it -------------------------------------------------------------
+
+    def choose(self) -> Chosen:
+        if self.trouble is not None:
+            raise self.trouble
+        with open_source(self.store) as index:
+            return Chosen(index.identity, index.about.get("created"))
+
+    def read(self, chosen: Chosen) -> HaveRead:
+        if self.trouble is not None:
+            raise self.trouble
+        self._wait_for(chosen)
+        with open_source(self.store) as index:
+            if index.identity != chosen.identity:
+                raise self._replaced()
+            self.step = index.about.get("step")
+            try:
+                self._read(index)
+            except NotFound as error:
+                if self._still(chosen.identity):
+                    raise CorruptCheckpoint(
+                        f"A data file of {self.store.url} is missing: {error.message}",
+                        hint="Load an older step, or another copy of this one.",
+                    ) from None
+                raise self._replaced() from None
+        self._decode()
+        return HaveRead(self.bytes_read, self.rows_asked)
+
+    def check(self, reports: dict[int, HaveRead]) -> None:
+        """A load into nothing, where there is something, is one into the wrong state."""
+        if self.names_stored and not any(report.asked for report in reports.values()):
+            raise BadInput(
+                f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no "
+                f"rank has a value in its state.",
+                hint="Give the values that are to be filled (a module, its state_dict(), what "
+                "holdfast.get_state_dict gives, tensors), "
+                "or look at include= and exclude=.",
+            )
+
+    def _read(self, index: Source) -> None:
+        self.lazy = LazyStates(
+            self.store.url, self.leaves, self.owner, self.table, self.request.call.participants
+        )
+        self.lazy.look(index, self.patterns, self.request.strict)
+        self.missing, self.names_stored = self.lazy.missing, index.tensors
+        rows = index.find([spec.name for spec in self.table.specs])
+        keep = self._check_missing(rows, index)
+        wanted = ShardTable(self.table.rank)
+        tensors, position = np.unique(rows[keep], return_inverse=True)
+        columns = index.select(tensors)
+        for place, row in enumerate(keep):
+            self._take(wanted, row, columns, int(position[place]))
+        plan = plan_read(wanted, position, columns, index.where)
+        check_filled(wanted, plan)
+        self.bytes_needed = plan.bytes_needed
+        announce(wanted, [self.leaves[self.owner[row]] for row in keep])
+        self.streams.wait()
+        read = read_into(
+            self.store,
+            wanted,
+            columns,
+            plan,
+            self.request.options.writer_threads,
+            lambda moved: self.operation.progress(moved, self.bytes_needed),
+        )
+        self.streams.finish()
+        self.bytes_read = read + index.bytes_read
+        self.prefix = index.object_prefix
+        self.filled = [self.owner[row] for row in keep]
+        objects_read = [place for place in range(len(keep)) if wanted.specs[place].kind == OBJECT]
+        self.sizes = {self.filled[place]: wanted.specs[place].shape[0] for place in objects_read}
+
+    def _replaced(self) -> Replaced:
+        return Replaced(
+            f"{self.store.url} was replaced or removed while rank {self.table.rank} loaded it.",
+            hint="Load again.",
+        )
+
+    def _still(self, identity: str) -> bool:
+        """Is the version that this load began with the one that is there?"""
+        try:
+            with open_source(self.store) as index:
+                return index.identity == identity
+        except HoldfastError:
+            return False
+
+    def _wait_for(self, chosen: Chosen) -> None:
+        """Until the version that the committer chose is visible here; a network file system may show it
+        late. Another version that is newer, or that the committer itself sees, has replaced it."""
+        at = self.operation.at
+        ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
+        while True:
+            with suppress(NotCommitted), open_source(self.store) as index:
+                if index.identity == chosen.identity:
+                    return
+                created, before = index.about.get("created"), chosen.created
+                newer = isinstance(created, float) and isinstance(before, float) and created > before
+                if at.leads or newer:
+                    raise self._replaced()
+            self.operation.still_wanted()
+            if at.leads or at.clock.now() >= ends:
+                raise self._replaced()
+            at.clock.sleep(0.05)
+
+    def _check_missing(self, rows: Any, index: Source) -> list[int]:
+        """Rows of the holding that the checkpoint has; the others are an error unless excused."""
+        gone = [row for row in range(len(self.table)) if rows[row] < 0]
+        empty = {
+            row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
+        }
+        refuse_empty(self.store.url, [self.table.specs[row].name for row in sorted(empty)], index)
+        names = list(
+            dict.fromkeys(
+                self.table.specs[row].name
+                for row in gone
+                if row not in empty and not self.leaves[self.owner[row]].optional
+            )
+        )
+        self.rows_asked = len(self.table) - len(empty)
+        if names and self.request.strict:
+            have = index.names()
+
+            def say(name: str) -> str:
+                near = nearest(name, have)
+                return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
+
+            raise MissingTensors(
+                f"{self.store.url} does not hold {len(names)} of the names in the state: "
+                f"{listed(names, say)}.",
+                hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass "
+                f"strict=False to keep "
+                "present values.",
+                details={"missing": names[:100]},
+            )
+        self.missing += names
+        return [row for row in range(len(self.table)) if rows[row] >= 0]
+
+    def _take(self, wanted: ShardTable, row: int, columns: Columns, tensor: int) -> None:
+        """A row to fill, once what the checkpoint holds fits it."""
+        spec, memory = self.table.specs[row], self.table.memory[row]
+        kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
+        if spec.kind == OBJECT and kind == OBJECT:
+            assert isinstance(memory, BytesMemory)
+            with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
+                memory.resize(shape[0])
+            wanted.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
+            return
+        dtype, box = int(columns.dtype[tensor]), self.table.boxes[row]
+        leaf = self.leaves[self.owner[row]]
+        if spec.kind == TENSOR == kind and (leaf.converts or leaf.fits):
+            assert isinstance(memory, TensorMemory)
+            if leaf.converts and spec.dtype != dtype:
+                memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
+                spec = spec._replace(dtype=dtype)
+            if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
+                spec, box, memory = _fitted(spec, box, memory, shape)
+        stored = what(kind, dtype, shape)
+        if spec.kind != kind or spec.shape != shape or spec.dtype != dtype:
+            raise ShapeMismatch(
+                f"{spec.name!r}: the checkpoint holds {stored}, the state wants {describe(spec)}.",
+                hint=f"{KINDS[kind]} and {KINDS[spec.kind]} can't be exchanged."
+                if spec.kind != kind
+                else "Build the model as it was saved, or leave this name out with exclude=.",
+                details={"tensor": spec.name},
+            )
+        wanted.add(spec, box, (0, 1), False, memory)
+
+    def _decode(self) -> None:
+        """Objects, before this rank says that it has read: one that can't be decoded fails the load
+        everywhere."""
+        rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
+        for owner, size in self.sizes.items():
+            memory = self.table.memory[rows[owner]]
+            assert isinstance(memory, BytesMemory)
+            name = self.leaves[owner].name
+            with bounded_memory(f"The object {name!r} of {self.store.url}"):
+                self.values[owner] = objects.decode(self.prefix + memory.value(size), name)
+        self.built = self.lazy.build(self.values) if self.lazy is not None else []
+
+    # -- put it into the state --------------------------------------------------------------------
+
+    def apply(self) -> LoadReport:
+        """Put what was read into the state. What fails here is not known to other ranks."""
+        give_back(self.leaves, self.filled, self.values, self.built)
+        at = self.operation.at
+        for finish in self.after:
+            try:
+                finish()
+            except Exception as error:
+                raise LoadFailed(
+                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: "
+                    f"{type(error).__name__}: {error}",
+                    rank=self.rank,
+                    hint="Other ranks don't know of this.",
+                ) from error
+        return LoadReport(
+            self.store.url,
+            self.step,
+            len(set(self.filled)),
+            self.bytes_needed,
+            self.bytes_read,
+            self.operation.seconds(),
+            tuple(self.missing),
+        )
+
+
+def _fitted(
+    spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
+) -> tuple[TensorSpec, Box, TensorMemory]:
+    """The part of a shard that a stored tensor of another shape fills; the rest of it is zeroed."""
+    with torch.no_grad():
+        memory.tensor.zero_()
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    common = box.intersect(whole(shape)) or nothing
+    part = memory.tensor.detach()
+    if common.volume:
+        part = part[common.relative_to(box.offset).slices()]
+    return spec._replace(shape=shape), common, TensorMemory(part, memory.stored)
+
+
+def load(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
+
+    Tensors are overwritten where they lie, objects are replaced in their dict or list, stateful
+    values get their `load_state_dict`. Every byte is verified. Nothing in a checkpoint is
+    executed. All participants load the same version, and if one fails all raise its error (the
+    state may then be partly overwritten).
+
+    strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
+    The other arguments are those of `save`.
+    """
+    store = open_store(one_folder(path, checkpoint_id))
+    call = begin_call(
+        roster,
+        no_dist=no_dist,
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+    )
+    request = LoadRequest(
+        store=store,
+        collect=lambda rank: flatten(state_dict, rank),
+        call=call,
+        include=include,
+        exclude=exclude,
+        strict=strict,
+        options=options or Options(),
+    )
+    while True:
+        try:
+            return request.run()
+        except Replaced:  # the same on every rank: all begin anew, with the version that is there now
+            if call.deadline.left() < timeout / 2:
+                raise

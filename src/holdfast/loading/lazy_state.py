@@ -1,0 +1,321 @@
+"""What a load makes: optimizer states that are not there yet, and that the checkpoint has.
+
+An optimizer's state of a parameter comes into being at its first gradient; until then an empty
+`ParameterState` stands for it. One that has containers in it, or tensors that are made of others, is made
+anew, too, of what it has already: the checkpoint may have more. And a list of dicts is one object for us, and
+an object a value for torch DCP, which saves `param_groups` as `param_groups.0.lr` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.format.columns import Columns
+from holdfast.io.open_checkpoint import Source
+from holdfast.layout.box import Dims
+from holdfast.layout.tensor import DTYPES, TENSOR
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.flatten import Leaf, Patterns, build_shard_table, is_selected, leaves_of
+from holdfast.state.live import ParameterState, Rest, zeros
+from holdfast.state.memory import TensorMemory
+from holdfast.state.structure import STRUCTURE, build, guess, join
+
+
+@dataclass
+class Made:
+    """A leaf, and what a load has made to take its place."""
+
+    leaf: Leaf
+    parts: dict[str, Any] = field(default_factory=dict)
+    """By their whole names."""
+
+    def value(self) -> Any:
+        """What takes its place, of the parts."""
+        name = self.leaf.name
+        structure = self.parts.get(join(name, STRUCTURE))
+        keys = [part[len(name) + 1 :] for part in self.parts]
+        if isinstance(self.leaf.value, list):
+            return as_list(dict(zip(keys, self.parts.values(), strict=True)))
+        return build(guess(keys) if structure is None else structure, name, self.parts, self.leaf.value)
+
+
+class LazyStates:
+    """Adds leaves, their rows and their owners to those of a load."""
+
+    def __init__(
+        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, everyone: tuple[int, ...]
+    ) -> None:
+        self.url, self.leaves, self.owner, self.table, self.everyone = url, leaves, owner, table, everyone
+        self.made: list[Made] = []
+        self._given = len(leaves)
+        self.missing: list[str] = []
+        """States that the checkpoint does not have, either."""
+        self._at: dict[tuple[int, Dims], int] | None = None
+
+    def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
+        """Leaves and rows for what the checkpoint has where the state has nothing yet."""
+        lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
+        lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
+        there = index.find([leaf.name for leaf in lists]).tolist()
+        lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
+        if not lazy and not lists:
+            return
+        names = index.names()
+        parts: list[tuple[Leaf, list[int]]] = []
+        for leaf in lists:
+            first, stop = _under(names, leaf.name)
+            keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
+            if _are_parts_of_a_list(keys):
+                leaf.optional = True  # it is there in parts
+                parts.append((leaf, list(range(first, stop))))
+        found = self._states(lazy, names, patterns, strict)
+        states = [leaf for leaf in lazy if isinstance(leaf.value, ParameterState) and leaf.value.is_awaited]
+        if strict and states and not any(isinstance(leaf.value, ParameterState) for leaf, _ in found):
+            self._refuse_strangers(states, patterns, names)
+        parts += found
+        wanted = np.unique(np.asarray([row for _, rows in parts for row in rows], np.int64))
+        columns = index.select(wanted)
+        places = [np.searchsorted(wanted, rows).tolist() for _, rows in parts]
+        self._check_shapes(
+            [(leaf, at) for (leaf, _), at in zip(parts, places, strict=True)], columns, index, names
+        )
+        for (leaf, _), at in zip(parts, places, strict=True):
+            self._make(leaf, columns, at)
+
+    def build(self, objects: Mapping[int, Any]) -> list[tuple[Leaf, Any]]:
+        """What takes the place of leaves, once all parts are read; `objects` are those that were, by the
+        position of their leaf."""
+        for at in range(self._given, len(self.leaves)):
+            part = self.leaves[at]
+            if at in objects or part.made:
+                part.put(objects.get(at, part.value))
+        return [(made.leaf, made.value()) for made in self.made]
+
+    def _states(
+        self, lazy: list[Leaf], names: list[str], patterns: Patterns, strict: bool
+    ) -> list[tuple[Leaf, list[int]]]:
+        """The rows of the checkpoint's index that belong to each state."""
+        known = {leaf.name for leaf in self.leaves}
+        found = []
+        for leaf in lazy:
+            first, stop = _under(names, leaf.name)
+            start, takes = len(leaf.name) + 1, getattr(leaf.value, "takes", None)
+            rows = [
+                row
+                for row in range(first, stop)
+                if known.isdisjoint(_above(names[row], start))
+                and is_selected(names[row], patterns)
+                and (takes is None or takes(names[row][start:]))
+            ]
+            if rows:
+                structure = join(leaf.name, STRUCTURE)
+                at = bisect_left(names, structure, first, stop)
+                found.append((leaf, sorted({*rows, at} if names[at : at + 1] == [structure] else rows)))
+                continue
+            if isinstance(leaf.value, Rest) or not leaf.value.is_awaited:
+                continue
+            if not is_selected(leaf.name, patterns):
+                continue
+            self.missing.append(leaf.name)
+            if leaf.value and strict:
+                raise MissingTensors(
+                    f"{self.url} holds nothing of {leaf.name!r}, a state that the optimizer has.",
+                    hint="Leave it out with exclude=, or pass strict=False to keep the present one.",
+                    details={"missing": [leaf.name]},
+                )
+        return found
+
+    def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
+        """Leaves for parts of a leaf, and rows for those."""
+        value, made, new = leaf.value, Made(leaf), list[Leaf]()
+        present: dict[str, Any] = {}
+        if isinstance(value, ParameterState) and value:
+            present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
+        for at in rows:
+            name, tensor = columns.names[at], None
+            if int(columns.kind[at]) == TENSOR:
+                dtype, shape = _dtype(columns, at), columns.shape_of(at)
+                tensor = present.get(name)
+                if not _fits(tensor, dtype, shape):
+                    key = name[len(leaf.name) + 1 :]
+                    make = zeros if isinstance(value, list) else value.make
+                    tensor = make(key, dtype, shape)
+                made.parts[name] = tensor
+            new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
+        self.made.append(made)
+        table, owner = build_shard_table(new, self.table.rank, self.everyone, for_load=True)
+        parameter = getattr(value, "parameter", None)
+        if parameter is not None:
+            self._lie_like(table, parameter)
+        self.owner += [len(self.leaves) + at for at in owner]
+        self.leaves += new
+        self.table.extend(table)
+
+    def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
+        """Give uneven shards the box of the parameter's shard, whose place all ranks have settled."""
+        late = [row for row, found in enumerate(table.lates) if found is not None and table.boxes[row].volume]
+        if not late:
+            return
+        address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
+        of = self._parameters()
+        for row in late:
+            found = of.get((address, table.boxes[row].shape))
+            if found is not None:
+                table.boxes[row] = self.table.boxes[found]
+            elif table.lates[row].start == -1:  # type: ignore[union-attr]
+                raise BadInput(
+                    f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not "
+                    f"know, and its parameter is "
+                    "not in the state.",
+                    hint="Load the model together with its optimizer, or let the optimizer take a step "
+                    "before.",
+                )
+
+    def _parameters(self) -> dict[tuple[int, Dims], int]:
+        """Rows of uneven shards, by what memory they have."""
+        if self._at is None:
+            self._at = {
+                (memory.tensor.data_ptr(), box.shape): row
+                for row, (memory, box, late) in enumerate(
+                    zip(self.table.memory, self.table.boxes, self.table.lates, strict=True)
+                )
+                if late is not None and isinstance(memory, TensorMemory)
+            }
+        return self._at
+
+    def _check_shapes(
+        self, parts: list[tuple[Leaf, list[int]]], columns: Columns, index: Source, names: list[str]
+    ) -> None:
+        """Refuse states of a parameter that was saved with another shape: they have that shape, and not the
+        present one's."""
+        odd = [
+            (leaf, at)
+            for leaf, rows in parts
+            if getattr(leaf.value, "parameter", None) is not None
+            for at in rows
+            if int(columns.kind[at]) == TENSOR
+            and len(shape := columns.shape_of(at)) == leaf.value.parameter.dim() > 0
+            and shape != tuple(leaf.value.parameter.shape)
+        ]
+        if not odd:
+            return
+        turned = sorted((name[::-1], row) for row, name in enumerate(names))
+        ends = [end for end, _ in turned]
+        candidates: list[tuple[Leaf, int, list[int]]] = []
+        for leaf, at in odd:
+            name = _PARAMETER.sub("", leaf.name)[::-1] + "."
+            first, stop = bisect_left(ends, name), bisect_left(ends, name[:-1] + "/")
+            rows = [row for _, row in turned[first:stop]]
+            if not name[:-1].isdecimal():
+                candidates.append((leaf, at, rows[:8]))
+        wanted = np.unique(np.asarray([row for _, _, rows in candidates for row in rows], np.int64))
+        saved = index.select(wanted)
+        for leaf, at, rows in candidates:
+            shape = columns.shape_of(at)
+            for row in np.searchsorted(wanted, rows).tolist():
+                if int(saved.kind[row]) == TENSOR and saved.shape_of(row) == shape:
+                    raise ShapeMismatch(
+                        f"The checkpoint has an optimizer state {columns.names[at][len(leaf.name) + 1 :]!r} "
+                        f"of shape {shape} for a "
+                        f"parameter of shape {tuple(leaf.value.parameter.shape)}: {saved.names[row]!r} was "
+                        f"saved with another shape.",
+                        hint="Build the model as it was saved, or leave the optimizer out of the load.",
+                        details={"tensor": columns.names[at]},
+                    )
+
+    def _refuse_strangers(self, lazy: list[Leaf], patterns: Patterns, names: list[str]) -> None:
+        """An optimizer of other names: none of its states is there, and others are."""
+        found = [_PARAMETER.match(leaf.name) for leaf in lazy]
+        parents = {match[0][:-1] for match in found if match is not None}
+        known = {leaf.name for leaf in self.leaves}
+        for parent in parents:
+            first, stop = _under(names, parent)
+            other = next((name for name in names[first:stop] if name not in known), None)
+            if other is not None and is_selected(other, patterns):
+                raise MissingTensors(
+                    f"{self.url} has nothing of {lazy[0].name!r}, nor of any other state that this optimizer "
+                    f"lacks; it has "
+                    f"{other!r}.",
+                    hint="Build the model and the optimizer as they were saved, or leave the optimizer out "
+                    "with exclude=.",
+                    details={"missing": [leaf.name for leaf in lazy[:100]]},
+                )
+
+
+_PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
+"""What goes before a parameter's name, or number, in the name of its state."""
+
+
+def _above(name: str, start: int) -> Iterator[str]:
+    """A name, and those of what it lies under, from a position on."""
+    end = name.find(".", start)
+    while end >= 0:
+        yield name[:end]
+        end = name.find(".", end + 1)
+    yield name
+
+
+def _fits(value: Any, dtype: torch.dtype, shape: Dims) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
+
+
+def _dtype(columns: Columns, row: int) -> torch.dtype:
+    found: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+    return found
+
+
+def _under(names: list[str], parent: str) -> tuple[int, int]:
+    """Where the names under a name begin and end, among sorted ones."""
+    return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
+
+
+def refuse_empty(url: str, empty: list[str], index: Source) -> None:
+    """Refuse empty dicts of the state, by their names, where the checkpoint has a subtree: passing one over
+    would lose that without a word. Where it has nothing, there is nothing to load."""
+    have = index.names() if empty else []
+    for name in empty:
+        first, stop = _under(have, name)
+        if first == stop:
+            continue
+        groups = f"{name.rpartition('.')[0]}.param_groups"
+        at, end = _under(have, groups)
+        optimizer = index.find_one(groups) >= 0 or at < end
+        raise MissingTensors(
+            f"{name!r} is empty in the state, but {url} holds {have[first]!r} and more under it.",
+            hint="An optimizer has no state before its first step. Put the optimizer itself into the state, "
+            "or what "
+            "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with "
+            "exclude=."
+            if optimizer
+            else "Give the values that are to be filled there, as the module's own state_dict() has them, or "
+            "leave it out with "
+            "exclude=.",
+            details={"missing": [name]},
+        )
+
+
+def _are_parts_of_a_list(keys: list[str]) -> bool:
+    """`0.lr`, `0.betas`, `1.lr`, ...: dicts, each with a number, none left out."""
+    split = [key.split(".") for key in keys]
+    if not keys or any(len(part) != 2 or not part[0].isdecimal() or not part[1] for part in split):
+        return False
+    numbers = {int(part[0]) for part in split}
+    return numbers == set(range(len(numbers)))
+
+
+def as_list(parts: Mapping[str, Any]) -> list[Any]:
+    """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
+    found: dict[int, dict[str, Any]] = {}
+    for path, value in parts.items():
+        number, _, key = path.partition(".")
+        found.setdefault(int(number), {})[key] = value
+    return [found[at] for at in sorted(found)]

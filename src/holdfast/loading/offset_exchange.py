@@ -1,0 +1,114 @@
+"""Compute the offsets of shards that depend on the local length of every rank.
+
+A save leaves this to its commit. A load must know before it reads, so the ranks meet once more: each says
+what it has along the uneven axis, the committer adds up. Only loads of which a rank has such a shard come
+here; that rank's `Unplaced` brings all of them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from holdfast.errors import BadInput, HoldfastError, Unplaced
+from holdfast.layout.box import Box
+from holdfast.layout.deferred_offset import place
+from holdfast.layout.tensor import listed
+from holdfast.plan.shard_table import ShardTable
+from holdfast.protocol.call import Call
+from holdfast.protocol.task import CollectiveTask
+from holdfast.roster.base import Message
+from holdfast.store.base import Store
+
+
+def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
+    """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may
+    not see."""
+    for spec, late in zip(table.specs, table.lates, strict=True):
+        if late is not None and late.start < 0:
+            return Unplaced(
+                f"{title}: rank {table.rank} holds a part of {spec.name!r} without an offset along axis "
+                f"{late.axis}.",
+                rank=table.rank,
+            )
+    return None
+
+
+class OffsetExchange(CollectiveTask):
+    """`shifts`: for each late row of this rank, in order, what to add to its box's offset."""
+
+    kind = "load"
+
+    def of(self, table: ShardTable, trouble: HoldfastError | None) -> OffsetExchange:
+        self._trouble = trouble if not isinstance(trouble, Unplaced) else None
+        self.rows = [
+            [spec.name, spec.shape[late.axis], *late]
+            for spec, late in zip(table.specs, table.lates, strict=True)
+            if late is not None
+        ]
+        return self
+
+    def contribute(self) -> Message:
+        if self._trouble is not None:
+            raise self._trouble  # which the first pass did not come to tell
+        return {"rows": self.rows}
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        rows = [(rank, *row) for rank, message in sorted(said.items()) for row in message["rows"]]
+        number: dict[str, int] = {}
+        tensor = [number.setdefault(row[1], len(number)) for row in rows]
+        lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
+        size, axis, lane, position, length, start = lines.T
+        found = place(np.asarray(tensor, np.int64), axis, lane, position, length, start, size)
+        names = list(number)
+        sizes = dict(zip(zip(tensor, axis.tolist(), strict=True), size.tolist(), strict=True))
+        if found.differ is not None:
+            one, other = (rows[row] for row in found.differ)
+            raise BadInput(
+                f"Ranks {one[0]} and {other[0]} hold the same part of {one[1]!r}, number {one[5]} along axis "
+                f"{one[3]}, but one has "
+                f"length {one[6]} there and the other {other[6]}.",
+                rank=other[0],
+            )
+        for at, along, total in found.totals:
+            if total != sizes[at, along]:
+                mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
+                have = listed([f"rank {row[0]} holds {row[6]}" for row in mine], str)
+                raise BadInput(
+                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has "
+                    f"{sizes[at, along]} there: {have}.",
+                    hint="Every rank of its mesh must take part in the load.",
+                )
+        shifts: dict[int, list[int]] = {rank: [] for rank in said}
+        for row, shift in zip(rows, found.shift.tolist(), strict=True):
+            shifts[row[0]].append(shift)
+        return {rank: {"shifts": mine} for rank, mine in shifts.items()}
+
+    def execute(self, answer: Message) -> Message:
+        self.shifts = list(map(int, answer["shifts"]))
+        return {}
+
+
+def exchange_offsets(
+    store: Store, call: Call, table: ShardTable, trouble: HoldfastError | None
+) -> OffsetExchange:
+    """Tell the other ranks what this one holds along uneven axes, and hear where its shards begin."""
+    lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
+        table, trouble
+    )
+    lengths.run()
+    return lengths
+
+
+def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
+    """Move the boxes of late rows to where they are."""
+    late = [row for row, found in enumerate(table.lates) if found is not None]
+    if [[table.specs[row].name, *(table.lates[row] or ())] for row in late] != [
+        [name, *rest] for name, _, *rest in lengths.rows
+    ]:
+        raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
+    for row, shift in zip(late, lengths.shifts, strict=True):
+        found, box = table.lates[row], table.boxes[row]
+        if shift and found is not None and box.volume:
+            offset = list(box.offset)
+            offset[found.axis] += shift
+            table.boxes[row] = Box(tuple(offset), box.shape)

@@ -1,0 +1,265 @@
+"""What is in a checkpoint or a run folder, as values to print. Reads the index and small objects."""
+
+from __future__ import annotations
+
+import fnmatch
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import BadInput, HoldfastError, MissingTensors
+from holdfast.format import objects
+from holdfast.format.columns import Array, Columns
+from holdfast.format.index import Index
+from holdfast.format.names import DATA, INDEX, METADATA
+from holdfast.io.open_checkpoint import open_index
+from holdfast.io.raw_read import read_all
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
+from holdfast.maintenance.target import Place, about, checkpoint_at, checkpoint_or_run, moment, number
+from holdfast.plan import explain as plan_explain
+from holdfast.plan.explain import Part
+from holdfast.store.base import Kind, Store
+from holdfast.store.run_folder import step_folders
+
+SHOWN_OBJECT = 1 << 20
+"""Objects larger than this are not read for their one line."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """A data file of a checkpoint."""
+
+    name: str
+    size: int
+    rank: int
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """A row of the index. `dtype` is empty for an object, `value` is None for a tensor."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    chunks: int
+    writers: tuple[int, ...]
+    value: str | None = None
+    parts: tuple[Part, ...] | None = None
+
+
+class Checkpoint(msgspec.Struct, frozen=True):
+    """A committed checkpoint."""
+
+    path: str
+    step: int | None
+    created: float | None
+    versions: Any
+    grid: Any
+    notes: Any
+    ranks: int | None
+    files: tuple[File, ...]
+    bytes: int
+    """Of all files, the index included."""
+    tensors: int
+    objects: int
+    chunks: int
+    matched: int
+    """Names that the pattern matches; `shown` may be fewer."""
+    shown: tuple[Tensor, ...]
+
+
+class RunStep(msgspec.Struct, frozen=True):
+    """One step folder of a run."""
+
+    step: int
+    path: str
+    committed: bool
+    bytes: int
+    created: float | None
+    problem: str | None = None
+    """Why the index can't be read, if it can't."""
+
+
+class Run(msgspec.Struct, frozen=True):
+    """A run folder."""
+
+    path: str
+    steps: tuple[RunStep, ...]
+
+
+class Explained(msgspec.Struct, frozen=True):
+    """Where a tensor is, and what a reader of `box` (if one was asked about) needs."""
+
+    path: str
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    offset: tuple[int, ...] | None = None
+    size: tuple[int, ...] | None = None
+    bytes_wanted: int | None = None
+    bytes_read: int | None = None
+    """More than wanted where digest blocks hold other bytes as well."""
+
+
+def describe(
+    path: Place, name: str | None = None, limit: int | None = None, chunks: bool = False
+) -> Checkpoint | Run:
+    """A checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
+    store, is_run = checkpoint_or_run(path)
+    if is_run:
+        return Run(
+            store.url, tuple(_step(step, store.child(folder)) for step, folder in step_folders(store).items())
+        )
+    with open_index(store) as index:
+        return _checkpoint(store, index, name, limit, chunks)
+
+
+def _checkpoint(
+    store: Store, index: Index, pattern: str | None, limit: int | None, chunks: bool
+) -> Checkpoint:
+    names = index.names()
+    rows = [row for row, name in enumerate(names) if pattern is None or matches(name, pattern)]
+    columns = index.select(np.asarray(rows[:limit], np.int64))
+    kinds = index.column("kind")
+    files = tuple(
+        File(name, int(size), int(rank))
+        for name, size, rank in zip(columns.file_names, columns.file_size, columns.file_rank, strict=True)
+    )
+    said = about(index)
+    return Checkpoint(
+        path=store.url,
+        step=number(said.get("step")),
+        created=moment(said.get("created")),
+        versions=said.get("versions"),
+        grid=said.get("grid"),
+        notes=said.get("notes"),
+        ranks=number(said.get("ranks")),
+        files=files,
+        bytes=sum(file.size for file in files) + index.size,
+        tensors=int((kinds != OBJECT).sum()),
+        objects=int((kinds == OBJECT).sum()),
+        chunks=index.chunks,
+        matched=len(rows),
+        shown=tuple(_tensor(store, index, columns, rows, at, chunks) for at in range(len(columns.names))),
+    )
+
+
+def matches(name: str, pattern: str) -> bool:
+    """A shell pattern; a bare `model` means everything under it, as in `include=`."""
+    return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+
+
+def _tensor(store: Store, index: Index, columns: Columns, rows: list[int], at: int, chunks: bool) -> Tensor:
+    first = int(columns.chunk_end[at - 1]) if at else 0
+    mine: Array = columns.file[first : int(columns.chunk_end[at])]
+    is_object, shape = int(columns.kind[at]) == OBJECT, columns.shape_of(at)
+    dtype = DTYPES[int(columns.dtype[at])]
+    nbytes = int(np.prod(shape, dtype=object)) * dtype.size
+    return Tensor(
+        name=columns.names[at],
+        kind=KINDS[int(columns.kind[at])],
+        dtype="" if is_object else dtype.name,
+        shape=shape,
+        bytes=nbytes,
+        chunks=len(mine),
+        writers=tuple(np.unique(columns.file_rank[mine]).tolist()),
+        value=_value(store, index, rows[at], nbytes) if is_object else None,
+        parts=plan_explain.parts(columns, at) if chunks else None,
+    )
+
+
+def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
+    """An object in one line. Damage is said here, so that the rest can still be looked at."""
+    if nbytes > SHOWN_OBJECT:
+        return f"<{nbytes} bytes>"
+    try:
+        return objects.preview(read_all(store, index.select(np.asarray([row])), index.where))
+    except HoldfastError as error:
+        return f"<unreadable: {error.message}>"
+
+
+def _step(step: int, store: Store) -> RunStep:
+    names = store.list()
+    if INDEX in names:
+        try:
+            with open_index(store) as index:
+                size = index.size + int(index.column("file_size").sum())
+                return RunStep(step, store.url, True, size, moment(about(index).get("created")))
+        except HoldfastError as error:
+            return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
+    other = store.stat(METADATA) if METADATA in names else None
+    return RunStep(
+        step, store.url, other is not None, _present_bytes(store, names), other.modified if other else None
+    )
+
+
+def _present_bytes(store: Store, names: list[str]) -> int:
+    """Bytes of the files that are there; one that goes meanwhile counts for nothing."""
+    files = [name for name in names if not name.endswith("/")]
+    found = (store.stat(name) for name in [*files, *(f"{DATA}/{name}" for name in store.list(DATA))])
+    return sum(entry.size for entry in found if entry is not None and entry.kind is Kind.FILE)
+
+
+def explain(path: Place, name: str, box: str | None = None) -> Explained:
+    """Where a tensor's parts are; with a box such as `0:4,10:20`, what a reader of it needs.
+
+    Of a run folder the newest committed step is looked at.
+    """
+    store = checkpoint_at(path)
+    with open_index(store) as index:
+        row = index.find_one(name)
+        if row < 0:
+            near = get_close_matches(name, index.names(), 1)
+            raise MissingTensors(
+                f"{store.url} does not hold {name!r}.",
+                hint=f"The nearest name that is there is {near[0]!r}." if near else "",
+            )
+        columns = index.select(np.asarray([row]))
+    shape, is_object = columns.shape_of(0), int(columns.kind[0]) == OBJECT
+    dtype = DTYPES[int(columns.dtype[0])]
+    found = Explained(
+        store.url,
+        name,
+        KINDS[int(columns.kind[0])],
+        "" if is_object else dtype.name,
+        shape,
+        plan_explain.parts(columns, 0),
+    )
+    if box is None:
+        return found
+    wanted = parse_box(box, shape)
+    needs = plan_explain.needed(columns, 0, wanted)
+    return msgspec.structs.replace(
+        found,
+        parts=needs,
+        offset=wanted.offset,
+        size=wanted.shape,
+        bytes_wanted=wanted.volume * dtype.size,
+        bytes_read=sum(stop - start for part in needs for start, stop in part.ranges),
+    )
+
+
+def parse_box(text: str, shape: tuple[int, ...]) -> Box:
+    """`0:4,10:20`, an item an axis; `:` is all of an axis, `3` is one index of it."""
+    items = text.split(",") if text.strip() else []
+    if len(items) != len(shape):
+        raise BadInput(f"The box {text!r} has {len(items)} axes, the tensor has {len(shape)}: {list(shape)}.")
+    offset, size = [], []
+    for item, length in zip(items, shape, strict=True):
+        low, colon, high = item.strip().partition(":")
+        try:
+            start = int(low) if low else 0
+            stop = (int(high) if high else length) if colon else int(low) + 1
+        except ValueError:
+            raise BadInput(f"{item!r} in the box {text!r} is not a range such as 0:4.") from None
+        offset.append(start)
+        size.append(stop - start)
+    wanted = Box(tuple(offset), tuple(size))
+    if not wanted.within(shape):
+        raise BadInput(f"The box {text!r} does not lie inside the tensor's shape {list(shape)}.")
+    return wanted

@@ -1,0 +1,213 @@
+"""Rebuild a lost or damaged index from the indexes that the data files carry of themselves.
+
+A folder may hold files of several attempts: a save that failed, one that was overwritten. Nothing
+may be mixed, so files are grouped by the attempt that wrote them, each of which says how many ranks
+and files it had, and an index is made only if just one attempt is all there and covers every
+tensor exactly once. What can't be known is refused with the way out: naming the files (`only`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
+from holdfast.format.columns import Columns
+from holdfast.format.container import read_header
+from holdfast.format.index import Index, encode
+from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file
+from holdfast.io.open_checkpoint import open_index
+from holdfast.maintenance.target import Place, about, number
+from holdfast.plan.merge import Merger
+from holdfast.saving.commit import present_tail, versions
+from holdfast.store.base import Store
+from holdfast.store.local import open_store
+
+_ANY_SIZE = 1 << 62
+NAME_THEM = (
+    "Move the files that don't belong to it out of its data folder, or name those that do with --only."
+)
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A data file that the new index does not name, and why."""
+
+    name: str
+    why: str
+
+
+class Reindexed(msgspec.Struct, frozen=True):
+    """What became of the index."""
+
+    path: str
+    action: str
+    """`none` (the present one is good), `would write` (a dry run) or `written`."""
+    step: int | None
+    tensors: int
+    files: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
+    bytes: int
+    """Of the files that the index names."""
+
+
+class _Whole(NamedTuple):
+    """A data file whose embedded index is good."""
+
+    name: str
+    rank: int
+    said: dict[str, Any]
+    columns: Columns
+
+
+class _Broken(NamedTuple):
+    """One that is not."""
+
+    name: str
+    why: str
+
+
+def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Sequence[str] = ()) -> Reindexed:
+    """Rebuild the index of a checkpoint. A good index is left alone unless `force`."""
+    store = open_store(path)
+    if not force and (present := _good_index(store)) is not None:
+        return present
+    names = _data_files(store, only)
+    whole: list[_Whole] = []
+    broken: list[_Broken] = []
+    for name in names:
+        found = _look(store, name)
+        whole.append(found) if isinstance(found, _Whole) else broken.append(found)
+    if not whole:
+        why = f" ({broken[0].name}: {broken[0].why})" if broken else ""
+        raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
+    chosen = _choose(store, whole, broken, bool(only))
+    columns = _merge(store, chosen)
+    data = encode(columns, _about(chosen))
+    if not dry_run:
+        store.publish(INDEX, data, present_tail(store))
+    taken = {file.name for file in chosen}
+    left = [LeftOut(file.name, file.why) for file in broken]
+    left += [LeftOut(file.name, "it belongs to another attempt") for file in whole if file.name not in taken]
+    return Reindexed(
+        store.url,
+        "would write" if dry_run else "written",
+        chosen[0].said.get("step"),
+        len(columns.names),
+        tuple(columns.file_names),
+        tuple(left),
+        int(columns.file_size.sum()),
+    )
+
+
+def _good_index(store: Store) -> Reindexed | None:
+    """The present index, if every row of it can be read and believed."""
+    try:
+        with open_index(store) as index:
+            columns = index.select()
+            step = about(index).get("step")
+    except HoldfastError:
+        return None
+    files = tuple(columns.file_names)
+    return Reindexed(store.url, "none", step, len(columns.names), files, (), int(columns.file_size.sum()))
+
+
+def _data_files(store: Store, only: Sequence[str]) -> list[str]:
+    there = [name for entry in store.list(DATA) if is_data_file(name := f"{DATA}/{entry}")]
+    if not only:
+        return there
+    wanted = [name if name.startswith(f"{DATA}/") else f"{DATA}/{name}" for name in only]
+    gone = sorted(set(wanted) - set(there))
+    if gone:
+        raise BadInput(f"{store.url} has no data file {gone[0]!r}.")
+    return sorted(set(wanted))
+
+
+def _look(store: Store, name: str) -> _Whole | _Broken:
+    """A data file's index of itself, or what can still be said of the file."""
+    try:
+        reader = store.open(name)
+    except HoldfastError as error:
+        return _Broken(name, error.message)
+    try:
+        # The header comes first in a file, so one that was cut short mostly still has it.
+        header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
+        start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
+        if reader.size != stop:
+            return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
+        index = Index(
+            lambda at, length: reader.read(start + at, length),
+            stop - start,
+            f"the embedded index of {store.url}/{name}",
+        )
+        columns = index.embedded()
+        if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
+            return _Broken(name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied")
+        if header.metadata.get("rank") != str(int(columns.file_rank[0])):
+            return _Broken(name, "its header and its embedded index name different ranks")
+        return _Whole(name, int(columns.file_rank[0]), about(index), columns)
+    except KeyError:
+        return _Broken(name, "it carries no index of itself")
+    except HoldfastError as error:
+        return _Broken(name, error.message)
+    finally:
+        reader.close()
+
+
+def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: bool) -> list[_Whole]:
+    """The files of the one attempt that all its ranks finished, or a refusal; or those that were named."""
+    attempts: dict[str, list[_Whole]] = {}
+    for file in whole:
+        attempts.setdefault(str(file.said.get("attempt")), []).append(file)
+    finished = [whole] if named else [files for files in attempts.values() if _lacks(files) == 0]
+    if len(finished) == 1:
+        return sorted(finished[0], key=lambda file: (file.rank, file.name))
+    if finished:
+        steps = sorted({str(files[0].said.get("step")) for files in finished})
+        raise CoverageError(
+            f"{store.url} holds the files of {len(finished)} finished attempts (step {' and '.join(steps)}); "
+            f"which of them "
+            "was the checkpoint can't be told.",
+            hint=NAME_THEM,
+            details={"files": [[file.name for file in files] for files in finished[:2]]},
+        )
+    best = min(attempts.values(), key=_lacks)
+    unusable = f"; {broken[0].name} can't be used: {broken[0].why}" if broken else ""
+    raise CoverageError(
+        f"No save in {store.url} was finished: of attempt {best[0].said.get('attempt')} (step "
+        f"{best[0].said.get('step')}) "
+        f"{_lacks(best)} data files are missing, {len(best)} are there{unusable}.",
+        hint="Bring the missing files back, or load an older step.",
+    )
+
+
+def _lacks(files: list[_Whole]) -> int:
+    """How many data files an attempt wrote that are not among these."""
+    ranks = {file.rank for file in files}
+    parts = {file.rank: number(file.said.get("parts")) or 1 for file in files}
+    return (
+        max((number(files[0].said.get("ranks")) or len(ranks)) - len(ranks), 0)
+        + sum(parts.values())
+        - len(files)
+    )
+
+
+def _merge(store: Store, files: list[_Whole]) -> Columns:
+    merger = Merger()
+    for file in files:
+        merger.add(file.rank, file.columns)
+    try:
+        return merger.finish()
+    except HoldfastError as error:
+        error.message = f"The data files in {store.url} don't make a checkpoint: {error.message}"
+        error.hint = NAME_THEM
+        raise
+
+
+def _about(files: list[_Whole]) -> dict[str, Any]:
+    """What the new index says of itself: what the files know, and that it was rebuilt."""
+    known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
+    made = {"created": time.time(), "versions": versions(), "reindexed": True}
+    return {"step": None, "grid": None, "notes": None} | known | made

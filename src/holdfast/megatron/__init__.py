@@ -1,0 +1,38 @@
+"""Megatron-core's checkpoint calls, without a collective:
+`from holdfast import megatron as dist_checkpointing`.
+
+`save`, `load` and the `load_*` functions take what `megatron.core.dist_checkpointing` takes.
+`optimizer_state_dict` describes a DistributedOptimizer so that it loads in any other layout, and
+`load_optimizer_state_dict` gives it back; `install()` puts all of them where frameworks call.
+"""
+
+from holdfast.integrations.megatron.checkpointing import load, load_plain_tensors, save
+from holdfast.integrations.megatron.guard import guarded
+from holdfast.integrations.megatron.install import install, uninstall
+from holdfast.integrations.megatron.iterations import Checkpoints
+from holdfast.integrations.megatron.metadata import (
+    check_is_distributed_checkpoint,
+    load_common_state_dict,
+    load_content_metadata,
+    load_sharded_metadata,
+    load_tensors_metadata,
+)
+from holdfast.integrations.megatron.optimizer import load_state_dict as load_optimizer_state_dict
+from holdfast.integrations.megatron.optimizer import sharded_state_dict as optimizer_state_dict
+
+__all__ = [
+    "Checkpoints",
+    "check_is_distributed_checkpoint",
+    "guarded",
+    "install",
+    "load",
+    "load_common_state_dict",
+    "load_content_metadata",
+    "load_optimizer_state_dict",
+    "load_plain_tensors",
+    "load_sharded_metadata",
+    "load_tensors_metadata",
+    "optimizer_state_dict",
+    "save",
+    "uninstall",
+]

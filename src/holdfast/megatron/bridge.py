@@ -1,0 +1,5 @@
+"""Megatron-Bridge's checkpoint manager: `CheckpointConfig.custom_manager_class = "holdfast.megatron.bridge.CheckpointManager"`."""
+
+from holdfast.integrations.megatron.bridge import CheckpointManager
+
+__all__ = ["CheckpointManager"]

@@ -1,0 +1,22 @@
+"""Megatron-FSDP's uneven DTensors, described from local data: megatron-core's names and arguments, and no
+collective.
+
+    from holdfast.megatron_fsdp import (
+        handle_gdn_in_state_dict, handle_swiglu_in_state_dict, preprocess_state_dict_for_uneven_dtensor)
+
+instead of megatron-core's, in what prepares a state dict of format `fsdp_dtensor`.
+"""
+
+from holdfast.integrations.megatron_fsdp import (
+    fill_missing_states,
+    handle_gdn_in_state_dict,
+    handle_swiglu_in_state_dict,
+    preprocess_state_dict_for_uneven_dtensor,
+)
+
+__all__ = [
+    "fill_missing_states",
+    "handle_gdn_in_state_dict",
+    "handle_swiglu_in_state_dict",
+    "preprocess_state_dict_for_uneven_dtensor",
+]

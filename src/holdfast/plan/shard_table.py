@@ -1,0 +1,148 @@
+"""What one rank holds, as parallel lists: the value that planning starts from. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.buffers import Buffer
+from holdfast.errors import BadInput
+from holdfast.format.columns import ITEMSIZE, Array, pad
+from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.deferred_offset import DeferredOffset
+from holdfast.layout.tensor import TensorSpec
+
+Replica = tuple[int, int]
+
+
+class Memory(Protocol):
+    """The bytes of one shard, row-major over its box. `address` is 0 unless they lie so in host memory."""
+
+    address: int
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        """Copy a sub-box (relative to the shard) into a buffer, row-major."""
+        ...
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        """Copy the sub-box `inside` of row-major data of `shape` into the sub-box `box` of the shard."""
+        ...
+
+
+@dataclass
+class ShardTable:
+    """Rows: one shard each. A name may have several rows (several boxes)."""
+
+    rank: int = 0
+    specs: list[TensorSpec] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    replicas: list[Replica | None] = field(default_factory=list)
+    """(index, count) of this copy; None: not declared, to be agreed with the other ranks."""
+    plain: list[bool] = field(default_factory=list)
+    """A replica nobody promised: a plain tensor or an object, to be compared in full."""
+    memory: list[Memory] = field(default_factory=list)
+    lates: list[DeferredOffset | None] = field(default_factory=list)
+    """Where a shard stands whose offset others' lengths may tell."""
+    _tables: Tables | None = None
+
+    def add(
+        self,
+        spec: TensorSpec,
+        box: Box,
+        replica: Replica | None,
+        plain: bool,
+        memory: Memory,
+        late: DeferredOffset | None = None,
+    ) -> None:
+        self.specs.append(spec)
+        self.boxes.append(box)
+        self.replicas.append(replica)
+        self.plain.append(plain)
+        self.memory.append(memory)
+        self.lates.append(late)
+
+    def extend(self, other: ShardTable) -> None:
+        self.specs += other.specs
+        self.boxes += other.boxes
+        self.replicas += other.replicas
+        self.plain += other.plain
+        self.memory += other.memory
+        self.lates += other.lates
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def check(self) -> None:
+        """The same name must mean the same tensor, and boxes must lie inside it."""
+        seen: dict[str, TensorSpec] = {}
+        for spec, box in zip(self.specs, self.boxes, strict=True):
+            first = seen.setdefault(spec.name, spec)
+            if first is not spec and first != spec:
+                raise BadInput(
+                    f"Rank {self.rank} holds two tensors under the name {spec.name!r}: {describe(first)} and "
+                    f"{describe(spec)}.",
+                    rank=self.rank,
+                )
+            if not box.within(spec.shape):
+                raise BadInput(
+                    f"Rank {self.rank} holds offset {box.offset} and shape {box.shape} of {spec.name!r}, "
+                    f"which does not lie inside its global shape {spec.shape}.",
+                    rank=self.rank,
+                )
+
+    def tables(self) -> Tables:
+        """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
+        if self._tables is None or len(self._tables.nbytes) != len(self):
+            self._tables = self._make_tables()
+        return self._tables
+
+    def _make_tables(self) -> Tables:
+        dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
+        dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
+        size = pad([box.shape for box in self.boxes], dims, 1)
+        return Tables(
+            dims=dims,
+            shape=pad([spec.shape for spec in self.specs], dims, 1),
+            offset=pad([box.offset for box in self.boxes], dims, 0),
+            size=size,
+            itemsize=ITEMSIZE[dtype],
+            nbytes=np.prod(size, axis=1) * ITEMSIZE[dtype] if len(self) else np.zeros(0, np.int64),
+        )
+
+
+@dataclass
+class Tables:
+    dims: int
+    shape: Array
+    offset: Array
+    size: Array
+    itemsize: Array
+    nbytes: Array
+
+
+def describe(spec: TensorSpec) -> str:
+    """For messages: `float32[4, 8]`, or `an object`."""
+    from holdfast.layout.tensor import DTYPES, OBJECT
+
+    if spec.kind == OBJECT:
+        return "an object"
+    return f"{DTYPES[spec.dtype].name}{list(spec.shape)}"
+
+
+def contiguous_at(shape: Dims, box: Box) -> int | None:
+    """Where a sub-box begins in a row-major tensor of `shape`, in elements, if it lies there in one piece."""
+    start, stride, inner_full = 0, 1, True
+    for axis in range(len(shape) - 1, -1, -1):
+        size = box.shape[axis]
+        if not inner_full and size != 1:
+            return None
+        if size != shape[axis]:
+            inner_full = False
+        start += box.offset[axis] * stride
+        stride *= shape[axis]
+    return start
+
+
+__all__ = ["Memory", "Replica", "ShardTable", "Tables", "contiguous_at", "describe", "whole"]

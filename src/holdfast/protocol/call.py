@@ -1,0 +1,174 @@
+"""One call of this rank: who takes part, over which roster, until when, and how long one of them may be
+silent.
+
+It is made once, at the public function, and handed on whole, so that nothing in between can renew the
+deadline.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+from holdfast.deadline import REAL_CLOCK, Clock, Deadline, check_seconds
+from holdfast.errors import BadInput
+from holdfast.options import read_environment
+from holdfast.roster.base import Roster
+from holdfast.roster.memory import MemoryRoster
+from holdfast.store.run_folder import STEPS
+
+_default: list[tuple[Any, Roster]] = []
+"""A weak reference to the default process group's store, and the roster over it."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """`participants` are ascending ranks of the roster's world; this rank is one of them."""
+
+    roster: Roster
+    participants: tuple[int, ...]
+    deadline: Deadline
+    stall_timeout: float
+    """Seconds without progress after which a rank is given up."""
+
+    @property
+    def rank(self) -> int:
+        return self.roster.rank
+
+    def lane(self, name: str) -> Call:
+        """The same call on a lane of its roster."""
+        return replace(self, roster=self.roster.lane(name))
+
+
+def begin_call(
+    roster: Roster | None = None,
+    *,
+    no_dist: bool = False,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    timeout: float,
+    stall_timeout: float,
+    clock: Clock = REAL_CLOCK,
+) -> Call:
+    """Settle who takes part, and begin the deadline: `timeout` seconds from now.
+
+    Raises BadInput for ranks that are none, and if this rank is not among them.
+    """
+    check_seconds("timeout", timeout)
+    check_seconds("stall_timeout", stall_timeout)
+    found = find_roster(roster, no_dist)
+    everyone = find_participants(found, participants, process_group)
+    return Call(found, everyone, Deadline(timeout, clock), stall_timeout)
+
+
+def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
+    """The roster given, or torch.distributed's, or a world of one."""
+    if roster is not None:
+        if not hasattr(roster, "world_size"):
+            raise BadInput(
+                f"roster={roster!r} is no roster.", hint="Leave it out: torch.distributed has one."
+            )
+        return roster
+    if not no_dist and _torch_is_up():
+        return _roster_of_the_default_group()
+    if not no_dist and read_environment().world_size > 1:
+        raise BadInput(
+            f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so "
+            f"ranks can't find "
+            "each other.",
+            hint="Call torch.distributed.init_process_group first, or pass no_dist=True if this process "
+            "saves alone.",
+        )
+    return MemoryRoster()
+
+
+def _roster_of_the_default_group() -> Roster:
+    from holdfast.roster.torch_store import TorchRoster
+    from holdfast.torch_private import default_store
+
+    store = default_store()
+    if not _default or _default[0][0]() is not store:
+        _default[:] = [(ref(store), TorchRoster())]  # the process group was started anew
+    return _default[0][1]
+
+
+def _torch_is_up() -> bool:
+    import torch.distributed as dist
+
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | None:
+    """The ranks as a tuple. Raises BadInput for what is no list of whole numbers."""
+    if participants is None:
+        return None
+    with suppress(TypeError):
+        ranks = tuple(participants)
+        if not isinstance(participants, str | bytes):
+            return tuple(map(operator.index, ranks))
+    raise BadInput(f"participants={participants!r} must be a list of ranks, which are whole numbers.")
+
+
+def find_participants(
+    roster: Roster, participants: Iterable[int] | None, process_group: Any
+) -> tuple[int, ...]:
+    """The ranks that take part, ascending; this rank must be one of them."""
+    if participants is not None and process_group is not None:
+        raise BadInput("Give participants= or process_group=, not both.")
+    if process_group is not None:
+        participants = _ranks_of(process_group)
+    given = check_participants(participants)
+    if given is None:
+        return tuple(range(roster.world_size))
+    ranks = tuple(sorted(given))
+    if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= roster.world_size:
+        raise BadInput(f"participants={ranks} must be different ranks of a world of {roster.world_size}.")
+    if roster.rank not in ranks:
+        listed = ", ".join(map(str, ranks[:16])) + ("…" if len(ranks) > 16 else "")
+        raise BadInput(
+            f"Rank {roster.rank} called, but the participants are {listed}; nothing was done on this rank "
+            f"and the others are not affected.",
+            rank=roster.rank,
+            hint="Call only on participants, or add this rank to participants= on every rank.",
+        )
+    return ranks
+
+
+def _ranks_of(process_group: Any) -> list[int]:
+    from torch.distributed import get_process_group_ranks
+
+    try:
+        return get_process_group_ranks(process_group)
+    except (KeyError, ValueError, TypeError, AttributeError):
+        raise BadInput(
+            f"process_group={process_group!r} is no process group that this rank is in.",
+            hint="Give what torch.distributed.new_group returned, or participants=.",
+        ) from None
+
+
+def whole_step(step: Any) -> int:
+    """A step as a whole number; NumPy's and other integers count, booleans don't."""
+    if not isinstance(step, bool) and hasattr(step, "__index__"):
+        with suppress(TypeError):  # a tensor of several elements
+            number = operator.index(step)
+            if 0 <= number < STEPS:
+                return number
+    raise BadInput(
+        f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.",
+        hint="Count steps; a time in nanoseconds is too large." if hasattr(step, "__index__") else "",
+    )
+
+
+def one_folder(
+    path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
+) -> str | os.PathLike[str]:
+    """The one folder that a call names."""
+    given = path if path is not None else checkpoint_id
+    if given is None or (path is not None and checkpoint_id is not None):
+        raise BadInput("Give the folder once: as path, or as checkpoint_id=.")
+    return given

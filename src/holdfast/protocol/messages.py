@@ -1,0 +1,90 @@
+"""What ranks tell each other in a save and a load. A message that is not of its type is refused where it is read.
+
+Fields that a type does not have are ignored: the first message of a call also carries the calls that were
+abandoned before it (`effects.Context.say`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from holdfast.errors import HoldfastError
+from holdfast.plan.save import WrittenFile
+from holdfast.roster.base import Message
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """Each rank to the committer: a digest of the rows whose holders are not declared; None if all are."""
+
+    claims: str | None
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """Each such rank to the committer, where digests differ: the rows themselves."""
+
+    keys: list[str]
+    """What identifies each row."""
+    specs: list[str]
+    """What must be equal on all that hold it."""
+
+
+class Assigned(msgspec.Struct, frozen=True):
+    """The committer's answer: which copy of its undeclared rows a rank holds."""
+
+    holders: list[int] | None = None
+    """All ranks that have such rows, if all have the same; a rank's place among them is its copy's number."""
+    lists_wanted: bool = False
+    """They are not the same: each is to send its list."""
+    replicas: list[tuple[int, int]] | None = None
+    """(index, count) of each row of one rank's list, in its order."""
+
+
+class Written(msgspec.Struct, frozen=True):
+    """Each rank to the committer: what it has written, durably."""
+
+    step: int | None
+    grid: dict[str, Any] | None
+    files: list[WrittenFile]
+    report: Message = {}
+    """What an integration tells besides (`SaveRequest.report`)."""
+
+
+class Chosen(msgspec.Struct, frozen=True):
+    """The committer to all: which version of a checkpoint is loaded."""
+
+    identity: str
+    created: Any = None
+    """Seconds since the epoch, as the index says it. It is any JSON."""
+
+
+class HaveRead(msgspec.Struct, frozen=True):
+    """Each rank to the committer: it has read its part."""
+
+    bytes: int
+    asked: int
+    """Rows that it asked for."""
+
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def to_message(value: Message | msgspec.Struct) -> Message:
+    """What goes to the roster."""
+    if isinstance(value, msgspec.Struct):
+        message: Message = msgspec.to_builtins(value)
+        return message
+    return value
+
+
+def from_roster(message: Message, kind: type[M], rank: int) -> M:
+    """A message of rank `rank`. Raises HoldfastError if it is not of its type."""
+    try:
+        return msgspec.convert(message, kind)
+    except msgspec.ValidationError as error:
+        raise HoldfastError(
+            f"Rank {rank} has sent a message that is no {kind.__name__}: {error}.",
+            rank=rank,
+            hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write messages.",
+        ) from None

@@ -1,0 +1,184 @@
+"""One call of one rank: its meeting place, its presence, its context, and how it is run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import pairwise
+from typing import Any
+
+from holdfast import events
+from holdfast.errors import HoldfastError, RosterLost, Unplaced
+from holdfast.protocol.call import Call
+from holdfast.protocol.core import choice_steps
+from holdfast.protocol.effects import Context, Steps
+from holdfast.protocol.phases import CHOICE_TRANSITIONS, Table
+from holdfast.protocol.rendezvous import Site, history_of, leave, meet
+from holdfast.protocol.runner import Cancel, Stages, run
+from holdfast.roster.base import Roster
+from holdfast.roster.memory import MemoryRoster
+from holdfast.roster.presence import Presence
+
+_HINTS = {
+    "save": "Nothing was committed; what was committed before is untouched.",
+    "load": "The state may be partly overwritten; what is in storage is untouched.",
+}
+
+
+class Operation:
+    """A save, load or choice that this rank enters with the other participants of a call.
+
+    kind, place, arguments: what is called; ranks whose are not equal never meet. title: how errors name it.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        title: str,
+        place: str,
+        call: Call,
+        table: Table,
+        step: int | None = None,
+        **arguments: object,
+    ) -> None:
+        self.kind, self.place, self.step, self.call = kind, place, step, call
+        self.begun = time.monotonic()
+        self.cancel = Cancel()
+        self.attempt = ""
+        """A name of this attempt that all its ranks share and no other attempt has."""
+        self.alone = len(call.participants) == 1
+        # What nobody else takes part in needs no message store, and leaves nothing there.
+        self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
+        self._site = Site(kind, place, {"step": step, **arguments}, call.participants)
+        self._history = history_of(self.roster, call.participants)
+        self.presence = Presence(call.roster, title, min(1.0, call.stall_timeout / 5))
+        self.presence.about = self._site.about
+        me = self.presence.identity
+        self.clocks = {"entered": self.begun}
+        self.at = Context(
+            call.rank,
+            call.participants,
+            "",
+            title,
+            call.deadline,
+            call.stall_timeout,
+            table=table,
+            step=step,
+            on_phase=self._on_phase,
+            on_wait=self.presence.wait_for,
+            who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+            hint=_HINTS.get(kind, ""),
+            about=self._site.about,
+        )
+        self.emit("entered")
+
+    def emit(self, name: str, **fields: Any) -> None:
+        events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
+
+    def _on_phase(self, phase: str) -> None:
+        self.clocks[phase] = time.monotonic()
+        self.presence.phase = phase
+        with suppress(HoldfastError):  # a beat that is late is no reason to fail
+            self.presence.send()
+        with self.presence.working():
+            self.emit(phase)
+
+    def progress(self, moved: int, total: int = 0) -> None:
+        """Note `moved` bytes; raises if the operation was given up meanwhile."""
+        self.still_wanted()
+        self.presence.progress += moved
+        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=total)
+
+    def tick(self) -> None:
+        """Progress that is not bytes."""
+        self.still_wanted()
+        self.presence.progress += 1
+
+    def still_wanted(self) -> None:
+        self.cancel.check()
+
+    def _meet(self) -> Steps:
+        """Find the others, and show this rank to them."""
+        self.attempt = yield from meet(self.at, self._site, self._history)
+        try:
+            self.presence.begin(self.at.key, None if self.alone else self.at.outcome)
+        except RosterLost:
+            if not self.alone:
+                raise
+        except HoldfastError as error:  # no thread for the beat: the protocol tells it to the others
+            self.cancel.set(error)
+
+    def _leave(self) -> Steps:
+        with suppress(RosterLost):
+            yield from leave(self.at, self._history)
+
+    def run(
+        self, make: Callable[[], Steps], trouble: HoldfastError | None = None, beside_training: bool = False
+    ) -> Any:
+        """Run the protocol to its end; returns or raises by the deadline. `trouble` is what reading the
+        state met: the protocol tells it to the others, and Ctrl-C among it goes on from here.
+
+        beside_training: the process does something else meanwhile, which needs its garbage collector.
+        """
+        try:
+            with nullcontext() if beside_training else collector_paused():
+                return run(
+                    Stages(self._meet, make, self._leave), self.at, self.roster, self.presence, self.cancel
+                )
+        except HoldfastError as error:
+            if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
+                self.emit("raised", error=type(error).__name__, message=str(error))
+            cause = trouble.__cause__ if trouble is not None else None
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
+            raise
+        finally:
+            if self.at.settled is None:
+                self._history.give_up(self.at.key)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    def phases(self) -> dict[str, float]:
+        """Seconds spent in each phase so far."""
+        marks = [*self.clocks.items(), ("", time.monotonic())]
+        return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No cyclic garbage collection: ten thousand rows of a plan set it off again and again, and with
+    torch loaded each pass walks a million objects, which costs more than the planning."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
+    """Run user code on the caller's thread; what it raises becomes an error for all ranks to hear."""
+    try:
+        with collector_paused():
+            read()
+    except HoldfastError as error:
+        return error
+    except BaseException as error:  # Ctrl-C, too, is told to the others, and raised again after
+        trouble = HoldfastError(f"The state could not be read: {type(error).__name__}: {error}", rank=rank)
+        trouble.__cause__ = error
+        return trouble
+    return None
+
+
+def agree(
+    title: str, place: str, choose: Callable[[dict[int, Any]], Any], call: Call, mine: Any = None
+) -> Any:
+    """The lowest participant's answer, a JSON value, on every participant; it is given what each says
+    (`mine`)."""
+    operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
+    return operation.run(lambda: choice_steps(operation.at, choose, mine))

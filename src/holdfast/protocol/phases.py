@@ -1,0 +1,63 @@
+"""The phases of a save, a load and a choice, and every way from one to another. docs/protocol.md draws it."""
+
+from __future__ import annotations
+
+Table = dict[str, dict[str, str]]
+
+TRANSITIONS: Table = {
+    "entered": {
+        "claims": "a rank holds tensors whose replicas nobody declared",
+        "writing": "this rank knows what it writes",
+        "failed": "an error on this rank, or an outcome `abandoned`",
+    },
+    "claims": {
+        "writing": "the committer said who writes them",
+        "failed": "an error on this rank, or an outcome `abandoned`",
+    },
+    "writing": {
+        "written": "this rank's files are durable",
+        "failed": "an error on this rank, or an outcome `abandoned`",
+    },
+    "written": {
+        "committing": "committer: every rank has written",
+        "committed": "the committer put `final` in place",
+        "unconfirmed": "agreed, but no `final` and no index by the deadline",
+        "failed": "outcome `abandoned`",
+    },
+    "committing": {
+        "committed": "the index is durable",
+        "unconfirmed": "the index may or may not be durable",
+        "failed": "headers disagree, shards leave a gap, or somebody abandoned first",
+    },
+    "committed": {},
+    "failed": {},
+    "unconfirmed": {},
+}
+"""A save on one rank: phase -> next phase -> why. docs/protocol.md draws this table."""
+
+LOAD_TRANSITIONS: Table = {
+    "entered": {"reading": "the committer named the checkpoint", "failed": "none there, or an error"},
+    "reading": {"read": "all bytes verified and in place", "failed": "an error on this rank, or `abandoned`"},
+    "read": {"loaded": "every rank has read", "failed": "outcome `abandoned`"},
+    "loaded": {},
+    "failed": {},
+}
+
+
+TASK_TRANSITIONS: Table = {
+    "entered": {
+        "acting": "the committer has heard all ranks, and answered",
+        "failed": "an error, or `abandoned`",
+    },
+    "acting": {"acted": "this rank has done its part", "failed": "an error, or `abandoned`"},
+    "acted": {"done": "every rank has done its part", "failed": "outcome `abandoned`"},
+    "done": {},
+    "failed": {},
+}
+"""What ranks do together at one time (`task_steps`): open process groups, warm them up, close them."""
+
+CHOICE_TRANSITIONS: Table = {
+    "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},
+    "chosen": {},
+    "failed": {},
+}

@@ -1,0 +1,191 @@
+"""Where the ranks of one call meet, and how their keys in the message store go again.
+
+Theory. All ranks of a job make the same calls in the same order; but one may be late for a call that the
+others have given up, or skip one that the others made. So every rank counts its own calls of each kind, place
+and arguments, and the n-th call of one meets the n-th of the others, never another: a rank that comes late
+finds the error of its own call, and its next call meets the next of the others. What was abandoned is
+therefore never joined with something newer, and a checkpoint holds the states of one call.
+
+A rank that skipped a call counts one less from then on. It is brought level at the next call, of any kind on
+that lane, that all ranks bring to an end: with its first message a rank says which of its calls were
+abandoned since the last such end, the outcome says the highest count of each, and all ranks count on from
+there. Until then its next call of that very kind finds the error of the one that it skipped.
+
+What a rank does not know of the outcome of a call (it gave up while stuck) it settles before its next call,
+by the same atomic claim.
+
+Keys go with those who use them: each rank deletes its own when it leaves a call, and the last to leave
+deletes what is left. A call that some rank never came to keeps a handful of keys, which go after a later call
+that all ranks brought to an end.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from holdfast.errors import HoldfastError
+from holdfast.format.digest import digest, hex_digest
+from holdfast.protocol.effects import Claim, Context, Count, Delete, Steps
+from holdfast.roster.base import Message, Roster
+
+_REMEMBERED = 1024
+"""Different calls whose counts are kept. A call that is forgotten begins to count anew; its keys are long
+gone by then."""
+SWEEP_AFTER = 60.0
+"""Seconds after which the keys of an abandoned call are deleted by a later good end: a rank that uses this
+lane on a second thread may still look for its outcome, every quarter of a second."""
+SHARED = ("open", "outcome", "final", "chosen", "assigned", "left")
+"""Keys of a call that all its ranks may read."""
+
+
+class Site:
+    """What a rank calls, and with which arguments: ranks meet if both are equal."""
+
+    def __init__(
+        self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
+    ) -> None:
+        local = "://" not in place and not place.startswith("memory:")
+        place = os.path.abspath(place) if local else place
+        said = ", ".join(f"{name}={_plain(value)!r}" for name, value in arguments.items())
+        self.key = f"{kind}/{_hash(f'{kind}|{place}|{said}|{participants}')}"
+        self.about: Message = {"site": _hash(f"{kind}|{place}|{participants}"), "arguments": said}
+        """For presence messages: calls of one site with other arguments never meet."""
+
+
+def _plain(value: object) -> object:
+    """A list and a tuple of the same are the same argument."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _hash(text: str) -> str:
+    return hex_digest(digest(text.encode(errors="surrogatepass")))
+
+
+class History:
+    """The calls that the participants of a lane have made together, as this rank counts them."""
+
+    def __init__(self) -> None:
+        self.life: int | None = None
+        """How often these ranks began on this lane of this message store: a store may outlive a process
+        group."""
+        self.token = secrets.token_hex(6)
+        self._lock = threading.Lock()
+        self._next: OrderedDict[str, int] = OrderedDict()
+        self._abandoned: OrderedDict[str, int] = OrderedDict()
+        """Calls that were abandoned since the last good end, and the number of the next of each."""
+        self._open: dict[str, tuple[str, bool]] = {}
+        """By key, the site of each call that has not come to its end here, and whether this rank gave it
+        up."""
+        self._left_over: list[tuple[float, str]] = []
+        """When and where a call was abandoned."""
+
+    def begin(self, site: str) -> str:
+        """The key of this call."""
+        with self._lock:
+            number = self._next.pop(site, 0)
+            self._next[site] = number + 1
+            if len(self._next) > _REMEMBERED:
+                self._next.popitem(last=False)
+            key = f"{site}/{self.life}.{number}"
+            self._open[key] = site, False
+            return key
+
+    def give_up(self, key: str) -> None:
+        """This rank went on although the call has not come to its end here: a thread of it is stuck."""
+        with self._lock:
+            if key in self._open:
+                self._open[key] = self._open[key][0], True
+
+    def given_up(self) -> list[str]:
+        with self._lock:
+            return [key for key, (_, gone) in self._open.items() if gone]
+
+    def abandoned(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._abandoned)
+
+    def end(self, key: str, outcome: Message, now: float) -> list[str] | None:
+        """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end
+        was noted before."""
+        with self._lock:
+            site, _ = self._open.pop(key, ("", False))
+            if not site:
+                return None
+            if outcome["state"] == "abandoned":
+                self._abandoned[site] = self._next.get(site, 0)
+                self._left_over.append((now, key))
+                if len(self._abandoned) > _REMEMBERED:
+                    self._abandoned.popitem(last=False)
+                return []
+            for other, number in outcome.get("abandoned", {}).items():
+                self._next[other] = max(self._next.get(other, 0), int(number))
+                if self._abandoned.get(other, 0) <= int(number):
+                    self._abandoned.pop(other, None)
+            old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
+            self._left_over = [entry for entry in self._left_over if now - entry[0] < SWEEP_AFTER]
+            return [f"{left}/{name}" for left in old for name in SHARED]
+
+
+_histories: WeakKeyDictionary[Roster, dict[tuple[int, ...], History]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
+    with _lock:
+        return _histories.setdefault(roster, {}).setdefault(participants, History())
+
+
+def meet(at: Context, site: Site, history: History) -> Steps:
+    """Find the others of this call; returns the name of this attempt, which no other has."""
+    for key in history.given_up():
+        yield from _settle(at, history, key)
+    if history.life is None:
+        history.life = yield from _count_lives(at, history.token)
+    at.meet(history.begin(site.key))
+    at.abandoned = history.abandoned()
+    opened = yield Claim(f"{at.key}/open", {"rank": at.rank, "attempt": secrets.token_hex(6)})
+    return str(opened["attempt"])
+
+
+def leave(at: Context, history: History) -> Steps:
+    """Note how the call ended, and delete what nobody reads any more."""
+    if at.settled is None:
+        history.give_up(at.key)
+        return  # others may still wait for what this rank has said
+    old = history.end(at.key, at.settled, at.clock.now())
+    if old is None:
+        return
+    mine = at.own | at.answers if at.settled["state"] == "abandoned" else at.own
+    if mine:
+        yield Delete(sorted(mine))
+    yield from _one_less(at, at.key)
+    if old and at.leads:
+        yield Delete(old)
+
+
+def _one_less(at: Context, key: str) -> Steps:
+    if (yield Count(f"{key}/left")) >= len(at.participants):
+        yield Delete([f"{key}/{name}" for name in SHARED])
+
+
+def _settle(at: Context, history: History, key: str) -> Steps:
+    """A call that this rank gave up without hearing how it ended is over now, one way or the other."""
+    gave_up = HoldfastError(f"{at.who} gave it up, and went on.", rank=at.rank)
+    message = {"state": "abandoned", "rank": at.rank, "error": gave_up.to_message()}
+    outcome = yield Claim(f"{key}/outcome", message)
+    if history.end(key, outcome, at.clock.now()) is not None:
+        yield from _one_less(at, key)
+
+
+def _count_lives(at: Context, token: str) -> Steps:
+    """How often this rank began on this lane with these participants; the same on all of them, as they begin
+    together."""
+    who, life = _hash(str(at.participants)), 0
+    while (yield Claim(f"life/{who}/{at.rank}/{life}", {"token": token}))["token"] != token:
+        life += 1
+    return life

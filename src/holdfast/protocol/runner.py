@@ -1,0 +1,242 @@
+"""Runs a protocol for real: its effects on a roster and a clock, its waits under a bound.
+
+Everything that may block for ever, storage and the message store, is called on a worker thread.
+The caller waits for the worker, at most until the deadline plus a short grace, and takes the
+error that the beat has heard of if the worker is stuck. What is stuck is told to stop (`Cancel`)
+and can no longer report `written`, so nothing that was given up can become visible later. Ctrl-C
+in the caller is thrown into the protocol, which tells the other ranks, and is then raised again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from holdfast.deadline import REAL_CLOCK
+from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
+from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
+from holdfast.roster.base import Roster
+from holdfast.roster.presence import Presence
+from holdfast.threads import start_thread
+
+GRACE = 0.75
+"""Seconds past its deadline, or past the others' giving up, that a worker is left to come back by itself."""
+LAST_CALL = 0.5
+"""Seconds that it is then left to notice that it was cancelled."""
+
+
+TIDY = 30.0
+"""Seconds after its success that a call waits for the removal of what is not needed any more."""
+SUCCESS = ("committed", "loaded", "chosen", "done")
+UNSURE = ("written", "committing", "unconfirmed")
+
+
+class Cancelled(HoldfastError):
+    """The operation was given up while this thread was at work."""
+
+
+class Cancel:
+    """Tells a worker to stop; with a reason, to tell the other ranks why first."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+        self.reason: HoldfastError | None = None
+
+    def set(self, reason: HoldfastError | None = None) -> None:
+        self.reason = reason
+        self._set.set()
+
+    def is_set(self) -> bool:
+        return self._set.is_set()
+
+    def check(self) -> None:
+        if self._set.is_set():
+            raise Cancelled("The operation was given up.")
+
+
+def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+    """Drive a protocol to its end on this thread."""
+    result: Any = None
+    error: BaseException | None = None
+    told = False
+    while True:
+        try:
+            effect = steps.throw(error) if error is not None else steps.send(result)
+        except StopIteration as end:
+            return end.value
+        result, error = None, None
+        try:
+            if not told:
+                cancel.check()
+            result = _do(effect, roster, presence)
+        except Cancelled:
+            if cancel.reason is None or told:
+                steps.close()
+                raise
+            error, told = cancel.reason, True
+        except HoldfastError as raised:
+            error = raised
+        except Exception as raised:  # a bug or a user's object: it must still reach the other ranks
+            wrapped = HoldfastError(f"{type(raised).__name__}: {raised}", rank=roster.rank)
+            wrapped.__cause__ = raised
+            error = wrapped
+
+
+def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
+    """What one effect of a protocol gives."""
+    match effect:
+        case Put(key, message):
+            return roster.put(key, message)
+        case Get(keys):
+            return roster.get(keys)
+        case Claim(key, message):
+            return roster.claim(key, message)
+        case Count(key):
+            return roster.count(key)
+        case Delete(keys):
+            return roster.delete(keys)
+        case Pause(key, seconds):
+            return roster.wait(key, seconds)
+        case Alive(message):
+            return presence.identity.alive(message)
+        case Do(_, action):
+            with presence.working():
+                return action()
+
+
+class Stages(NamedTuple):
+    """A call from its beginning to its end."""
+
+    meet: Callable[[], Steps]
+    """Finds the meeting place, and begins the beat."""
+    body: Callable[[], Steps]
+    leave: Callable[[], Steps]
+    """Deletes messages; what it meets changes nothing."""
+
+    def perform(self, roster: Roster, presence: Presence, cancel: Cancel, ended: _Ended) -> None:
+        """How the call ended is in `ended` before this rank leaves, which may take its time."""
+        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
+        try:
+            perform(self.meet(), roster, presence, never)
+            ended.value = perform(self.body(), roster, presence, cancel)
+        except BaseException as error:
+            ended.error = error
+        ended.known.set()
+        with suppress(HoldfastError):
+            perform(self.leave(), roster, presence, never)
+
+
+class _Ended:
+    """How a call ended on this rank: with a value or an error, once it is `known`."""
+
+    def __init__(self) -> None:
+        self.known = threading.Event()
+        self.value: Any = None
+        self.error: BaseException | None = None
+
+
+def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+    """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
+    done = threading.Event()
+    ended = _Ended()
+
+    def work() -> None:
+        try:
+            stages.perform(roster, presence, cancel, ended)
+        finally:
+            done.set()
+            presence.leave()
+
+    thread: threading.Thread | None = None
+    try:
+        thread = start_thread(work, "holdfast-operation", at.rank)
+    except HoldfastError as error:
+        cancel.set(error)  # the protocol tells it to the others, which takes no thread
+        work()
+    try:
+        _wait(done, ended, at, presence)
+    except HoldfastError:
+        cancel.set()
+        if not ended.known.wait(LAST_CALL):
+            roster.renew()
+            raise
+    except BaseException as interrupt:
+        reason = HoldfastError(
+            f"{at.title}: {at.who} was interrupted by {type(interrupt).__name__}.",
+            rank=at.rank,
+            phase=at.phase,
+        )
+        cancel.set(reason)
+        done.wait(LAST_CALL + GRACE)
+        raise
+    finally:
+        presence.stop()
+    if done.is_set() and thread is not None:
+        thread.join(timeout=LAST_CALL)
+    if not ended.known.is_set() and at.phase in SUCCESS:
+        return None  # what it still tidies up goes on by itself
+    if not ended.known.is_set() or isinstance(ended.error, Cancelled):
+        raise _stuck(at, presence)
+    if ended.error is not None:
+        raise ended.error
+    return ended.value
+
+
+def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
+    """Until the worker is done; earlier when the others have given up and it does not come back."""
+    heard: float | None = None
+    succeeded: float | None = None
+    while not done.wait(0.05 if heard is not None else 0.25):
+        now = REAL_CLOCK.now()
+        if ended.known.is_set():
+            done.wait(LAST_CALL)
+            return
+        if at.phase in SUCCESS:
+            succeeded = now if succeeded is None else succeeded
+            if now >= succeeded + TIDY or now >= at.deadline.at + GRACE:
+                return
+            continue
+        if (
+            heard is None
+            and presence.noticed.is_set()
+            and presence.seen
+            and presence.seen["state"] == "abandoned"
+        ):
+            heard = now
+        if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
+            raise _stuck(at, presence)
+
+
+def _stuck(at: Context, presence: Presence) -> HoldfastError:
+    """This rank's own work does not come back."""
+    if presence.seen and presence.seen["state"] == "abandoned":
+        return from_message(presence.seen["error"])
+    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
+    if not presence.is_working:
+        return kind(
+            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase "
+            f"{at.phase!r}, asks the message "
+            "store, which does not answer. Which rank is missing can't be known without it.",
+            step=at.step,
+            phase=at.phase,
+            hint="Its host, mostly rank 0's process or the launcher, is stopped or can't be reached.",
+        )
+    me = presence.identity
+    here = RankInfo(
+        at.rank,
+        me.host,
+        me.pid,
+        f"{at.title}: {at.phase}",
+        0.0,
+        "its call into storage or a callback does not return",
+    )
+    return kind(
+        f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {here}.",
+        step=at.step,
+        phase=at.phase,
+        rank=at.rank,
+        missing=(here,),
+        hint="A stack of its thread `holdfast-operation` (py-spy, faulthandler) shows where it is.",
+    )

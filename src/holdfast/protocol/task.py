@@ -1,0 +1,142 @@
+"""Something that all ranks do together at one time: on a thread, under a deadline, each telling where it
+is."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from holdfast.errors import HoldfastError
+from holdfast.exits import Failure, Stage, at_exit
+from holdfast.protocol.call import Call
+from holdfast.protocol.core import task_steps
+from holdfast.protocol.operation import Operation
+from holdfast.protocol.phases import TASK_TRANSITIONS
+from holdfast.roster.base import Message
+from holdfast.roster.presence import at_key
+from holdfast.threads import start_thread
+
+_started: list[threading.Thread] = []
+"""Threads of turns; those that are over are dropped."""
+
+
+def _fail_with_stuck_threads() -> Failure | None:
+    """A thread that is in a collective when the interpreter ends has torch abort the process: end it before,
+    with a plain code."""
+    return Failure("") if any(thread.is_alive() for thread in _started) else None
+
+
+class CollectiveTask:
+    """One of these a call; what it does is for those who extend it.
+
+    `execute` runs on a thread of its own, because it may never return; then the call ends without it.
+    """
+
+    kind = "groups"
+
+    def __init__(self, title: str, place: str, call: Call) -> None:
+        self.operation = Operation(self.kind, title, place, call, TASK_TRANSITIONS)
+        self.operation.presence.more = self._more
+        self.operation.at.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
+        self.roster = call.roster
+        self._doing = ""
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._ended: list[tuple[Message | None, Exception | None]] = []
+
+    def run(self) -> Message:
+        """Raises the error that all ranks raise."""
+        try:
+            result: Message = self.operation.run(lambda: task_steps(self.operation.at, self))
+            return result
+        finally:
+            _started[:] = [thread for thread in _started if thread.is_alive()]
+            self.operation.presence.more = dict  # no circle: groups go when their last user does
+
+    # -- what those who extend it say -----------------------------------------------------------
+
+    def contribute(self) -> Message:
+        return {}
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        return {rank: {} for rank in said}
+
+    def execute(self, answer: Message) -> Message:
+        """This rank's part, on a thread of its own; by default there is none, and ranks only meet."""
+        return {}
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        return {}
+
+    def better(self, error: HoldfastError) -> HoldfastError | None:
+        """What says more than an error that this rank met: it may look at what other ranks say of
+        themselves."""
+        return None
+
+    def now(self) -> Message:
+        """Values for programs that presence messages carry."""
+        return {}
+
+    # -- what the protocol asks -----------------------------------------------------------------
+
+    def doing(self, what: str) -> None:
+        """Note where this rank is; that is progress."""
+        self._doing = what
+        self.operation.tick()
+
+    def begin(self, answer: Message) -> None:
+        def work() -> None:
+            try:
+                self._ended.append((self.execute(answer), None))
+            except Exception as error:
+                self._ended.append((None, error))
+            self._over.set()
+
+        self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
+        at_exit(Stage.THREADS, _fail_with_stuck_threads)
+        _started.append(self._thread)
+
+    def explain(self, error: HoldfastError) -> HoldfastError:
+        if error.rank not in (None, self.roster.rank) and not error.missing:
+            return error  # another rank's
+        with suppress(Exception):  # what explains an error must not replace it
+            return self.better(error) or error
+        return error
+
+    def wait(self, seconds: float) -> None:
+        self._over.wait(seconds)
+
+    def poll(self) -> Message | None:
+        if not self._ended:
+            return None
+        report, error = self._ended[0]
+        if error is not None:
+            raise error
+        return report
+
+    def presences(self, ranks: Iterable[int]) -> dict[int, Message]:
+        """What ranks say of themselves, as far as they do; what they say of this turn stands in the message
+        itself."""
+        asked = list(ranks)
+        messages = self.roster.get([at_key(rank) for rank in asked])
+        found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
+        key = self.operation.at.key
+        return {rank: {**message, **message["operations"].get(key, {})} for rank, message in found.items()}
+
+    def is_gone(self, message: Message) -> bool:
+        """Has the process behind a message ended, as far as can be seen from here?"""
+        return self.operation.presence.identity.alive(message) is False
+
+    def _more(self) -> Message:
+        doing = f"{self._doing}, at {self._stack()}" if self._doing and not self._ended else ""
+        return {**self.now(), "doing": doing}
+
+    def _stack(self) -> str:
+        """Where the thread stands, innermost call last."""
+        frame: Any = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
+        return " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)

@@ -1,0 +1,270 @@
+"""Which job saves into a run folder: a small file says so, and another job is told.
+
+Two jobs that save steps into one run folder would delete each other's, as `keep=` removes what is old. So the
+committer puts its job's name into the folder before its first save, shows every few seconds that it lives,
+and looks before each commit, and before it removes a step, that the folder is still its own.
+
+Another job takes the folder over at once where it is known that its owner has ended: it closed its
+`Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. Where that
+can't be seen it waits until the owner has given no sign of life for a while. Clocks of hosts are not
+compared. An owner that was taken over although it lives is told at its next save, and removes nothing any
+more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from weakref import WeakSet, finalize
+
+import msgspec
+
+from holdfast.errors import Conflict, HoldfastError
+from holdfast.exits import Stage, at_exit
+from holdfast.format.names import OWNER
+from holdfast.options import read_environment
+from holdfast.roster.presence import Identity
+from holdfast.store.base import TAIL, NotFound, Store
+from holdfast.threads import start_thread, within
+
+log = logging.getLogger("holdfast")
+BEAT = 10.0
+"""Seconds between two signs of life."""
+SILENT = 3.5 * BEAT
+"""Seconds without a sign of life after which an owner that can't be seen from here is taken to have ended."""
+_PROCESS = secrets.token_hex(8)
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The content of the file."""
+
+    job: str
+    """The same on all ranks of a job, and of no other one."""
+    name: str
+    """What the launcher calls the job; restarts keep it. Empty if it has no name."""
+    restarts: int
+    process: str
+    rank: int
+    host: str
+    machine: str
+    pid: int
+    started: str
+    """By the kernel's clock; tells a pid that was given to another process."""
+    since: float
+    """Wall-clock seconds, for people."""
+    beat: int
+    version: str = ""
+    """Drawn anew each time; the last bytes of the file tell one version from another."""
+
+    def __str__(self) -> str:
+        begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"{self.name or 'a job'} (rank {self.rank}, host {self.host}, pid {self.pid}, since {begun})"
+
+
+class Lease:
+    """A run folder's owner as this process sees it. One a folder and process; only the committer's process
+    holds it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._users: WeakSet[object] = WeakSet()
+        self._lock = threading.Lock()
+        self._mine: Owner | None = None
+        self._thread: threading.Thread | None = None
+        self._calls: SimpleQueue[None] = SimpleQueue()
+        """Wakes the thread. A simple queue, since a user can go in the middle of anything, and only this one
+        is made for that."""
+
+    def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
+        """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it
+        over.
+
+        user: who needs it until `leave`, or until it is gone. takeover: take it from an owner that is alive,
+            or that can't be seen from
+        here, without waiting. tick: told that this goes on.
+        """
+        with self._lock:
+            if user not in self._users:
+                self._users.add(user)
+                finalize(user, self._calls.put, None).atexit = False
+            found, tail = self._read()
+            if found is not None and found.process == _PROCESS:
+                return
+            if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
+                raise Conflict(
+                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing was "
+                    "saved or removed.",
+                    hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
+                    "Checkpoints take the folder back.",
+                )
+            self._mine = None
+            if found is not None and not takeover and not _may_take(found, job, self.store.url):
+                self._wait_for_silence(found, tick)
+                found, tail = self._read()
+            self._write(_me(job, rank), tail)
+            self._thread = start_thread(self._beat, "holdfast-owner", rank)
+
+    def is_held(self) -> bool:
+        """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
+        with self._lock, suppress(HoldfastError):
+            found, _ = self._read()
+            return found is not None and found.process == _PROCESS
+        return False
+
+    def leave(self, user: object) -> None:
+        """This user needs it no more; the last one gives the folder back."""
+        with self._lock:
+            self._users.discard(user)
+            if self._users or self._mine is None:
+                return
+            self._give_up()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _give_up(self) -> None:
+        self._mine = None
+        self._calls.put(None)
+        with suppress(HoldfastError):  # its process will be seen to have ended
+            found, _ = self._read()
+            if found is not None and found.process == _PROCESS:
+                self.store.delete(OWNER)
+
+    def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
+        """Watch an owner that can't be seen from here; returns once it is gone."""
+        log.warning(
+            "%s belongs to %s, which can't be seen from here. It is taken over if that gives no sign of life "
+            "for %.0f s.",
+            self.store.url,
+            owner,
+            SILENT,
+        )
+        ends = time.monotonic() + SILENT
+        while time.monotonic() < ends:
+            tick()
+            time.sleep(min(1.0, SILENT / 10))
+            found, _ = self._read()
+            if found is None:
+                return  # it has just given it back
+            if (found.process, found.beat) != (owner.process, owner.beat):
+                raise _refusal(found, self.store.url)
+
+    def _beat(self) -> None:
+        while True:
+            with suppress(Empty):
+                self._calls.get(timeout=BEAT)
+            with self._lock:
+                if self._mine is None or self._thread is not threading.current_thread():
+                    return
+                if not self._users:  # they are gone without a word
+                    self._give_up()
+                    return
+                try:
+                    found, tail = self._read()
+                    if found is None or found.process != _PROCESS:
+                        return  # the next save says so
+                    self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
+                except Conflict:
+                    return
+                except HoldfastError as error:
+                    log.warning("The owner of %s could not be written: %s", self.store.url, error)
+
+    def _read(self) -> tuple[Owner | None, bytes | None]:
+        """The owner, and what tells this version of the file; a file that is damaged belongs to nobody."""
+        try:
+            reader = self.store.open(OWNER)
+        except NotFound:
+            return None, None
+        try:
+            data = reader.read(0, 1 << 16)
+        finally:
+            reader.close()
+        try:
+            return msgspec.json.decode(data, type=Owner), data[-TAIL:]
+        except msgspec.MsgspecError:
+            return None, data[-TAIL:]
+
+    def _write(self, owner: Owner, replacing: bytes | None) -> None:
+        owner = msgspec.structs.replace(owner, version=secrets.token_hex(TAIL))
+        self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
+        self._mine = owner
+
+
+def _me(job: str, rank: int) -> Owner:
+    who, env = Identity(rank), read_environment()
+    return Owner(
+        job,
+        env.job,
+        env.restarts,
+        _PROCESS,
+        rank,
+        who.host,
+        who.machine,
+        who.pid,
+        who.started,
+        time.time(),
+        0,
+    )
+
+
+def _may_take(owner: Owner, job: str, url: str) -> bool:
+    """Is the owner this job, or known to have ended? False if that can't be seen; raises Conflict if it
+    lives."""
+    env = read_environment()
+    if owner.job == job:
+        return True
+    alive = _lives(owner)
+    if alive:  # whatever its name is: two jobs can be given the same
+        raise _refusal(owner, url)
+    return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
+
+
+def _lives(owner: Owner) -> bool | None:
+    """Is the owner's process there? None if that can't be seen from this host."""
+    return Identity(0).alive({"machine": owner.machine, "pid": owner.pid, "started": owner.started})
+
+
+def _refusal(owner: Owner, url: str) -> Conflict:
+    return Conflict(
+        f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs "
+        f"in one folder delete each other's "
+        "steps.",
+        hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes "
+        "that job's saves fail.",
+    )
+
+
+_leases: dict[str, Lease] = {}
+_known = threading.Lock()
+
+
+def lease_of(store: Store) -> Lease:
+    """This process's view of who owns a folder."""
+    with _known:
+        if not _leases:
+            at_exit(Stage.FOLDERS, _give_back)
+        return _leases.setdefault(store.url, Lease(store))
+
+
+def _give_back() -> None:
+    """At the end of the process: what is held is given back, as far as storage answers."""
+    for lease in list(_leases.values()):
+        for user in list(lease._users):
+            with suppress(HoldfastError):
+                within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
+
+
+def _forked() -> None:
+    """A fork holds nothing."""
+    global _PROCESS
+    _PROCESS = secrets.token_hex(8)
+    _leases.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

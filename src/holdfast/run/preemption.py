@@ -1,0 +1,121 @@
+"""SIGTERM, or a word from the user, on any rank: all ranks stop at the same step, in time to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+from types import FrameType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+from holdfast.deadline import REAL_CLOCK, Deadline
+from holdfast.errors import RosterLost
+from holdfast.protocol.call import begin_call, find_participants, find_roster
+from holdfast.protocol.consensus import StepConsensus
+from holdfast.roster.base import Roster
+
+LANE = "preemption"
+ASKED = "asked"
+POLL = 0.5
+"""Seconds between two looks at whether another rank wants to stop."""
+
+
+_made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many there were already, by participants: the same on all ranks."""
+
+
+class Preemption:
+    """Ask `should_stop()` once a step, on all ranks; it is True on all of them at the same step.
+
+        with holdfast.Preemption(budget=60) as preemption:
+            for step in range(start, steps):
+                train(step)
+                if preemption.should_stop():
+                    checkpoints.save(step, state).committed(preemption.left())
+                    break
+
+    budget: seconds from the signal until the process should have ended; `left()` says what remains of it.
+    signals: which signals ask for a stop on this rank; handlers are put back by `close`. From another thread
+        than the main one pass `signals=()` and call `request()`.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: float = 60.0,
+        signals: Iterable[int] = (signal.SIGTERM,),
+        participants: Iterable[int] | None = None,
+        process_group: Any = None,
+        no_dist: bool = False,
+        roster: Roster | None = None,
+    ) -> None:
+        self._roster = find_roster(roster, no_dist).lane(LANE)
+        who = find_participants(self._roster, participants, process_group)
+        self._budget = budget
+        self._deadline: Deadline | None = None
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        made = _made.setdefault(self._roster, Counter())
+        made[who] += 1  # a stop that was asked for before is not this one's
+        here = "-".join(map(str, who)) if len(who) < self._roster.world_size else "all"
+        self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
+        self.reason: str | None = None
+        """Which rank asked for the stop, and why; None: nobody did."""
+        begin = partial(begin_call, self._roster, participants=who, timeout=budget, stall_timeout=budget)
+        self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
+        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
+        self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
+        self._thread.start()
+
+    def should_stop(self) -> bool:
+        """Is this the step at which all ranks stop? Call it once a step, on every participant."""
+        return self._consensus.reached()
+
+    def request(self, why: str = "request()") -> None:
+        """Ask all ranks to stop, from this one."""
+        if self._deadline is None:
+            self._deadline = Deadline(self._budget, REAL_CLOCK)
+            self.reason = f"{why} on rank {self._roster.rank}"
+        self._wanted.set()
+
+    def left(self) -> float:
+        """Seconds of the budget that are left; all of it if nobody asked."""
+        return self._budget if self._deadline is None else max(self._deadline.left(), 0.0)
+
+    def close(self) -> None:
+        """Put signal handlers back, and stop watching."""
+        self._closed.set()
+        self._wanted.set()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+        self._thread.join(timeout=1.0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.request(signal.Signals(number).name)
+
+    def _watch(self) -> None:
+        with suppress(RosterLost):  # the job is ending anyway; whoever waits for ranks says so
+            while not self._closed.is_set():
+                if self._wanted.wait(POLL):
+                    break
+                asked = self._roster.get([self._asked])[0]
+                if asked is not None:
+                    self._deadline = Deadline(self._budget, REAL_CLOCK)
+                    self.reason = str(asked["reason"])
+                    break
+            if self._closed.is_set():
+                return
+            self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
+            self._consensus.propose()

@@ -1,0 +1,86 @@
+"""What the committer finds out before the other ranks have written: which version it may replace, and which
+names must be there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+
+from holdfast.errors import BadInput, HoldfastError
+from holdfast.format.columns import Columns
+from holdfast.format.names import rank_in_name
+from holdfast.io.open_checkpoint import open_index
+from holdfast.protocol.operation import Operation
+from holdfast.roster.base import Message
+from holdfast.saving.commit import Commit, present_tail
+from holdfast.saving.request import PREVIOUS, SaveRequest
+from holdfast.state.flatten import is_selected
+from holdfast.store.base import Store
+
+
+def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
+    """What the committer knows before the others have written: the version that it may replace."""
+    store = request.store
+    replacing = present_tail(store)
+    if replacing is not None and not request.overwrite:
+        raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
+    names: list[str] | None = None
+    source = ""
+    compared: Store | None = None
+    if isinstance(request.expected, str):
+        if request.expected != PREVIOUS:
+            raise BadInput(f"expected={request.expected!r}: give a list of names, {PREVIOUS!r}, or None.")
+        compared = store if replacing is not None else request.previous()
+        names = _previous_names(compared)
+        source = f"the checkpoint {compared.url}" if compared is not None else ""
+    elif request.expected is not None:
+        names, source = list(request.expected), "expected="
+
+    def keep(name: str) -> bool:
+        owner = rank_in_name(name)
+        if owner is not None and owner not in request.call.participants:
+            return False  # a rank's own value, and the world is smaller now
+        return is_selected(name, (request.include, request.exclude))
+
+    replaced: set[str] = set()
+    if replacing is not None:
+        with suppress(HoldfastError), open_index(store) as index:
+            replaced = set(index.file_names())
+    return Commit(
+        store=store,
+        title=request.title,
+        deadline=request.call.deadline,
+        about={"step": request.step, "grid": grid, "notes": request.notes, "attempt": operation.attempt},
+        replacing=replacing,
+        expected=names,
+        expected_from=source,
+        last_writer=partial(_writers, compared),
+        tick=operation.tick,
+        keep_name=keep,
+        replaced_files=replaced,
+        before=compared,
+    )
+
+
+def _previous_names(store: Store | None) -> list[str] | None:
+    """The names in a checkpoint, if there is one. What can't be read can't be compared with:
+    loading it will say so, and it must not keep a good save from being made."""
+    if store is None:
+        return None
+    try:
+        with open_index(store) as index:
+            return index.names()
+    except HoldfastError:
+        return None
+
+
+def _writers(store: Store | None, name: str) -> list[int]:
+    """Which ranks wrote a name in a checkpoint; for an error's sake."""
+    if store is None:
+        return []
+    with open_index(store) as index:
+        row = index.find_one(name)
+        columns = index.select(np.asarray([row])) if row >= 0 else Columns()
+        return sorted(set(columns.file_rank[columns.file].tolist()))

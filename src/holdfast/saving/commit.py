@@ -1,0 +1,255 @@
+"""The committer's work: read back what every rank wrote, check it, make the index, publish it."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from holdfast import events
+from holdfast.deadline import Deadline
+from holdfast.errors import (
+    CommitUnconfirmed,
+    CorruptCheckpoint,
+    HoldfastError,
+    NotCommitted,
+    SaveFailed,
+    StorageError,
+)
+from holdfast.format.columns import Columns
+from holdfast.format.index import Index, encode
+from holdfast.format.names import INDEX, is_data_file
+from holdfast.io.open_checkpoint import open_index
+from holdfast.plan.merge import Merger, check_vanished, same_tensors
+from holdfast.plan.save import WrittenFile
+from holdfast.protocol.core import VISIBLE_WITHIN
+from holdfast.protocol.messages import Written
+from holdfast.roster.base import Message
+from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
+from holdfast.version import __version__
+
+log = logging.getLogger("holdfast")
+LOOK_AGAIN = 10.0
+"""Seconds that a commit which failed for no reason of the store's looks whether its index is there."""
+
+
+def present_tail(store: Store) -> bytes | None:
+    """What tells the index that is there now from another, or None."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        return None
+    try:
+        return reader.read(max(reader.size - TAIL, 0), TAIL)
+    finally:
+        reader.close()
+
+
+def embedded_index(store: Store, file: WrittenFile) -> Columns:
+    """The index that a data file carries of itself, read back from storage and verified."""
+    reader = store.open(file.name)
+    try:
+        where = f"{store.url}/{file.name}"
+        if reader.size != file.size:
+            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
+        index = Index(_part(reader, file.index_start), file.index_size, f"the embedded index of {where}")
+        return index.embedded()
+    finally:
+        reader.close()
+
+
+def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
+    return lambda at, length: reader.read(start + at, length)
+
+
+@cache
+def versions() -> dict[str, str]:
+    """What wrote a checkpoint; for people."""
+    from importlib.metadata import version  # slow to import, and only a save wants it
+
+    found = {"python": platform.python_version(), "holdfast": __version__}
+    for name in ("torch", "numpy"):
+        try:
+            found[name] = version(name)
+        except Exception:
+            found[name] = "unknown"
+    return found
+
+
+@dataclass
+class Commit:
+    """One commit; the phases are called in order by the protocol."""
+
+    store: Store
+    title: str
+    deadline: Deadline
+    about: dict[str, Any]
+    replacing: bytes | None
+    expected: Sequence[str] | None
+    """Names that must be there, or None."""
+    expected_from: str
+    last_writer: Callable[[str], list[int]]
+    tick: Callable[[], None]
+    keep_name: Callable[[str], bool] = lambda name: True
+    replaced_files: set[str] = field(default_factory=set)
+    """Data files of the checkpoint that this one replaces."""
+    before: Store | None = None
+    """The checkpoint of the step before, to see whether anything has changed since."""
+    data: bytes = b""
+    file_names: list[str] = field(default_factory=list)
+
+    def prepare(self, written: dict[int, Written]) -> None:
+        """Everything that can be wrong is found here, before anything is visible."""
+        self._check_agreement(written)
+        merger = Merger()
+        for rank in sorted(written):
+            for file in written[rank].files:
+                if not is_data_file(file.name):
+                    raise SaveFailed(
+                        f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
+                    )
+                merger.add(rank, self._read_back(rank, file))
+                self.tick()
+        columns = merger.finish(self.tick)
+        if self.expected is not None:
+            check_vanished(
+                columns.names, filter(self.keep_name, self.expected), self.expected_from, self.last_writer
+            )
+        self.tick()
+        if not columns.names:
+            raise SaveFailed(f"{self.title}: no rank holds anything to save.")
+        self._warn_if_stale(columns)
+        self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
+        self.data = encode(columns, self.about)
+        self.file_names = columns.file_names
+        self.tick()
+
+    def _warn_if_stale(self, columns: Columns) -> None:
+        """Say it loudly if no tensor has changed since the step before: stale bytes are the failure that
+        nobody sees."""
+        if self.before is None:
+            return
+        with suppress(HoldfastError), open_index(self.before) as index:
+            if index.chunks != len(columns.file) or index.about.get("step") == self.about["step"]:
+                return
+            count = same_tensors(columns, index.select())
+            if count:
+                log.warning(
+                    "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer "
+                    "stepping, and is what is "
+                    "saved the state that it changes?",
+                    self.title,
+                    count,
+                    index.about.get("step"),
+                    self.before.url,
+                )
+                events.emit("save.stale", step=self.about["step"], path=self.store.url, tensors=count)
+        self.tick()
+
+    def _check_agreement(self, written: dict[int, Written]) -> None:
+        lead = min(written)
+        for rank, told in sorted(written.items()):
+            first = written[lead]
+            for what, mine, theirs in (("step", first.step, told.step), ("grid", first.grid, told.grid)):
+                if mine != theirs:
+                    raise SaveFailed(
+                        f"{self.title}: rank {lead} saves {what} {mine!r}, rank {rank} {theirs!r}.",
+                        rank=rank,
+                        hint="All ranks must save the same step of the same run.",
+                    )
+
+    def _read_back(self, rank: int, file: WrittenFile) -> Columns:
+        clock = self.deadline.clock
+        ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
+        while True:
+            try:
+                return embedded_index(self.store, file)
+            except NotFound:
+                if clock.now() >= ends:
+                    raise SaveFailed(
+                        f"{self.title}: rank {rank} wrote {file.name}, but it is not to be seen in "
+                        f"{self.store.url} from here.",
+                        rank=rank,
+                        hint="All ranks must write to one shared file system.",
+                    ) from None
+                if (
+                    clock.now() >= ticked + 1.0
+                ):  # others take a committer that waits in silence for a stuck one
+                    self.tick()
+                    ticked = clock.now()
+                    log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
+                clock.sleep(0.05)
+            except (CorruptCheckpoint, StorageError) as error:
+                error.rank = rank
+                raise
+
+    def publish(self) -> Message:
+        """The index comes into being, at once and durably; from here on the checkpoint exists.
+
+        Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other
+        error deletes the data that the index names.
+        """
+        try:
+            self.store.publish(INDEX, self.data, self.replacing)
+        except BaseException as error:
+            unconfirmed = self._unconfirmed(error)
+            if unconfirmed is None:
+                raise
+            raise unconfirmed from error
+        return {"state": "committed", "index": self.data[-TAIL:].hex()}
+
+    def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
+        """What is to be raised after a failure to publish, or None if the index is known not to be in
+        place."""
+        known = isinstance(error, HoldfastError) and not isinstance(
+            error, Unsettled
+        )  # by the store's contract
+        in_place = error.in_place if isinstance(error, Unsettled) else False
+        looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
+        reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
+        rank = error.rank if isinstance(error, HoldfastError) else None
+        if looked:
+            return CommitUnconfirmed(
+                f"{self.title}: the index is in place, but storage could not confirm that it is durable "
+                f"({reason})",
+                rank=rank,
+                hint="Nothing was deleted. It may be gone after a power cut; look with `holdfast latest`.",
+            )
+        if known or (looked is False and not isinstance(error, Unsettled)):
+            return None
+        return CommitUnconfirmed(
+            f"{self.title}: storage did not tell whether the index was put in place ({reason})",
+            rank=rank,
+            hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` "
+            "sweeps what no index "
+            "names.",
+        )
+
+    def _is_there(self, seconds: float) -> bool | None:
+        """Is the index that is there this commit's? None: that could not be seen within so many seconds."""
+        clock = self.deadline.clock
+        ends = clock.now() + seconds
+        while True:
+            try:
+                return present_tail(self.store) == self.data[-TAIL:]
+            except Exception as error:
+                log.debug("%s: the index can't be looked at: %s", self.title, error)
+            if clock.now() >= ends:
+                return None
+            clock.sleep(0.1)
+
+
+def is_of_attempt(store: Store, attempt: str) -> bool | None:
+    """Was the index in storage made by this attempt? None if that can't be told."""
+    try:
+        with open_index(store) as index:
+            return index.about.get("attempt") == attempt
+    except NotCommitted:
+        return False
+    except HoldfastError:
+        return None

@@ -1,0 +1,325 @@
+"""The save of one rank: collect the state, agree who writes what, write, commit, report.
+
+`SaveJob` is what the protocol (`protocol.core.save_steps`) drives; its methods stand in the order in which
+they are called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.errors import CommitUnconfirmed, HoldfastError
+from holdfast.format import objects
+from holdfast.format.digest import digest, hex_digest
+from holdfast.io.file_writer import discard, write_files
+from holdfast.layout.grid import Grid
+from holdfast.layout.tensor import OBJECT
+from holdfast.options import Options
+from holdfast.plan.merge import disagreement
+from holdfast.plan.save import WrittenFile, plan_save
+from holdfast.plan.shard_table import Replica, ShardTable, describe
+from holdfast.protocol.call import begin_call, one_folder
+from holdfast.protocol.core import save_steps
+from holdfast.protocol.messages import Assigned, Listed, Written
+from holdfast.protocol.operation import Operation, read_state
+from holdfast.protocol.phases import TRANSITIONS
+from holdfast.roster.base import Message, Roster
+from holdfast.saving.begin_commit import begin_commit
+from holdfast.saving.cleanup import clean_up, makes_folder
+from holdfast.saving.commit import Commit, is_of_attempt
+from holdfast.saving.request import PREVIOUS, SaveRequest
+from holdfast.state.cuda_streams import CallerStreams
+from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.store.local import open_store
+
+
+class SaveReport(msgspec.Struct, frozen=True):
+    """What a committed save did on this rank."""
+
+    path: str
+    step: int | None
+    tensors: int
+    """Names this rank holds, objects included."""
+    bytes_written: int
+    """By this rank, headers included."""
+    seconds: float
+    phases: dict[str, float]
+    """Seconds spent in each phase of the protocol."""
+
+
+class FileSink(Protocol):
+    """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of
+    asynchronous saves."""
+
+    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+        """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files
+        say of themselves."""
+        ...
+
+
+class DirectSink:
+    """Writes from where the tensors lie, on this thread."""
+
+    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+        plan = plan_save(job.table, replicas, job.options)
+        job.streams.wait()
+        job.bytes_total = int(plan.chunks.nbytes.sum())
+        return write_files(job.store, job.table, plan, about, job.options, job.moved)
+
+
+class SaveJob:
+    """A save of this rank. The state is collected at once; `run` brings the save to its end."""
+
+    def __init__(self, request: SaveRequest) -> None:
+        self.request, self.store, self.options = request, request.store, request.options
+        self.rank = request.call.rank
+        self.table = ShardTable(self.rank)
+        self.streams = CallerStreams(self.table)
+        self.sink: FileSink = DirectSink()
+        self.grid = request.grid.describe() if request.grid else None
+        self.trouble: HoldfastError | None = None
+        """What collecting the state met. The protocol tells it to the other ranks."""
+        self.makes_folder = False
+        """Was the folder not there when this rank began?"""
+        self._begin()
+        self.trouble = read_state(self._collect, self.rank)
+
+    def _begin(self) -> None:
+        """Begin an attempt."""
+        request = self.request
+        self.operation = Operation(
+            "save",
+            request.title,
+            self.store.url,
+            request.call,
+            TRANSITIONS,
+            request.step,
+            include=request.include,
+            exclude=request.exclude,
+        )
+        self.leads = self.operation.at.leads
+        self.commit: Commit | None = None
+        self.files: list[WrittenFile] = []
+        self.bytes_total = 0
+
+    def begin_again(self) -> None:
+        """After a failure: begin another attempt with the same rows, under the same deadline."""
+        self._begin()
+
+    def run(self, beside_training: bool = False) -> SaveReport:
+        """Run the protocol to its end. Raises the error that all ranks raise."""
+        operation = self.operation
+        try:
+            operation.run(lambda: save_steps(operation.at, self), self.trouble, beside_training)
+        except CommitUnconfirmed:
+            raise
+        except HoldfastError:
+            if (self.files or self.makes_folder) and not self.options.keep_failed:
+                clean_up(self.store, self.discard, self.makes_folder)
+            raise
+        return SaveReport(
+            self.store.url,
+            self.request.step,
+            len({spec.name for spec in self.table.specs}),
+            sum(file.size for file in self.files),
+            operation.seconds(),
+            operation.phases(),
+        )
+
+    # -- collect ----------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        request = self.request
+        leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
+        self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
+        self.streams = CallerStreams(self.table)
+
+    # -- agree who writes what ----------------------------------------------------------------------
+
+    def claims(self) -> str | None:
+        """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
+        folder."""
+        if self.trouble is not None:
+            raise self.trouble
+        self.makes_folder = makes_folder(self.store) or self.makes_folder
+        if self.leads:
+            self.request.permit(self.operation.tick)
+            self.commit = begin_commit(self.request, self.operation, self.grid)
+        rows = self._undeclared()
+        if not rows:
+            return None
+        keys, specs = self._names(rows)
+        return hex_digest(digest("\0".join([*keys, *specs]).encode()))
+
+    def tell(self) -> Listed:
+        """The undeclared rows themselves, where digests differ between ranks."""
+        keys, specs = self._names(self._undeclared())
+        return Listed(keys, specs)
+
+    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
+        """Committer: which copy each rank holds of each row that it told of."""
+        holders: dict[str, list[int]] = {}
+        first: dict[str, tuple[int, str]] = {}
+        for rank, message in sorted(told.items()):
+            for key, spec in zip(message.keys, message.specs, strict=True):
+                owner, known = first.setdefault(key, (rank, spec))
+                if known != spec:
+                    raise disagreement(key, owner, known, rank, spec)
+                holders.setdefault(key, []).append(rank)
+        return {
+            rank: Assigned(replicas=[(holders[key].index(rank), len(holders[key])) for key in message.keys])
+            for rank, message in told.items()
+        }
+
+    def _undeclared(self) -> list[int]:
+        return [row for row, replica in enumerate(self.table.replicas) if replica is None]
+
+    def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
+        """What identifies each undeclared row, and what must be equal on all that hold it."""
+        keys, specs = [], []
+        for row in rows:
+            spec, plain = self.table.specs[row], self.table.plain[row]
+            box, late = self.table.boxes[row], self.table.lates[row]
+            part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
+            keys.append(spec.name if plain else f"{spec.name}@{part}")
+            if spec.kind == OBJECT:
+                data = self.table.memory[row].data  # type: ignore[attr-defined]
+                specs.append(f"the object {objects.preview(data)} (digest {hex_digest(digest(data))})")
+            else:
+                specs.append(describe(spec))
+        return keys, specs
+
+    def _replicas(self, assigned: Assigned | None) -> list[Replica]:
+        """(index, count) of every row, with what the committer has assigned."""
+        replicas = list(self.table.replicas)
+        rows = self._undeclared()
+        if assigned is not None and assigned.holders is not None:
+            mine = (assigned.holders.index(self.rank), len(assigned.holders))
+            for row in rows:
+                replicas[row] = mine
+        elif assigned is not None and assigned.replicas is not None:
+            for row, replica in zip(rows, assigned.replicas, strict=True):
+                replicas[row] = replica
+        return [replica or (0, 1) for replica in replicas]
+
+    # -- write ------------------------------------------------------------------------------------
+
+    def write(self, assigned: Assigned | None) -> Written:
+        """Write this rank's files; what the committer is told of them."""
+        request = self.request
+        about = {
+            "step": request.step,
+            "grid": self.grid,
+            "notes": request.notes,
+            "attempt": self.operation.attempt,
+            "ranks": len(request.call.participants),
+        }
+        self.files = self.sink.write(self, self._replicas(assigned), about)
+        return Written(request.step, self.grid, self.files, request.report())
+
+    def moved(self, nbytes: int) -> None:
+        """Note that so many bytes more were written."""
+        self.operation.progress(nbytes, self.bytes_total)
+
+    # -- commit -----------------------------------------------------------------------------------
+
+    def prepare(self, written: dict[int, Written]) -> None:
+        """Committer: check what all ranks have written, and make the index."""
+        assert self.commit is not None
+        merged = self.request.merge_reports({rank: told.report for rank, told in written.items()})
+        if merged:
+            self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
+        self.commit.prepare(written)
+
+    def publish(self) -> Message:
+        """Committer: put the index in place."""
+        assert self.commit is not None
+        self.request.permit(self.operation.tick)
+        self.operation.still_wanted()
+        return self.commit.publish()
+
+    def is_committed(self) -> bool:
+        """Is the index of this attempt in storage, as far as this rank can see?"""
+        return is_of_attempt(self.store, self.operation.attempt) is True
+
+    def tidy(self) -> None:
+        """Committer, after the commit: delete data that only the replaced index named, and do what the caller
+        wants done."""
+        assert self.commit is not None
+        with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
+            for name in self.commit.replaced_files - set(self.commit.file_names):
+                self.store.delete(name)
+        with suppress(HoldfastError):
+            self.request.after()
+
+    def discard(self) -> None:
+        """After a failure: delete this rank's files, if it is known that no index names them."""
+        if self.files and is_of_attempt(self.store, self.operation.attempt) is False:
+            discard(self.store, [file.name for file in self.files])
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    expected: str | Iterable[str] | None = PREVIOUS,
+    overwrite: bool = True,
+    grid: Grid | None = None,
+    notes: Any = None,
+    options: Options | None = None,
+    roster: Roster | None = None,
+) -> SaveReport:
+    """Save a state from all participants into the folder `path`; it is durable on return.
+
+    Issues no collective. Returns on every rank by `timeout` seconds (plus two at most), and
+    raises the same error on all of them if anything went wrong anywhere; then the folder holds
+    what it table before.
+
+    state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
+    path, checkpoint_id: the folder (torch DCP's name for it is taken too).
+    participants, process_group: the ranks that take part; default all. Other ranks must not call.
+    timeout: seconds until the call fails, however well it goes.
+    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    expected: names that must be in the save, or "previous": those of the checkpoint that it
+        replaces; None: no such check.
+    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
+    grid, notes: the layout, and any JSON value, kept in the index for whoever reads it.
+
+    Raises `HoldfastError`s only (see `holdfast.errors`), `BadInput` before anything was started.
+    """
+    request = SaveRequest(
+        store=open_store(one_folder(path, checkpoint_id)),
+        collect=lambda rank: flatten(state_dict, rank),
+        call=begin_call(
+            roster,
+            no_dist=no_dist,
+            participants=participants,
+            process_group=process_group,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
+        ),
+        step=step,
+        include=include,
+        exclude=exclude,
+        expected=expected,
+        overwrite=overwrite,
+        grid=grid,
+        notes=notes,
+        options=options or Options(),
+    )
+    return SaveJob(request).run()

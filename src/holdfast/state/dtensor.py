@@ -1,0 +1,350 @@
+"""DTensors as boxes, by arithmetic alone: no gather, no communication.
+
+Theory. Placements are applied to a tensor dimension from the first mesh dimension to the last. `Shard`
+takes this rank's torch.chunk of what is left; `_StridedShard(dim, split_factor)` cuts what is
+left into `split_factor` pieces and takes this rank's chunk of each, so the rank's rows may be
+several runs. Each run is a box of its own (DCP writes the first offset only, which is wrong
+unless the runs happen to touch).
+
+Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those
+of a tensor may be uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that
+is taken. Else the offset stays open along the axis whose length is another, and whoever has everybody's rows
+adds the lengths up (`layout/late.py`). The order of a mesh's dimensions along an axis is the placements',
+strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box, Dims
+from holdfast.layout.deferred_offset import DeferredOffset, told
+from holdfast.layout.tensor import TensorSpec
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import TensorMemory
+from holdfast.state.subclasses import has_memory, settled, type_name
+from holdfast.state.tensors import spec_of
+
+CHUNKS = "__create_chunk_list__"
+"""A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
+GET_SHARD = "__get_tensor_shard__"
+"""A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec)
+has it."""
+Run = tuple[int, int]
+"""Consecutive indices: start and length."""
+Cuts = tuple[tuple[int, int, int], ...]
+"""For each mesh dimension that cuts a dimension of a tensor: parts, index, split_factor."""
+
+
+def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
+    """The positions `[start, stop)` of a sequence of runs, merged where they touch."""
+    found: list[Run] = []
+    at = 0
+    for first, length in runs:
+        low, high = max(start - at, 0), min(stop - at, length)
+        if low < high:
+            if found and found[-1][0] + found[-1][1] == first + low:
+                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            else:
+                found.append((first + low, high - low))
+        at += length
+    return found
+
+
+def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """torch.chunk: pieces of ceil(size / parts), the last ones shorter or empty."""
+    piece = -(-size // parts)
+    return min(piece * index, size), min(piece * (index + 1), size)
+
+
+def local_runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
+    """Which indices of a dimension of `size` a rank holds, in the order they lie in its local tensor.
+
+    `cuts`: for each mesh dimension that cuts this one, (parts, index, split_factor); 1 for Shard.
+    """
+    runs: list[Run] = [(0, size)] if size else []
+    for parts, index, split_factor in cuts:
+        total = sum(length for _, length in runs)
+        pieces: list[Run] = []
+        for piece in range(split_factor):
+            low, high = _chunk(total, split_factor, piece)
+            start, stop = _chunk(high - low, parts, index)
+            pieces += _slice_runs(runs, low + start, low + stop)
+        runs = _slice_runs(pieces, 0, total)  # merges neighbours
+    return runs
+
+
+class Pieces(NamedTuple):
+    """Where the parts of a local tensor lie in the whole one."""
+
+    shape: Dims
+    """Of the local tensor."""
+    parts: tuple[tuple[tuple[slice, ...], Box], ...]
+    """Of the local tensor, and of the whole."""
+    begin: Dims
+    """Along each axis, where the first of them begins."""
+    runs: Dims
+    """Along each axis, how many there are."""
+
+
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
+    """What a rank holds of a tensor of `shape`; `cuts`: those of each dimension, as `local_runs` takes
+    them."""
+    runs = [local_runs(size, cut) for size, cut in zip(shape, cuts, strict=True)]
+    starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
+    parts = []
+    for pick in itertools.product(*(range(len(axis)) for axis in runs)):
+        at = list(enumerate(pick))
+        box = Box(tuple(runs[d][i][0] for d, i in at), tuple(runs[d][i][1] for d, i in at))
+        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in at), box))
+    begin = tuple(axis[0][0] if axis else 0 for axis in runs)
+    return Pieces(tuple(start[-1] for start in starts), tuple(parts), begin, tuple(map(len, runs)))
+
+
+class Place(NamedTuple):
+    """A mesh as this rank sees it. torch computes each of these anew at every question."""
+
+    sizes: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    order: tuple[int, ...] | None
+    """Mesh dimensions in the order in which they cut, if it is not the placements' own."""
+
+
+def place_in(mesh: Any) -> Place:
+    known: Place | None = getattr(mesh, "_holdfast_place", None)
+    order = getattr(mesh, "_shard_order", None)  # set anew for every parameter, by Megatron-FSDP
+    if known is None or known.order != (order and tuple(order)):
+        coordinate = mesh.get_coordinate()
+        here = None if coordinate is None else tuple(map(int, coordinate))
+        known = Place(tuple(map(int, mesh.mesh.shape)), here, order and tuple(map(int, order)))
+        mesh._holdfast_place = known
+    return known
+
+
+def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
+    """Does the mesh contain just the participants? The answer is kept for as long as they are the same
+    object."""
+    known: tuple[tuple[int, ...], bool] | None = getattr(mesh, "_holdfast_spans", None)
+    if known is None or known[0] is not everyone:
+        known = mesh._holdfast_spans = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
+    return known[1]
+
+
+class _Layout(NamedTuple):
+    """How a mesh cuts tensors of some number of dimensions, as this rank sees it."""
+
+    cuts: tuple[Cuts, ...]
+    """Of each tensor dimension."""
+    replica: tuple[int, int]
+    """(index, count) over the replicated mesh dimensions."""
+    stand: tuple[tuple[int, int], ...]
+    """(lane, position) along each tensor dimension that is cut; others have (0, -1)."""
+    cut: tuple[int, ...]
+    """Tensor dimensions that are cut."""
+    even: bool
+    """Do placements say where a shard begins? A mesh that has an order of its own is not cut evenly."""
+
+
+@lru_cache(maxsize=1024)
+def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | int:
+    """The layout, or the mesh dimension that has a pending reduction."""
+    assert place.coordinate is not None
+    cuts: list[Cuts] = [()] * ndim
+    inner: list[list[int]] = [[] for _ in range(ndim)]
+    index, count = 0, 1
+    for axis, placement in enumerate(placements):
+        parts, here = place.sizes[axis], place.coordinate[axis]
+        if placement.is_partial():
+            return axis
+        if placement.is_replicate():
+            index, count = index * parts + here, count * parts
+            continue
+        cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
+        inner[placement.dim].append(axis)
+    own = place.order or ()
+
+    def rank_of(axis: int) -> tuple[int, int]:
+        """What cuts first comes first; what is strided, after those that cut more coarsely."""
+        return (
+            (own.index(axis), 0)
+            if axis in own
+            else (len(own) + hasattr(placements[axis], "split_factor"), axis)
+        )
+
+    def number(axes: Sequence[int]) -> int:
+        at = 0
+        for axis in axes:
+            at = at * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
+        return at
+
+    ordered = [sorted(axes, key=rank_of) for axes in inner]
+    stand = tuple(
+        (number([a for other in ordered if other is not axes for a in other]), number(axes))
+        if axes
+        else (0, -1)
+        for axes in ordered
+    )
+    even = place.order is None or all(len(axes) < 2 for axes in ordered)
+    cut = tuple(axis for axis, axes in enumerate(ordered) if axes)
+    return _Layout(tuple(cuts), (index, count), stand, cut, even)
+
+
+def add_dtensor(
+    table: ShardTable, name: str, value: Any, everyone: tuple[int, ...], undeclared: tuple[int, int] | None
+) -> None:
+    """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
+
+    Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold
+    the same DTensor on a mesh of their own, and ranks of it that do not take part write nothing.
+    """
+    local = settled(value._local_tensor)  # to_local() would record autograd and may communicate
+    place = place_in(value.device_mesh)
+    if place.coordinate is None:
+        return
+    parts = _parts(name, local)
+    if parts == []:
+        return
+    spec = spec_of(name, parts[0][1] if parts else local, value.shape)
+    layout = _layout(len(spec.shape), value.placements, place)
+    if isinstance(layout, int):
+        raise BadInput(
+            f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh "
+            f"dimension {layout}; "
+            "its value is not known on any rank: redistribute it to Shard or Replicate before saving."
+        )
+    declared = undeclared
+    if undeclared is None and spans(value.device_mesh, everyone):
+        declared = layout.replica
+    if parts is not None:
+        for box, part in parts:
+            table.add(spec, box, declared, False, TensorMemory(part.detach()))
+        return
+    chunks = getattr(local, CHUNKS, None)
+    shape, cut = tuple(local.shape), layout.cut
+    found = pieces(spec.shape, layout.cuts)
+    if chunks is not None:
+        _add_told(table, spec, local, chunks(), layout, found, declared)
+    elif shape == found.shape and layout.even and len(found.parts) > 1:
+        for slices, box in found.parts:
+            table.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
+    elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
+        late = (
+            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
+        )
+        _add(table, spec, Box(found.begin, shape), declared, local, late)
+    else:
+        axis = _open_axis(name, value, shape, found, layout)
+        begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
+        length = shape[axis] if local.numel() else 0
+        _add(
+            table,
+            spec,
+            Box(begin, shape),
+            declared,
+            local,
+            DeferredOffset(axis, *layout.stand[axis], length, -1),
+        )
+
+
+def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
+    """The parts of a local tensor that is made of several, and where they lie; None for one that has its own
+    memory."""
+    if not hasattr(local, GET_SHARD):
+        if has_memory(local) or local.device.type == "meta":
+            return None
+        raise BadInput(
+            f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its "
+            f"own: where the tensors that "
+            "it is made of lie in the global one is not known.",
+            hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
+            "tensors.",
+        )
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    found = []
+    for at, chunk in enumerate(getattr(local, CHUNKS)()):
+        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+        if not box.volume:
+            continue
+        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, at))
+        if tuple(part.shape) != box.shape:
+            raise BadInput(
+                f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata "
+                f"says {box.shape}."
+            )
+        found.append((box, part))
+    return found
+
+
+def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layout) -> int:
+    """The axis along which this rank has another length than an even cut gives, so that its offset is not
+    known."""
+    if layout.even and value._local_tensor.numel():
+        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False)) if a != b]
+    else:  # several mesh dimensions cut it, or all of it is elsewhere
+        several = [axis for axis in layout.cut if len(layout.cuts[axis]) > 1]
+        open_axes = (several if not layout.even else []) or list(layout.cut[:1])
+    strays = [
+        axis
+        for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False))
+        if a != b and axis not in open_axes
+    ]
+    fits = (
+        len(shape) == len(found.shape)
+        and not strays
+        and all(n == 1 for at, n in enumerate(found.runs) if at not in open_axes)
+    )
+    if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
+        raise BadInput(
+            f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} "
+            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with "
+            f"holdfast.Shard."
+        )
+    return open_axes[0]
+
+
+def _add_told(
+    table: ShardTable,
+    spec: TensorSpec,
+    local: torch.Tensor,
+    chunks: Sequence[Any],
+    layout: _Layout,
+    even: Pieces,
+    declared: Any,
+) -> None:
+    """A local tensor that says itself where it lies, as torch DCP asks it."""
+    shape = tuple(local.shape)
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != shape:
+        raise BadInput(
+            f"{spec.name!r}: the local tensor has shape {shape}, but its chunk metadata says "
+            f"{[tuple(chunk.sizes) for chunk in chunks]}; declare it with holdfast.Shard."
+        )
+    begin = tuple(map(int, chunks[0].offsets))
+    cut = layout.cut
+    late = None
+    if cut:
+        start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
+        late = DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
+    _add(table, spec, Box(begin, shape), declared, local, late)
+
+
+def _add(
+    table: ShardTable,
+    spec: TensorSpec,
+    box: Box,
+    declared: Any,
+    local: torch.Tensor,
+    late: DeferredOffset | None,
+) -> None:
+    if 0 in box.shape:  # nothing is here, but the name is known, and the length counts
+        empty = (0,) * len(spec.shape)
+        box, declared = Box(empty, empty), (0, 1)
+        late = late._replace(length=0) if late is not None else None
+    table.add(spec, box, declared, False, TensorMemory(local.detach()), late)

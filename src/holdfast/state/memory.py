@@ -1,0 +1,163 @@
+"""Tensors as bytes: addresses where they lie right, copies where they don't.
+
+`address` is a raw pointer into a tensor that the object keeps alive. It is used because wrapping
+a tensor in NumPy costs ten times as much as everything else we do with a small one, and because
+bfloat16 and float8 have no NumPy type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.buffers import Buffer
+from holdfast.errors import LoadFailed
+from holdfast.layout.box import Box, Dims
+from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
+
+
+class TensorMemory:
+    """A tensor whose shape is that of the shard's box. `stored` is the dtype that its bytes have in a
+    checkpoint, where it is another: they are converted on the way in."""
+
+    __slots__ = ("address", "stored", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype | None = None) -> None:
+        self.tensor = tensor
+        self.stored = stored or tensor.dtype
+        direct = (
+            tensor.is_contiguous()
+            and tensor.device.type == "cpu"
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and self.stored == tensor.dtype
+        )
+        self.address = tensor.data_ptr() if direct else 0
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        part = self.tensor.detach()[box.slices()]
+        target = _wrap(out, part.dtype).view(part.shape)
+        target.copy_(part, non_blocking=_here.not_waiting)
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        # An inference tensor may be changed in inference mode only.
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+            part = self.tensor.detach()[box.slices()]
+            _check_is_view(part, self.tensor)
+            part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
+
+
+def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
+    """A subclass may answer an index with a copy; what is written into that is lost."""
+    if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        raise LoadFailed(
+            f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in "
+            f"place: indexing it gives a "
+            "copy.",
+            hint="Load into plain tensors, and make this one of them.",
+        )
+
+
+def count_changes(tensors: Iterable[torch.Tensor]) -> None:
+    """Let autograd know that these are about to be changed, so that a graph that needs their present values
+    refuses to run.
+
+    Bytes are mostly read straight to where a tensor lies, which autograd doesn't see. A DTensor and its local
+    tensor count apart. Inference tensors have no such count, and are in no graph.
+    """
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+class _Here(threading.local):
+    not_waiting = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def not_waiting() -> Iterator[None]:
+    """Copies from a GPU that this thread makes inside are only begun; whoever asked for this waits for
+    them."""
+    _here.not_waiting = True
+    try:
+        yield
+    finally:
+        _here.not_waiting = False
+
+
+def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+class ViewMemory:
+    """A tensor that lacks leading axes of length one that its box has. It is looked at when it is written, if
+    this rank writes it: of tens of thousands of copies of experts, most are not."""
+
+    __slots__ = ("lead", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, lead: int) -> None:
+        self.tensor, self.lead = tensor, lead
+
+    def _whole(self) -> TensorMemory:
+        return TensorMemory(self.tensor[(None,) * self.lead])
+
+    @property
+    def address(self) -> int:
+        return self._whole().address
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        self._whole().gather(box, out)
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        self._whole().scatter(box, data, shape, inside)
+
+
+class Part(NamedTuple):
+    """A part of a tensor that knows its place; what it holds is looked at, or read, when it is written."""
+
+    spec: TensorSpec
+    box: Box
+    memory: Any
+    replica: tuple[int, int] = (0, 1)
+
+    @staticmethod
+    def object(name: str, data: bytes) -> Part:
+        """An object that is encoded already."""
+        spec = TensorSpec(name, CODE_OF["uint8"], (len(data),), OBJECT)
+        return Part(spec, Box((0,), (len(data),)), BytesMemory(data))
+
+
+class BytesMemory:
+    """An object's encoded bytes; loading replaces them."""
+
+    __slots__ = ("_keep", "address", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.load(data)
+
+    def load(self, data: bytes) -> None:
+        self.data = data
+        self._keep = ctypes.create_string_buffer(data, max(len(data), 1))
+        self.address = ctypes.addressof(self._keep)
+
+    def resize(self, size: int) -> None:
+        """Make room for `size` bytes that are about to be read in."""
+        self._keep = ctypes.create_string_buffer(max(size, 1))
+        self.address = ctypes.addressof(self._keep)
+
+    def value(self, size: int) -> bytes:
+        return self._keep.raw[:size]
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        start = box.offset[0]
+        memoryview(out).cast("B")[: box.shape[0]] = self._keep.raw[start : start + box.shape[0]]
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        start, length = inside.offset[0], inside.shape[0]
+        ctypes.memmove(self.address + box.offset[0], bytes(memoryview(data)[start : start + length]), length)

@@ -1,0 +1,198 @@
+"""Modules as states: the names of what they hold without what wrappers add to them, and loaded values back
+into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from holdfast.errors import BadInput, MissingTensors
+from holdfast.state.live import LiveDict, State, settle
+from holdfast.state.subclasses import is_dtensor, same_memory
+
+_WRAPPERS = {
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+"""Modules that hold the real one under a name of their own."""
+
+
+@lru_cache(maxsize=4096)
+def _kinds(kind: Any) -> frozenset[str]:
+    return frozenset(base.__name__ for base in kind.__mro__)
+
+
+def _clean(part: torch.nn.Module) -> Callable[[str], str]:
+    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those
+    below."""
+    wrappers: dict[int, str] = {}
+    for path, module in part.named_modules():
+        kind: Any = type(module)
+        kinds = _kinds(kind)
+        if "FullyShardedDataParallel" in kinds:
+            raise BadInput(
+                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state "
+                f"takes collectives to get.",
+                hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
+            )
+        wrappers |= {id(module): inner for kind, inner in _WRAPPERS.items() if kind in kinds}
+    if not wrappers:
+        return lambda name: name
+
+    def clean(name: str) -> str:
+        kept, at = [], part
+        for segment in name.split("."):
+            while (inner := wrappers.get(id(at))) is not None and segment != inner:
+                at = getattr(at, inner)  # taken out already
+            if inner is None:
+                kept.append(segment)
+            at = getattr(at, segment, None)  # type: ignore[assignment]
+        return ".".join(kept)
+
+    return clean
+
+
+def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
+    """The name of each parameter, by identity; a tied one has its first. No two parameters have one name."""
+    names: dict[int, str] = {}
+    of: dict[str, int] = {}
+    for part in parts:
+        clean = _clean(part)
+        for path, parameter in part.named_parameters(remove_duplicate=False):
+            name = clean(path)
+            if of.setdefault(name, id(parameter)) != id(parameter):
+                raise BadInput(
+                    f"Two parameters of the model have the name {name!r} once the names of wrappers are "
+                    f"taken out of {path!r}; rename one."
+                )
+            names.setdefault(id(parameter), name)
+    return names
+
+
+def name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
+    """The name of an optimizer's parameter; BadInput if the model has it not."""
+    try:
+        return names[id(parameter)]
+    except KeyError:
+        raise BadInput(
+            f"The optimizer has a parameter of shape {tuple(parameter.shape)} that is not in the model.",
+            hint="Make the optimizer after the model was wrapped, sharded and moved, or give all parts of "
+            "the model.",
+        ) from None
+
+
+def state_of(parts: Sequence[torch.nn.Module]) -> State:
+    """The values of all parts by their names."""
+    state: State = {}
+    for part in parts:
+        clean = _clean(part)
+        for path, value in part.state_dict().items():
+            name = clean(path)
+            if name in state:
+                raise BadInput(
+                    f"Two values of the model's state have the name {name!r} once the names of wrappers are "
+                    f"taken out of {path!r}; "
+                    "rename one."
+                )
+            state[name] = value
+    return state
+
+
+def given_of(
+    parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool
+) -> list[tuple[torch.nn.Module, State]]:
+    """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
+    left, found = set(state), []
+    for part in parts:
+        clean, there = _clean(part), part.state_dict()
+        given: State = {}
+        for path, present in there.items():
+            name = clean(path)
+            left.discard(name)
+            if name not in state:
+                if strict:
+                    raise MissingTensors(f"The model has {name!r}, and model_state_dict does not.")
+                continue
+            value = state[name]
+            if is_dtensor(present) and isinstance(value, torch.Tensor) and not is_dtensor(value):
+                raise BadInput(
+                    f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
+                    hint="Give what get_state_dict gave, without full_state_dict.",
+                )
+            if not same_memory(value, present):
+                given[path] = value
+        found.append((part, given))
+    if left and strict:
+        raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
+    return found
+
+
+def give(part: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """Load some of a module's values; what it has on the meta device is replaced."""
+    unmade = _on_meta(part, given) if given else {}
+    if unmade:
+        _assign(part, unmade)
+    part.load_state_dict({path: value for path, value in given.items() if path not in unmade}, strict=False)
+
+
+def load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """`load_state_dict` of a module that had tensors on the meta device, which are replaced."""
+    _assign(module, _on_meta(module, state))
+    module.load_state_dict(state)
+
+
+def _on_meta(module: torch.nn.Module, state: Mapping[str, Any]) -> State:
+    """Of a loaded state what the module has no memory for yet."""
+    meta = {
+        path
+        for path, value in module.state_dict().items()
+        if isinstance(value, torch.Tensor) and value.device.type == "meta"
+    }
+    return {
+        path: value
+        for path, value in state.items()
+        if path in meta and isinstance(value, torch.Tensor) and value.device.type != "meta"
+    }
+
+
+def _assign(module: torch.nn.Module, given: State) -> None:
+    """`load_state_dict(assign=True)`, after which parameters that were tied are tied."""
+    owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(id(parameter), []).append((inner, name))
+    module.load_state_dict(given, strict=False, assign=True)
+    for tied in owners.values():
+        made = [getattr(inner, name) for inner, name in tied]
+        real = next((parameter for parameter in made if parameter.device.type != "meta"), None)
+        if len(tied) > 1 and real is not None:
+            for inner, name in tied:
+                setattr(inner, name, real)
+
+
+class ModelView:
+    """A model as a live state."""
+
+    def __init__(self, parts: Sequence[torch.nn.Module], without_frozen: bool) -> None:
+        self._parts, self._without_frozen = parts, without_frozen
+        self.state = LiveDict(self._fetch, self)
+
+    def _fetch(self) -> State:
+        found = state_of(self._parts)
+        if not self._without_frozen:
+            return found
+        names = names_of(self._parts)
+        frozen = {names[id(p)] for part in self._parts for p in part.parameters() if not p.requires_grad}
+        return {name: value for name, value in found.items() if name not in frozen}
+
+    def loaded(self) -> None:
+        """Into the model what is not in place already: values that are no tensors, and what the user has put
+        into the state."""
+        for part, given in given_of(self._parts, self.state, strict=False):
+            if given:
+                give(part, given)
+        settle(self.state)

@@ -1,0 +1,85 @@
+"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, and torch's
+CheckpointableTensor protocol.
+
+A ShardedTensor (FSDP1, torchrec) has local shards, each with offsets and sizes. A CheckpointableTensor (torch
+2.15) is any tensor with the attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`:
+each of its boxes lies at a local offset (an empty one: it is all of the tensor), and at a global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box
+from holdfast.plan.shard_table import Replica, ShardTable
+from holdfast.state.memory import TensorMemory
+from holdfast.state.subclasses import is_sharded_tensor
+from holdfast.state.tensors import spec_of
+
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def is_checkpointable(value: torch.Tensor) -> bool:
+    """Does a tensor say which boxes of a global tensor it holds?"""
+    return getattr(value, "global_shape", None) is not None and all(hasattr(value, name) for name in _FIELDS)
+
+
+def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let a tensor that takes another's place say what that one says."""
+    for name in _FIELDS if is_checkpointable(source) else ():
+        setattr(target, name, getattr(source, name))
+
+
+def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Replica | None) -> None:
+    """The boxes of a CheckpointableTensor. Who else holds the same box is not said."""
+    shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, tensor.global_shape)))
+    starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
+    if not len(starts) == len(inner) == len(sizes):
+        raise BadInput(
+            f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} "
+            f"local_sizes; each of its boxes "
+            "has one of each."
+        )
+    for start, at, size in zip(starts, inner, sizes, strict=True):
+        box, part = Box(start, size), Box(at or (0,) * len(shape), size if at else shape)
+        dims = {len(start), len(at or shape), len(size), len(shape), len(spec.shape)}
+        if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
+            raise BadInput(
+                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} "
+                f"of its own shape {shape}, "
+                "which does not lie inside both."
+            )
+        table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
+
+
+def _boxes(found: Any) -> list[tuple[int, ...]]:
+    return [tuple(map(int, box)) for box in found]
+
+
+def add_sharded(
+    table: ShardTable, name: str, value: Any, everyone: Sequence[int], undeclared: Replica | None
+) -> None:
+    """This rank's shards of a ShardedTensor. Each shard is one rank's, of those in its group.
+
+    Ranks outside the group may hold the same ShardedTensor over a group of their own; so only if all
+    participants are in it, there is no other copy.
+    """
+    shape = tuple(map(int, value.metadata().size))
+    group = value._process_group
+    ranks = set(dist.get_process_group_ranks(group)) if group is not None else set()
+    declared = (0, 1) if ranks >= set(everyone) else undeclared
+    for shard in value.local_shards():
+        if is_sharded_tensor(shard.tensor):
+            raise BadInput(
+                f"{name!r} is a ShardedTensor of ShardedTensors.",
+                hint="Use DTensors (FSDP2), or declare the parts with holdfast.Shard.",
+            )
+        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        table.add(
+            spec_of(name, shard.tensor, shape), box, declared, False, TensorMemory(shard.tensor.detach())
+        )

@@ -1,0 +1,226 @@
+"""How a value that is made of several is built: what is walked, what its parts are called, and how to build
+it anew.
+
+Names alone don't tell a list from a dict with numbers for keys, nor which class wraps `codes` and `scale`.
+Where a state is filled in place that need not be known. An optimizer's state that a load has to make is
+stored with a description of its containers, if it has any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
+from holdfast.state.live import ParameterState
+from holdfast.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
+from holdfast.state.tensors import PerRank, Shard
+
+STRUCTURE = "__structure__"
+"""What the description of a nested state is called, under the state's own name."""
+LEAF = 0
+"""The description of what is stored as it is."""
+_ABSENT = object()
+
+
+def join(name: str, key: Any) -> str:
+    """The name of a part: the path to it, joined by dots."""
+    if not isinstance(key, str | int | float | bool | tuple) and key is not None:
+        raise BadInput(f"A dict under {name!r} has the key {key!r}; names are made of text and numbers.")
+    text = str(key)
+    return f"{name}.{text}" if name and text else name or text
+
+
+def is_stateful(value: Any) -> bool:
+    """Has it `state_dict` and `load_state_dict`?"""
+    return (
+        not isinstance(value, type)
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def has_tensors(value: Any) -> bool:
+    """Are there tensors in it? A list is taken apart only then."""
+    if isinstance(value, torch.Tensor | Shard | PerRank | ParameterState) or is_stateful(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(has_tensors(v) for v in value.values())
+    return isinstance(value, list | tuple) and any(has_tensors(v) for v in value)
+
+
+def is_nested(state: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
+    """Has a parameter's state more to it than plain names with tensors and values? What is None may become
+    anything."""
+    return any(
+        type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
+        for key, value in state.items()
+    )
+
+
+def is_empty(value: Any) -> bool:
+    """Is it a container with nothing in it? A description says all of it."""
+    return isinstance(value, Mapping | list | tuple) and not value
+
+
+def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
+    """The containers of a value, as a plain value: `["dict", [[key, part], ...]]`, `["list", [part, ...]]`,
+    and so on.
+
+    parameter: whose state it is; tensors that don't lie as it does, nor one row after the other, are
+        described, too.
+    """
+    if isinstance(value, torch.Tensor):
+        return _describe_tensor(value, parameter)
+    if isinstance(value, Mapping):
+        return ["dict", [[key, describe(part, parameter)] for key, part in value.items()]]
+    if isinstance(value, list | tuple) and (not value or has_tensors(value)):
+        return [
+            "tuple" if isinstance(value, tuple) else "list",
+            [describe(part, parameter) for part in value],
+        ]
+    return LEAF
+
+
+def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Any:
+    if type(value) is torch.Tensor:
+        if value.layout is not torch.strided or value.is_contiguous() or not _is_dense(value):
+            return LEAF
+        as_parameter = parameter is not None and (parameter.shape, parameter.stride()) == (
+            value.shape,
+            value.stride(),
+        )
+        return LEAF if as_parameter else ["strides", list(value.stride())]
+    if not is_wrapper(value):
+        return LEAF
+    parts = [[name, describe(inner)] for name, inner in inner_tensors(value)]
+    context = _plain(value.__tensor_flatten__()[1])  # type: ignore[attr-defined]
+    return ["tensor", type_name(value), parts, context, list(value.shape), list(value.stride())]
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Are its elements all there is in its memory, each once, in some order of its axes?"""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _plain(context: Any) -> Any:
+    """torch.Size as a tuple: it is one, and can be stored as one."""
+    if isinstance(context, Mapping):
+        return {key: _plain(part) for key, part in context.items()}
+    if isinstance(context, tuple):
+        return tuple(_plain(part) for part in context)
+    return [_plain(part) for part in context] if isinstance(context, list) else context
+
+
+def guess(keys: Iterable[str]) -> Any:
+    """A description by names alone, for a checkpoint that has none (torch DCP's): numbers from 0 on without a
+    gap are a list's."""
+    root: dict[str, Any] = {}
+    for key in keys:
+        *path, last = key.split(".")
+        node: Any = root
+        for part in path:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict) and last not in node:
+            node[last] = LEAF
+        else:  # what lies above it is a value itself
+            root[key] = LEAF
+    return ["dict", [[key, _guessed(node)] for key, node in root.items()]]
+
+
+def _guessed(node: Any) -> Any:
+    if node == LEAF:
+        return LEAF
+    if not all(key.isdecimal() for key in node):
+        return ["dict", [[key, _guessed(part)] for key, part in node.items()]]
+    numbered = {int(key): _guessed(part) for key, part in node.items()}
+    if sorted(numbered) == list(range(len(node))):
+        return ["list", [numbered[at] for at in range(len(node))]]
+    return ["dict", [[key, part] for key, part in numbered.items()]]
+
+
+def build(description: Any, name: str, values: Mapping[str, Any], present: Any = None) -> Any:
+    """A value of its parts, which are in `values` by their names. What of `present` has the memory of its
+    parts stays."""
+    try:
+        value = _build(description, name, values, present)
+        return {} if value is _ABSENT else value
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise CorruptCheckpoint(
+            f"The checkpoint says how {name!r} is built, and it can't be built so: {type(error).__name__}: "
+            f"{error}"
+        ) from None
+
+
+def _build(description: Any, name: str, values: Mapping[str, Any], present: Any) -> Any:
+    if description == LEAF:
+        return values.get(name, _ABSENT)
+    kind, *rest = description
+    if kind == "strides":
+        value = values.get(name, _ABSENT)
+        return _restrided(value, tuple(rest[0])) if isinstance(value, torch.Tensor) else value
+    if kind == "tensor":
+        return _build_tensor(name, values, present, *rest)
+    if kind == "dict":
+        found = {
+            key: _build(part, join(name, key), values, _part_of(present, key, Mapping))
+            for key, part in rest[0]
+        }
+        there = {key: value for key, value in found.items() if value is not _ABSENT}
+        return there if there or not found else _ABSENT
+    if kind not in ("list", "tuple"):
+        raise ValueError(f"{kind!r} is no kind of container")
+    items = [
+        _build(part, join(name, at), values, _part_of(present, at, list | tuple))
+        for at, part in enumerate(rest[0])
+    ]
+    if items and all(item is _ABSENT for item in items):
+        return _ABSENT
+    items = [None if item is _ABSENT else item for item in items]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """The same elements, in memory as they were when they were saved: matrix products are bitwise the same
+    only then."""
+    if value.stride() == strides or not value.numel():
+        return value
+    made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    if not _is_dense(made):
+        raise ValueError(f"strides {strides} of a tensor of shape {tuple(value.shape)}")
+    return made.copy_(value)
+
+
+def _part_of(value: Any, key: Any, kind: Any) -> Any:
+    try:
+        return value[key] if isinstance(value, kind) else None
+    except LookupError:
+        return None
+
+
+def _build_tensor(
+    name: str, values: Mapping[str, Any], present: Any, path: str, parts: Any, *about: Any
+) -> Any:
+    context, shape, stride = about
+    there = dict(inner_tensors(present)) if is_wrapper(present) else {}
+    inner = {
+        attribute: _build(part, join(name, attribute), values, there.get(attribute))
+        for attribute, part in parts
+    }
+    if any(value is _ABSENT for value in inner.values()):
+        return _ABSENT
+    if inner.keys() == there.keys() and all(
+        inner[key] is there[key] or same_memory(inner[key], there[key]) for key in inner
+    ):
+        return present
+    kind = allowed_type(path, name)
+    return kind.__tensor_unflatten__(inner, context, torch.Size(shape), tuple(stride))

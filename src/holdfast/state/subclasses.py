@@ -1,0 +1,166 @@
+"""Tensor subclasses: which have memory to read and fill, which are made of other tensors, and which can't be
+stored.
+
+A wrapper subclass (`torch.Tensor._make_wrapper_subclass`: quantized weights, 8-bit optimizer states) has no
+memory of its own. One that names the tensors it is made of (`__tensor_flatten__`, the protocol of
+torch.compile) is stored as those, each under the wrapper's name and its attribute's: `weight.codes`,
+`weight.scale`. Filled in place, they make the wrapper another value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from holdfast.errors import BadInput, LoadFailed
+
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Is it a torch DTensor? Told by name, so that plain tensors never import torch.distributed.tensor."""
+    return _is_a(value, "DTensor")
+
+
+def is_sharded_tensor(value: Any) -> bool:
+    """Is it a ShardedTensor, of FSDP1 or torchrec?"""
+    return _is_a(value, "ShardedTensorBase")
+
+
+def _is_a(value: Any, name: str) -> bool:
+    kind: Any = type(value)
+    return kind not in _ORDINARY and bool(_has_base(kind, name))
+
+
+@lru_cache(maxsize=4096)
+def _has_base(kind: Any, name: str) -> bool:
+    return any(
+        base.__name__ == name and base.__module__.startswith("torch.distributed") for base in kind.__mro__
+    )
+
+
+def type_name(value: Any) -> str:
+    """For messages, and to find the type again."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Is there memory behind its elements?"""
+    if type(tensor).__module__.startswith("torch._subclasses"):  # a tracer's, which warns when it is asked
+        return False
+    try:
+        return not tensor.numel() or tensor.data_ptr() != 0
+    except RuntimeError:  # it says so itself
+        return False
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a collective, once it is there (AsyncCollectiveTensor); any other tensor as it is."""
+    if type(tensor) in _ORDINARY or not _is_a(tensor, "AsyncCollectiveTensor"):
+        return tensor
+    done: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
+    return done
+
+
+def is_wrapper(value: Any) -> bool:
+    """Is it a tensor that is made of others, which it names?"""
+    if type(value) in _ORDINARY or not hasattr(type(value), "__tensor_unflatten__"):
+        return False
+    if not isinstance(value, torch.Tensor) or value.is_nested or is_dtensor(value):
+        return False
+    return not _is_a(value, "AsyncCollectiveTensor") and (
+        value.device.type == "meta" or not has_memory(value)
+    )
+
+
+def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a wrapper is made of, by the names of its attributes."""
+    names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [(name, getattr(wrapper, name)) for name in names]
+
+
+def memory_of(value: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor of any type is made of on this rank."""
+    if is_dtensor(value):
+        yield from memory_of(value._local_tensor)
+    elif is_sharded_tensor(value):
+        for shard in value.local_shards():
+            yield from memory_of(shard.tensor)
+    elif is_wrapper(value):
+        for _, inner in inner_tensors(value):
+            yield from memory_of(inner)
+    elif hasattr(value, "local_shards"):  # torch's LocalShardsWrapper
+        for shard in value.local_shards():
+            yield from memory_of(shard)
+    else:
+        yield value
+
+
+def same_memory(one: Any, other: Any) -> bool:
+    """Do two values share all of their memory, so that what is loaded into the one is in the other?"""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    if is_dtensor(one) != is_dtensor(other) or is_sharded_tensor(one) != is_sharded_tensor(other):
+        return False
+    mine, theirs = list(memory_of(one)), list(memory_of(other))
+    return len(mine) == len(theirs) and all(map(_is_same, mine, theirs))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.device.type == "meta" or not one.numel() or not has_memory(one):
+        return False
+    return one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+
+
+def check_kind(name: str, tensor: torch.Tensor) -> None:
+    """Refuse, with a sentence, a tensor that has no dense memory."""
+    if is_lazy(tensor):
+        raise BadInput(
+            f"{name!r} is a parameter of a lazy module that has no shape yet.",
+            hint="Run a forward pass first.",
+        )
+    if tensor.is_nested:
+        raise BadInput(
+            f"{name!r} is a nested tensor; Holdfast stores dense ones.",
+            hint="Store its parts, as unbind() gives them, or its values() and offsets().",
+        )
+    if tensor.is_quantized:
+        raise BadInput(
+            f"{name!r} is a quantized tensor ({str(tensor.dtype)[6:]}); Holdfast stores plain ones.",
+            hint="Store its int_repr() with its scale and zero point, or dequantize() it.",
+        )
+    if tensor.layout is not torch.strided:
+        raise BadInput(
+            f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first."
+        )
+    if tensor.device.type == "meta":
+        raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")
+    if not has_memory(tensor):
+        plain = type(tensor) in _ORDINARY
+        raise BadInput(
+            f"{name!r} ({type_name(tensor)}, shape {tuple(tensor.shape)}) has no memory of its own, "
+            + ("it was freed." if plain else "and does not say which tensors it is made of."),
+            hint="Give the tensor while its storage is there."
+            if plain
+            else "Store the tensors that it is made of, or a dense copy.",
+        )
+
+
+def allowed_type(path: str, name: str) -> Any:
+    """A tensor subclass by its type's name, if this process allows it to be built from a file."""
+    for found in torch.serialization.get_safe_globals():
+        kind, known = found if isinstance(found, tuple) else (found, None)
+        if isinstance(kind, type) and path in (known, f"{kind.__module__}.{kind.__qualname__}"):
+            return kind
+    raise LoadFailed(
+        f"{name!r} was saved as a {path}, which this process does not allow to be built.",
+        hint=f"Import {path.rpartition('.')[0]}; if that does not allow it by itself, call "
+        "torch.serialization.add_safe_globals with the type. Or let the optimizer take a step before the "
+        "load.",
+    )

@@ -1,0 +1,119 @@
+"""What a user says of a value that its type does not say: `Shard` and `PerRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box, whole
+from holdfast.layout.deferred_offset import DeferredOffset
+from holdfast.layout.tensor import TensorSpec, dtype_code
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import TensorMemory
+from holdfast.state.subclasses import check_kind
+
+
+class Shard:
+    """A local tensor declared as a box of a global one.
+
+    `tensor` (any device) holds the indices from `offset` on, in its own shape, of a tensor of
+    shape `global_shape`. `replica=(index, count)` says that `count` ranks hold this very box and
+    this is the index-th of them; they share the writing. The default (0, 1) says that only this
+    rank holds it. Several Shards of one global tensor go into a list under one name.
+
+    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end,
+    whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets
+    along the other axes; all of those have None there. Replicas share a position.
+    """
+
+    __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        global_shape: Sequence[int],
+        offset: Sequence[int | None],
+        replica: tuple[int, int] = (0, 1),
+        position: int | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.global_shape = tuple(int(s) for s in global_shape)
+        self.offset = tuple(int(o or 0) for o in offset)
+        self.replica = (int(replica[0]), int(replica[1]))
+        if not isinstance(tensor, torch.Tensor):
+            raise BadInput(f"Shard takes a tensor, not {type(tensor).__name__}.")
+        if not len(self.global_shape) == len(self.offset) == tensor.dim():
+            raise BadInput(
+                f"Shard: the tensor has {tensor.dim()} dimensions, global_shape {len(self.global_shape)} and "
+                f"offset {len(self.offset)}; they must be equal (use tensor[None] for a leading axis)."
+            )
+        if not 0 <= self.replica[0] < self.replica[1]:
+            raise BadInput(f"Shard: replica={self.replica} must be (index, count) with 0 <= index < count.")
+        self.late = self._late(offset, position)
+
+    def _late(self, offset: Sequence[int | None], position: int | None) -> DeferredOffset | None:
+        unknown = [axis for axis, begin in enumerate(offset) if begin is None]
+        if not unknown and position is None:
+            return None
+        if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
+            raise BadInput(
+                f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
+                f"position says which of the "
+                "ranks along it this is, from 0 on."
+            )
+        lane = 0
+        for axis, begin in enumerate(self.offset):
+            if axis != unknown[0]:
+                lane = lane * max(self.global_shape[axis], 1) + begin
+        return DeferredOffset(
+            unknown[0], lane, int(position), self.tensor.shape[unknown[0]] if self.tensor.numel() else 0, -1
+        )
+
+    def __repr__(self) -> str:
+        at = (
+            f"{self.offset}"
+            if self.late is None
+            else f"position {self.late.position} of axis {self.late.axis}"
+        )
+        return f"Shard({tuple(self.tensor.shape)} at {at} of {self.global_shape}, replica={self.replica})"
+
+
+class PerRank:
+    """A value of which every rank has its own: RNG state, data-loader position, timers.
+
+    It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank
+    that has none (the world has grown) keeps the present value if `optional`, else the load
+    fails. After a load, `value` holds what was read.
+    """
+
+    __slots__ = ("optional", "value")
+
+    def __init__(self, value: Any, optional: bool = False) -> None:
+        self.value = value
+        self.optional = optional
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
+    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be
+    stored."""
+    check_kind(name, tensor)
+    whole = tensor.shape if shape is None else shape
+    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
+
+
+def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
+    """A plain tensor: this rank holds all of it; who else does is undeclared."""
+    spec = spec_of(name, tensor)
+    table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
+
+
+def add_shard(table: ShardTable, name: str, shard: Shard) -> None:
+    spec = spec_of(name, shard.tensor, shard.global_shape)
+    box = Box(shard.offset, tuple(shard.tensor.shape))
+    table.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)

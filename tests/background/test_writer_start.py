@@ -1,0 +1,88 @@
+"""What the writer process executes when it starts: Holdfast's own code and the packages of the trainer, whatever lies about."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import xxhash
+
+import holdfast
+
+ROOT = Path(holdfast.__file__).parents[1]
+TRAINER = """
+import os, sys
+from pathlib import Path
+from holdfast.background.arena import Arena
+from holdfast.background.writer_client import WriterProcess
+from holdfast.background.writer_messages import Job
+from holdfast.options import Options
+
+store, hostile, where = sys.argv[1:]
+if where == "PYTHONPATH":
+    os.environ["PYTHONPATH"] = hostile
+elif where == "sys.path":
+    sys.path.insert(0, hostile)
+elif where == "a Path in sys.path":
+    sys.path.insert(0, Path(hostile))
+writer = WriterProcess()
+job = Job(0, 0, 0, store, 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+(file,) = writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
+print(file.name)
+writer.kill()
+"""
+
+
+def train(folder: Path, where: str, python: str = sys.executable, path: str | None = None) -> str:
+    """What a trainer whose writer wrote a file says; raises if something of the hostile folder was executed."""
+    hostile, scripts = folder / "hostile", folder / "scripts"
+    hostile.mkdir()
+    scripts.mkdir()
+    for name in ("json", "msgspec", "numpy", "queue", "xxhash", "holdfast", "sitecustomize", "usercustomize"):
+        mark = folder / "executed"
+        (hostile / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r})\n")
+    (scripts / "train.py").write_text(TRAINER)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, str(scripts / "train.py"), str(folder / "store"), str(hostile), where],
+        cwd=hostile if where == "the working directory" else folder,
+        env=variables if path is None else {**variables, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert not (folder / "executed").exists(), (folder / "executed").read_text()
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "where", ["the working directory", "PYTHONPATH", "sys.path", "a Path in sys.path", "nowhere"]
+)
+def test_the_writer_executes_nothing_that_lies_about(where: str, tmp_path: Path) -> None:
+    assert train(tmp_path, where, path=str(ROOT)) == "data/a-r00000.safetensors"
+
+
+def test_the_writer_starts_from_a_virtual_environment_with_an_editable_install(tmp_path: Path) -> None:
+    """Of which a hook of imports, not a folder on the path, knows where Holdfast lies."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    packages = {str(Path(package.__file__).parents[1]) for package in (np, msgspec, xxhash)}
+    (site / "editable.pth").write_text("\n".join([*packages, "import editable_hook", ""]))
+    (site / "editable_hook.py").write_text(
+        "import sys\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Hook:\n"
+        "    @staticmethod\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(ROOT)!r}]) if name == 'holdfast' else None\n"
+        "sys.meta_path.insert(0, Hook)\n"
+    )
+    python = str(tmp_path / "venv" / "bin" / "python")
+    assert train(tmp_path, "the working directory", python) == "data/a-r00000.safetensors"

@@ -1,0 +1,270 @@
+"""Common state that differs between ranks: said as megatron-core says it, without its broadcast, and never a failed save."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast.errors import HoldfastError
+from holdfast.integrations.megatron.common import Comparison, cut, difference, tree
+from tests.integrations.megatron.cpu import use_cpu
+from tests.support.processes import ProcessWorld
+
+HOW: dict[str, Any] = {"timeout": 60, "stall_timeout": 30}
+
+
+class Heard(logging.Handler):
+    """What a logger says."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.WARNING)
+        self.said: list[str] = []
+        self._logger = logging.getLogger(name)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        self._logger.addHandler(self)
+        return self.said
+
+    def __exit__(self, *error: object) -> None:
+        self._logger.removeHandler(self)
+
+
+def common_of(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "iteration": 7,
+        "args": argparse.Namespace(lr=0.1, rank=rank if rank == 4 else 0),
+        "scheduler": {"lr": 0.1, "betas": [0.9, 0.999 if rank != 5 else 0.95]},
+        "table": np.arange(4) if rank != 2 else np.arange(4) + 1,
+        "rng": torch.full((4,), 1.0 if rank != 3 else 2.0),
+        "local_rank": rank % 4,
+    }
+    if rank == 0:
+        found["scheduler"]["only_here"] = None
+    if rank in (5, 6):
+        found["only_there"] = {"a": 1}
+    return found
+
+
+def without_local_rank(common: dict[str, Any]) -> dict[str, Any]:
+    del common["local_rank"]  # what is stored must not change
+    common["scheduler"].pop("only_here", None)
+    return common
+
+
+def save_common(rank: int, folder: str) -> dict[str, list[str]]:
+    """What ranks log in saves of the same state; `stock` is megatron-core's own check."""
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.validation import _validate_common_state_dict
+
+    from holdfast import megatron
+
+    def save(name: str, **how: Any) -> list[str]:
+        state = {
+            "w": ShardedTensor.from_rank_offsets("w", torch.full((2,), float(rank)), (0, rank, 8)),
+            **common_of(rank),
+        }
+        with Heard("holdfast") as said:
+            request = megatron.save(state, f"{folder}/{name}", **how, **HOW)
+            for finalize in request.finalize_fns if request is not None else ():
+                finalize()
+        assert "local_rank" in state
+        return said
+
+    with Heard("megatron.core.dist_checkpointing.validation") as stock:
+        _validate_common_state_dict(common_of(rank))
+    return {
+        "stock": stock,
+        "default": save("default"),
+        "async": save("async", async_sharded_save=True),
+        "hook": save("hook", preprocess_common_before_consistancy_check=without_local_rank),
+        "off": save("off", validate_access_integrity=False),
+    }
+
+
+def keys_in(sentence: str) -> tuple[list[str], ...]:
+    """The keys of a warning, of megatron-core or ours: only on rank 0, only on the other, different."""
+    parts = re.split(r"Keys only on rank 0: |, Keys only on [\d, ]+: |, Mismatched keys: ", sentence)[1:]
+    return tuple(sorted(set(re.findall(r"\('[^()]*?\)", part))) for part in parts)
+
+
+def test_ranks_and_keys_are_named_as_megatron_core_names_them(
+    mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    from holdfast import megatron
+
+    found = mcore_world.run(save_common, str(tmp_path), timeout=120)
+    ours = found[0]["default"]
+    assert all(said["default"] == said["async"] == said["hook"] == [] for said in found[1:])
+    assert found[0]["async"] == ours
+    by_rank = {}
+    for sentence in ours:
+        ranks, rest = re.fullmatch(
+            r"Ranks? ([\d, ]+) common state dict differs from rank 0 (common.*)", sentence
+        ).groups()  # type: ignore[union-attr]
+        by_rank |= dict.fromkeys(map(int, ranks.split(", ")), rest)
+    assert set(by_rank) == set(range(1, 8))
+    for rank in range(1, 8):
+        [stock] = found[rank]["stock"]
+        here, there, unequal = keys_in(by_rank[rank])
+        stock_here, stock_there, stock_unequal = keys_in(stock)
+        assert (here, there) == (stock_here, stock_there)
+        # An array is one value here; megatron-core goes through its elements.
+        assert unequal == sorted({re.sub(r"\('table', \d+\)", "('table',)", key) for key in stock_unequal})
+
+    assert [sentence.partition(" common")[0] for sentence in found[0]["hook"]] == [
+        "Rank 2",
+        "Rank 3",
+        "Rank 4",
+        "Rank 5",
+        "Rank 6",
+    ]
+    assert found[0]["hook"][-1] == (
+        "Rank 6 common state dict differs from rank 0 common state dict. Keys only on rank 0: [], "
+        "Keys only on 6: [('only_there',)], Mismatched keys: []"
+    )
+    assert found[0]["off"] == []
+    for name in ("default", "async", "hook", "off"):
+        stored = megatron.load_common_state_dict(tmp_path / name)
+        assert set(stored) == set(common_of(0))
+        assert "only_here" in stored["scheduler"]
+
+
+def raising(rank: int, folder: str) -> str:
+    use_cpu()
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from holdfast import megatron
+
+    def check(common: Any) -> Any:
+        if rank == 3:
+            raise KeyError("optimizer")
+        return common
+
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, 8)), "iteration": 1}
+    try:
+        megatron.save(state, folder, preprocess_common_before_consistancy_check=check, **HOW)
+    except HoldfastError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_function_that_raises_on_one_rank_fails_the_save_on_all(
+    mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    for said in mcore_world.run(raising, str(tmp_path / "a")):
+        assert "failed on rank 3" in said
+        assert "KeyError: 'optimizer'" in said
+
+
+# -- the parts, alone -----------------------------------------------------------------------
+
+
+def compared(states: dict[int, Any]) -> list[str]:
+    """The warnings of the lowest rank."""
+    sides = {rank: Comparison() for rank in states}
+    with Heard("holdfast") as said:
+        for rank, side in sides.items():
+            side.read(states[rank], len(states), lambda state: state)
+        sides[min(sides)].compare({rank: side.say() for rank, side in sides.items()})
+    return said
+
+
+class Opaque:
+    """What it says of itself names its place in memory."""
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise ArithmeticError("no")
+
+
+def test_values_that_are_equal_are_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    one = {"a": 1, "b": [1.0, {"c": {3, 1, 2}}], "d": np.float64(2), "e": float("nan"), 5: (b"x", None)}
+    other = {5: [b"x", None], "e": float("nan"), "d": 2, "b": [1, {"c": {2, 1, 3}}], "a": True}
+    other["t"], one["t"] = (torch.eye(3)[::2].t().t(), torch.eye(3)[::2].contiguous())
+    assert compared({0: one, 1: other}) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 2),
+        ("1", 1),
+        (torch.zeros(2), torch.zeros(2, 1)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)),
+        (torch.tensor(0.0), torch.tensor(1.0)),
+        (list(range(5000)), [*range(4999), -1]),
+        (argparse.Namespace(a=1), argparse.Namespace(a=2)),
+        ({"x": 1}, [1]),
+        ({"x": 1}, 1),
+        (Opaque(), 1),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_values_that_differ_are_found(one: Any, other: Any) -> None:
+    said = [text for text in compared({4: {"key": one}, 6: {"key": other}}) if "is not compared" not in text]
+    assert len(said) == 1
+    assert said[0].startswith("Rank 6 common state dict differs from rank 4 common state dict.")
+    assert "('key'" in said[0]
+
+
+def test_what_says_nothing_of_itself_is_left_out_with_a_word() -> None:
+    class Local:
+        pass
+
+    said = compared({0: {"a": Local()}, 1: {"a": Local()}, 2: {"a": Local()}})
+    assert len(said) == 1
+    assert re.fullmatch(r"What is a .*Local in the common state is not compared between ranks\.", said[0])
+
+
+def test_what_cannot_be_compared_fails_nothing() -> None:
+    inside: dict[str, Any] = {}
+    inside["itself"] = inside
+    for state in ({"a": Mute()}, inside):
+        said = compared({0: state, 1: {"a": 1}})
+        assert any("can't be compared between ranks" in text for text in said)
+
+
+def test_what_thousands_of_ranks_say_stays_small() -> None:
+    """Also where each of them differs in another way, and has more keys than all together may name."""
+    state = {"args": {f"argument_{number}": number for number in range(400)}, "iteration": 3}
+    root, ranks = tree(state), 4096
+    assert len(cut(root, 256)) <= 256
+    sides = [Comparison() for _ in range(60)]
+    for rank, side in enumerate(sides):
+        own = {**state, f"rank_{rank}": rank, "args": {**state["args"], "argument_7": rank % 2 * 7}}
+        side.read(own, ranks, lambda state: state)
+        assert len(side.say()) < 8_000
+    with Heard("holdfast") as said:
+        sides[0].compare({rank: side.say() for rank, side in enumerate(sides)})
+    assert len(said) == 11
+    assert all(len(text) < 1000 for text in said)
+    assert said[-1] == "Common state of 49 other ranks differs in other ways."
+
+
+def test_a_cut_through_a_tree_stands_for_all_of_it() -> None:
+    """However few nodes there may be, a difference anywhere is seen, in the deepest node that both have."""
+    state = {"a": {"b": {"c": 1, "d": [1, 2, 3]}, "e": {}}, "f": 2, "g": {"h": []}}
+    other = {"a": {"b": {"c": 1, "d": [1, 2, 4]}, "e": {"x": 0}}, "f": 2, "g": {"h": []}}
+    for most in range(1, 20):
+        assert len(cut(tree(other), most)) <= most
+        assert not any(difference(tree(state), cut(tree(state), most)))
+        found = difference(tree(state), cut(tree(other), most))
+        assert any(found)
+        assert all(path[:1] in {(), ("'a'",)} for paths in found for path in paths)
+    exact = difference(tree(state), cut(tree(other), 20))
+    assert exact == ((), (("'a'", "'e'", "'x'"),), (("'a'", "'b'", "'d'", "2"),))
+    exact = difference(tree(other), cut(tree(state), 20))
+    assert exact == ((("'a'", "'e'", "'x'"),), (), (("'a'", "'b'", "'d'", "2"),))

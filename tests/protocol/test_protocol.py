@@ -1,0 +1,229 @@
+"""The protocol table, and how its runner treats what is stuck, late or lost."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.deadline import Deadline
+from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
+from holdfast.protocol.effects import Context
+from holdfast.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
+from holdfast.roster.memory import Board, MemoryRoster
+
+
+@pytest.mark.parametrize("table", [TRANSITIONS, LOAD_TRANSITIONS, CHOICE_TRANSITIONS])
+def test_tables_are_whole(table: Table) -> None:
+    for phase, following in table.items():
+        assert set(following) <= set(table), phase
+        assert all(following.values()), "every transition says why"
+    reached, left = {"entered"}, ["entered"]
+    while left:
+        for following in table[left.pop()]:
+            if following not in reached:
+                reached.add(following)
+                left.append(following)
+    assert reached == set(table)
+    ends = {phase for phase, following in table.items() if not following}
+    assert "failed" in ends
+    assert all("failed" in following for phase, following in table.items() if following)
+
+
+def test_an_illegal_step_changes_nothing() -> None:
+    at = Context(0, (0,), "k", "t", Deadline(1.0), 1.0)
+    with pytest.raises(AssertionError, match="no way from 'entered' to 'committed'"):
+        at.enter("committed")
+    assert at.phase == "entered"
+
+
+def ranks(count: int, job: Any) -> list[Any]:
+    """Run `job(roster)` on threads that stand for ranks; results or errors, by rank."""
+    board, found = Board(), [None] * count
+
+    def one(rank: int) -> None:
+        try:
+            found[rank] = job(MemoryRoster(rank, count, board))
+        except BaseException as error:
+            found[rank] = error  # type: ignore[call-overload]
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    return found
+
+
+def state(rank: int) -> dict[str, Any]:
+    return {"w": torch.arange(6.0), f"own{rank}": torch.full((3,), float(rank)), "step": 1}
+
+
+def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that never returns: the call comes back at its deadline, and can't commit later."""
+    from holdfast.store.local import LocalWriter
+
+    release = threading.Event()
+    real = LocalWriter.write_at
+
+    def stuck(self: LocalWriter, start: int, buffers: Any) -> None:
+        if "r00001" in self._path:
+            release.wait(20)
+        real(self, start, buffers)
+
+    monkeypatch.setattr(LocalWriter, "write_at", stuck)
+    place = tmp_path / "step"
+    begun = time.monotonic()
+    found = ranks(
+        3,
+        lambda roster: holdfast.save(state(roster.rank), place, roster=roster, timeout=20, stall_timeout=1.5),
+    )
+    took = time.monotonic() - begun
+    release.set()
+    assert took < 1.5 + 2.0
+    for error in found:
+        assert isinstance(error, RankFailed)
+        assert error.rank == 1
+        assert "rank 1" in str(error)
+        assert "writing" in str(error)
+    time.sleep(0.5)  # the stuck thread goes on now, and must not make a checkpoint of it
+    assert not (place / "index.safetensors").exists()
+
+
+def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.store.local import LocalWriter
+
+    release = threading.Event()
+    monkeypatch.setattr(LocalWriter, "write_at", lambda self, start, buffers: release.wait(20))
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="its call into storage or a callback does not return"):
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", timeout=1.0, no_dist=True)
+    assert time.monotonic() - begun < 1.0 + 2.0
+    release.set()
+
+
+def test_errors_of_a_users_state_reach_everyone(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> Any:
+            raise ZeroDivisionError("no state today")
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    def job(roster: MemoryRoster) -> Any:
+        held: dict[str, Any] = {"model": Broken()} if roster.rank == 2 else {"w": torch.zeros(2)}
+        return holdfast.save(held, tmp_path / "s", roster=roster, timeout=10)
+
+    for error in ranks(3, job):
+        assert isinstance(error, HoldfastError)
+        assert "ZeroDivisionError: no state today" in str(error)
+        assert error.rank == 2
+
+
+def test_one_ranks_failed_load_is_everyones(tmp_path: Path) -> None:
+    holdfast.save({"weight": torch.zeros(4)}, tmp_path / "s", no_dist=True)
+
+    def job(roster: MemoryRoster) -> Any:
+        name = "weight" if roster.rank else "weigth"
+        return holdfast.load({name: torch.zeros(4)}, tmp_path / "s", roster=roster, timeout=10)
+
+    found = ranks(3, job)
+    assert len({(type(error), str(error)) for error in found}) == 1
+    assert "'weigth'" in str(found[0])
+    assert "nearest: 'weight'" in str(found[0])
+
+
+def test_what_was_given_up_leaves_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    holdfast.save({"w": torch.zeros(4)}, tmp_path / "s", no_dist=True)
+    found = ranks(3, lambda roster: holdfast.save(state(roster.rank), tmp_path / "t", roster=roster))
+    assert not any(isinstance(result, BaseException) for result in found)
+    time.sleep(0.1)
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name.startswith("holdfast")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"timeout": 0}, "timeout must be a positive"),
+        ({"timeout": float("inf")}, "timeout must be a positive"),
+        ({"stall_timeout": -1}, "stall_timeout must be a positive"),
+        ({"participants": [0, 0]}, "must be different ranks"),
+        ({"participants": [5]}, "of a world of 1"),
+        ({"participants": []}, "must be different ranks"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"step": 1.5}, "step must be a whole number"),
+        ({"include": "model"}, "takes a list of patterns"),
+        ({"include": ["nothing.*"]}, "no name in the state matches 'nothing.*'"),
+        ({"expected": "everything"}, "expected='everything'"),
+        ({"checkpoint_id": "elsewhere"}, "Give the folder once"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path: Path, how: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput, match=re.escape(words)):
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", no_dist=True, **how)
+    assert not (tmp_path / "s" / "index.safetensors").exists()
+
+
+def test_overwrite_can_be_refused(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", no_dist=True)
+    with pytest.raises(BadInput, match="overwrite=False"):
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "s", no_dist=True, overwrite=False)
+    back = {"w": torch.ones(3)}
+    holdfast.load(back, tmp_path / "s", no_dist=True)
+    assert back["w"].tolist() == [0.0] * 3
+
+
+def test_many_processes_without_a_process_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(BadInput, match=re.escape("torch.distributed is not initialised")):
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s")
+
+
+def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> None:
+    """Ranks that do not share a file system: the committer can't see what rank 1 wrote."""
+    from holdfast.saving import commit
+
+    places = {0: tmp_path / "a", 1: tmp_path / "b"}
+    for place in places.values():
+        place.mkdir()
+    short = commit.VISIBLE_WITHIN
+    commit.VISIBLE_WITHIN = 0.5
+    try:
+        from holdfast.protocol.call import begin_call
+        from holdfast.saving.job import SaveJob
+        from holdfast.saving.request import SaveRequest
+        from holdfast.state.flatten import flatten
+        from holdfast.store.local import LocalStore
+
+        def job(roster: MemoryRoster) -> Any:
+            store = LocalStore(places[roster.rank])
+            store.url = "shared"  # both ranks believe that they save to one place
+            request = SaveRequest(
+                store=store,
+                collect=lambda rank: flatten(state(rank), rank),
+                call=begin_call(roster, timeout=10, stall_timeout=5),
+                step=1,
+            )
+            return SaveJob(request).run()
+
+        found = ranks(2, job)
+    finally:
+        commit.VISIBLE_WITHIN = short
+    for error in found:
+        assert isinstance(error, HoldfastError)
+        assert not isinstance(error, StorageError)
+        assert "rank 1 wrote" in str(error)
+        assert "one shared file system" in str(error)

@@ -1,0 +1,207 @@
+"""What follows when the index could not be published for certain: nobody deletes what it may name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.deadline import Deadline
+from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError, SaveFailed
+from holdfast.protocol.call import begin_call
+from holdfast.roster.memory import MemoryRoster
+from holdfast.saving import commit
+from holdfast.saving.commit import Commit
+from holdfast.saving.job import SaveJob
+from holdfast.saving.request import SaveRequest
+from holdfast.state.flatten import flatten
+from holdfast.store import filesystem
+from holdfast.store.local import LocalStore
+from holdfast.store.memory import MemoryStore
+from holdfast.testing import ManualClock
+from tests.protocol.test_protocol import ranks
+from tests.store.faults import FOREVER, Faults
+
+Publish = Callable[[LocalStore, str, bytes, bytes | None], None]
+real_publish: Publish = LocalStore.publish
+
+
+def state(rank: int, value: float) -> dict[str, Any]:
+    return {f"own{rank}": torch.full((3,), value), "value": value}
+
+
+def files(place: Path) -> set[str]:
+    return {path.name for path in place.rglob("*.safetensors")}
+
+
+def save_on_three(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    publish: Publish,
+    mend: Callable[[], None] = lambda: None,
+) -> tuple[list[Any], set[str], set[str]]:
+    """Overwrite a checkpoint from three ranks with such a `publish`: what they raised, and files before and after."""
+    monkeypatch.setattr(commit, "LOOK_AGAIN", 0.05)
+    monkeypatch.setattr(filesystem, "PATIENCE", 0.05)
+
+    def save(value: float) -> Callable[[MemoryRoster], Any]:
+        return lambda roster: holdfast.save(
+            state(roster.rank, value), place, roster=roster, timeout=30, stall_timeout=20
+        )
+
+    first = ranks(3, save(1.0))
+    assert not any(isinstance(end, BaseException) for end in first), first
+    before = files(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "publish", publish)
+        ends = ranks(3, save(2.0))
+    mend()
+    return ends, before, files(place)
+
+
+def loaded(place: Path) -> float:
+    back = state(1, 0.0)
+    holdfast.load(back, place, no_dist=True)
+    assert back["own1"].tolist() == [back["value"]] * 3
+    return float(back["value"])
+
+
+@pytest.mark.parametrize("raised", [MemoryError, ZeroDivisionError, KeyboardInterrupt, OSError])
+def test_whatever_interrupts_a_publish_that_took_effect_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    def publish(self: LocalStore, path: str, data: bytes, replacing: bytes | None) -> None:
+        real_publish(self, path, data, replacing)
+        raise raised("right after")
+
+    ends, before, after = save_on_three(tmp_path / "step", monkeypatch, publish)
+    assert len({str(end) for end in ends}) == 1
+    for end in ends:
+        assert isinstance(end, CommitUnconfirmed)
+        assert "the index is in place, but storage could not confirm that it is durable" in str(end)
+        assert f"{raised.__name__}: right after" in str(end)
+    assert len(after) == 7  # an index, the old files and the new
+    assert before < after
+    assert loaded(tmp_path / "step") == 2.0
+
+
+@pytest.mark.parametrize("raised", [MemoryError, ZeroDivisionError])
+def test_whatever_comes_before_a_publish_is_an_ordinary_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    def publish(self: LocalStore, path: str, data: bytes, replacing: bytes | None) -> None:
+        raise raised("before")
+
+    ends, before, after = save_on_three(tmp_path / "step", monkeypatch, publish)
+    assert len({str(end) for end in ends}) == 1
+    for end in ends:
+        assert isinstance(end, HoldfastError)
+        assert not isinstance(end, CommitUnconfirmed)
+    assert after == before
+    assert loaded(tmp_path / "step") == 1.0
+
+
+def test_a_commit_that_nobody_can_look_at_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every call on the folder fails from the moment on at which the index was renamed."""
+
+    faults = Faults(monkeypatch, tmp_path)
+    real = os.rename
+
+    def rename(source: str, target: str) -> None:
+        real(source, target)
+        faults.arm(errno.EIO, 1, FOREVER)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "rename", rename)
+    ends, before, after = save_on_three(tmp_path / "step", monkeypatch, real_publish, faults.disarm)
+    assert len({str(end) for end in ends}) == 1
+    for end in ends:
+        assert isinstance(end, CommitUnconfirmed)
+        assert "storage did not tell whether the index was put in place" in str(end)
+        assert "Nothing was deleted" in str(end)
+    assert before < after
+    assert loaded(tmp_path / "step") == 2.0
+
+
+def test_a_store_that_takes_its_own_index_for_anothers_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that gives no stable inodes, and loses an answer: the index itself says whose it is."""
+
+    def publish(self: LocalStore, path: str, data: bytes, replacing: bytes | None) -> None:
+        real_publish(self, path, data, replacing)
+        raise Conflict("another was there first")
+
+    ends, before, after = save_on_three(tmp_path / "step", monkeypatch, publish)
+    assert all(isinstance(end, CommitUnconfirmed) for end in ends)
+    assert before < after
+    assert loaded(tmp_path / "step") == 2.0
+
+
+class Delayed(MemoryStore):
+    """Does not show data files before they are told to."""
+
+    hidden = True
+
+    def open(self, path: str) -> Any:
+        if self.hidden and path.startswith("data/"):
+            return super().open(path + " is not shown yet")
+        return super().open(path)
+
+
+def waiting_commit(
+    store: MemoryStore, tick: Callable[[Commit], None], monkeypatch: pytest.MonkeyPatch
+) -> Commit:
+    """A commit of a real save's files, by a clock that only waiting moves; the committer finds that no file is shown."""
+    reports: list[dict[int, Any]] = []
+    real = Commit.prepare
+
+    def prepare(self: Commit, written: dict[int, Any]) -> None:
+        reports.append(written)
+        real(self, written)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Commit, "prepare", prepare)
+        call = begin_call(MemoryRoster(), timeout=60, stall_timeout=60)
+        SaveJob(
+            SaveRequest(store=store, collect=lambda rank: flatten({"w": torch.ones(4)}, rank), call=call)
+        ).run()
+    slow = Delayed(store.files)
+    made = Commit(
+        slow, "save", Deadline(1000.0, ManualClock()), {}, None, None, "", lambda name: [], lambda: tick(made)
+    )
+    made.about["step"] = None
+    real(made, reports[0])
+    return made
+
+
+def test_a_file_is_waited_for_longer_than_nfs_caches_a_folder_and_not_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others would take a committer without progress for a stuck one: it ticks every second."""
+    ticks: list[float] = []
+
+    def tick(made: Commit) -> None:
+        ticks.append(made.deadline.clock.now())
+        made.store.hidden = ticks[-1] < 60.0  # type: ignore[attr-defined]
+
+    made = waiting_commit(MemoryStore(), tick, monkeypatch)
+    assert made.file_names
+    assert made.deadline.clock.now() >= 60.0
+    assert max(after - before for before, after in pairwise(ticks)) < 1.2
+
+
+def test_a_file_that_never_shows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        SaveFailed, match=r"rank 0 wrote data/.*-r00000.safetensors, but it is not to be seen"
+    ):
+        waiting_commit(MemoryStore(), lambda made: None, monkeypatch)

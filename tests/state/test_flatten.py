@@ -1,0 +1,318 @@
+"""Taking a state apart into named leaves, and putting loaded values back."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import PerRank, Shard
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import OBJECT
+from holdfast.state.flatten import build_shard_table, flatten, matches, select
+
+
+def names(state: Any, rank: int = 0) -> list[str]:
+    return [leaf.name for leaf in flatten(state, rank).leaves]
+
+
+class Counter:
+    """A stateful value."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loaded: list[Any] = []
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded.append(state)
+
+
+def test_paths_are_joined_by_dots() -> None:
+    t = torch.zeros(1)
+    state = {
+        "model": OrderedDict([("a.b", t), ("c", {"d": t, 3: t, None: t, True: t, (1, 2): t})]),
+        "list": [t, {"x": t}, 5],
+        "step": 3,
+        "plain": [1, 2, {"y": 3}],
+        "empty": {},
+        "none": None,
+    }
+    assert names(state) == [
+        "model.a.b", "model.c.d", "model.c.3", "model.c.None", "model.c.True", "model.c.(1, 2)",
+        "list.0", "list.1.x", "list.2", "step", "plain", "empty", "none",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a.b": 1, "a": {"b": 2}},
+        {"a": {1: torch.zeros(1), "1": torch.zeros(1)}},
+        {"a": [torch.zeros(1)], "a.0": 3},
+        {"a": PerRank(1), "a@0": 2},
+        {"a": Shard(torch.zeros(2), (4,), (0,)), "": {"a": torch.zeros(4)}},
+    ],
+)
+def test_two_values_under_one_name_are_refused(state: Any) -> None:
+    with pytest.raises(BadInput, match="Two values of the state have the name 'a"):
+        flatten(state, 0)
+
+
+@pytest.mark.parametrize("state", [[1], 3, None, "x", torch.zeros(1)])
+def test_a_state_must_be_a_dict(state: Any) -> None:
+    with pytest.raises(BadInput, match="must be a dict"):
+        flatten(state, 0)
+
+
+def test_keys_that_are_no_names_are_refused() -> None:
+    with pytest.raises(BadInput, match="under 'a' has the key"):
+        flatten({"a": {object(): 1}}, 0)
+    with pytest.raises(BadInput, match="not valid Unicode"):
+        build_shard_table(flatten({"\ud800": torch.zeros(1)}, 0).leaves, 0, (0,))
+
+
+def test_stateful_values_are_asked_and_told() -> None:
+    inner = Counter({"x": torch.zeros(2), "n": 1})
+    outer = Counter({"inner": inner, "m": 2})
+    flat = flatten({"c": outer}, 0)
+    assert [leaf.name for leaf in flat.leaves] == ["c.inner.x", "c.inner.n", "c.m"]
+    for finish in flat.after:
+        finish()
+    assert inner.loaded == [inner.state]
+    assert outer.loaded == [outer.state]
+    assert names(Counter({"w": 1})) == ["w"]
+    assert names({"class": Counter}) == ["class"]
+
+
+@pytest.mark.parametrize("value", [7, "seven", [1, 2], (1, 2), None, {"a": 1}])
+def test_a_state_dict_of_any_kind_comes_back(value: Any, tmp_path: Path) -> None:
+    holdfast.save({"c": Counter(value)}, tmp_path)
+    other = Counter({"a": 0} if isinstance(value, dict) else 0)
+    holdfast.load({"c": other}, tmp_path)
+    assert other.loaded == [value]
+
+
+def test_modules_and_optimizers_come_back(tmp_path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.LayerNorm(5))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * seed)
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer, "step": seed}
+
+    old, new = make(1), make(2)
+    holdfast.save(old, tmp_path)
+    report = holdfast.load(new, tmp_path)
+    assert report.missing == ()
+    assert new["step"] == 1
+    for name, value in old["model"].state_dict().items():
+        assert torch.equal(new["model"].state_dict()[name], value)
+    for at, slots in old["optimizer"].state_dict()["state"].items():
+        for name, value in slots.items():
+            assert torch.equal(new["optimizer"].state_dict()["state"][at][name], value)
+    assert new["optimizer"].param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_tensors_are_filled_where_they_lie_and_objects_replaced(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    state = {"w": weight, "list": [torch.ones(2), "text", {"k": 1}], "deep": {"a": {"b": [1, (2, 3)]}}}
+    holdfast.save(state, tmp_path)
+    target = torch.nn.Parameter(torch.zeros(2, 3))
+    inner: dict[str, Any] = {"b": None}
+    loaded = {"w": target, "list": [torch.zeros(2), "", {"k": 0}], "deep": {"a": inner}}
+    holdfast.load(loaded, tmp_path)
+    assert loaded["w"] is target
+    assert target.requires_grad
+    assert torch.equal(target, weight)
+    assert torch.equal(loaded["list"][0], torch.ones(2))
+    assert loaded["list"][1:] == ["text", {"k": 1}]
+    assert inner == {"b": [1, (2, 3)]}
+
+
+def test_a_tuple_of_tensors_and_objects_is_refused_while_it_can_be_mended(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"'t' is a tuple of tensors and other values.*make it a list"):
+        holdfast.save({"t": (torch.ones(2), 5)}, tmp_path)
+    holdfast.save({"t": (torch.ones(2), torch.ones(3))}, tmp_path)
+    tensors = (torch.zeros(2), torch.zeros(3))
+    holdfast.load({"t": tensors}, tmp_path)
+    assert torch.equal(tensors[0], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a/b", "../x", "/etc/passwd", "层.注意力", "e\u0301 é", 'q"uo\'te', "new\nline", "\\", "\0", " ", "\U0001f600",
+     "__metadata__", "__holdfast__", "a@0", "a@0,0", "x" * 5000],
+)  # fmt: skip
+def test_any_text_is_a_name(name: str, tmp_path: Path) -> None:
+    state = {name: torch.arange(8.0).reshape(2, 4), name + ".object": [name]}
+    holdfast.save(state, tmp_path, options=holdfast.Options(columns=("*",)))
+    loaded = {name: torch.zeros(2, 4), name + ".object": None}
+    holdfast.load(loaded, tmp_path)
+    assert torch.equal(loaded[name], state[name])
+    assert loaded[name + ".object"] == [name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "index.safetensors"]
+
+
+def test_names_that_look_like_chunks_do_not_meet(tmp_path: Path) -> None:
+    """`w@0,0` may be the header's name of a chunk of `w`, or a tensor of the user's."""
+    state = {
+        "w": [Shard(torch.ones(2, 2), (4, 2), (0, 0)), Shard(torch.full((2, 2), 2.0), (4, 2), (2, 0))],
+        "w@0,0": torch.full((1,), 3.0),
+        "w@2,0": torch.full((1,), 4.0),
+        "w@2,0'": torch.full((1,), 5.0),
+    }
+    holdfast.save(state, tmp_path)
+    loaded = {
+        "w": torch.zeros(4, 2),
+        "w@0,0": torch.zeros(1),
+        "w@2,0": torch.zeros(1),
+        "w@2,0'": torch.zeros(1),
+    }
+    holdfast.load(loaded, tmp_path)
+    assert loaded["w"][:, 0].tolist() == [1, 1, 2, 2]
+    assert [float(loaded[name]) for name in ("w@0,0", "w@2,0", "w@2,0'")] == [3, 4, 5]
+
+
+def test_per_rank_values_have_the_rank_in_their_name(tmp_path: Path) -> None:
+    state = {"rng": PerRank({"cpu": torch.ones(2), "py": (1, 2)}), "pos": PerRank(7)}
+    assert names(state, 5) == ["rng@5.cpu", "rng@5.py", "pos@5"]
+    holdfast.save(state, tmp_path)
+    loaded = {"rng": PerRank({"cpu": torch.zeros(2), "py": None}), "pos": PerRank(0)}
+    holdfast.load(loaded, tmp_path)
+    assert loaded["pos"].value == 7
+    assert loaded["rng"].value["py"] == (1, 2)
+    assert torch.equal(loaded["rng"].value["cpu"], torch.ones(2))
+
+
+def test_per_rank_values_may_be_optional(tmp_path: Path) -> None:
+    holdfast.save({"a": 1}, tmp_path)
+    loaded = {"a": 0, "b": PerRank(5, optional=True)}
+    holdfast.load(loaded, tmp_path)
+    assert (loaded["a"], loaded["b"].value) == (1, 5)
+    with pytest.raises(MissingTensors, match="'b@0'"):
+        holdfast.load({"a": 0, "b": PerRank(5)}, tmp_path)
+    report = holdfast.load({"a": 0, "b": PerRank(5)}, tmp_path, strict=False)
+    assert report.missing == ("b@0",)
+
+
+def test_shapes_dtypes_and_kinds_must_fit(tmp_path: Path) -> None:
+    holdfast.save({"a": torch.zeros(2, 3), "o": [1]}, tmp_path)
+    for value, words in (
+        (torch.zeros(3, 2), r"holds float32\[2, 3\], the state wants float32\[3, 2\]"),
+        (torch.zeros(6), r"wants float32\[6\]"),
+        (torch.zeros(2, 3, dtype=torch.float64), r"wants float64\[2, 3\]"),
+        (5, "wants an object"),
+    ):
+        with pytest.raises(ShapeMismatch, match=words):
+            holdfast.load({"a": value}, tmp_path)
+    with pytest.raises(ShapeMismatch, match="an object of"):
+        holdfast.load({"o": torch.zeros(3, dtype=torch.uint8)}, tmp_path)
+
+
+def test_select_takes_patterns_and_subtrees() -> None:
+    leaves = flatten({"model": {"a": 1, "b": {"c": 2}}, "models": 3, "opt": {"a": 4}}, 0).leaves
+
+    def chosen(include: Any = None, exclude: Any = None) -> list[str]:
+        return [leaf.name for leaf in select(leaves, include, exclude)]
+
+    assert chosen(["model"]) == ["model.a", "model.b.c"]
+    assert chosen(["*.a"]) == ["model.a", "opt.a"]
+    assert chosen(["model", "opt"], ["*.a"]) == ["model.b.c"]
+    assert chosen(None, ["model"]) == ["models", "opt.a"]
+    with pytest.raises(
+        BadInput, match=r"include: no name in the state matches 'nothing'; the first is 'model.a'"
+    ):
+        chosen(["nothing"])
+    with pytest.raises(BadInput, match="exclude takes a list of patterns, not the text 'opt'"):
+        chosen(None, "opt")
+    assert matches("a.b", "a")
+    assert not matches("ab", "a")
+    assert not matches("A", "a")
+
+
+def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
+    state = {
+        "plain": torch.zeros(4),
+        "shards": [
+            Shard(torch.zeros(1, 3), (2, 3), (0, 0), (1, 4)),
+            Shard(torch.zeros(1, 3), (2, 3), (1, 0)),
+        ],
+        "mine": PerRank(torch.zeros(2)),
+        "object": ["a", 1],
+    }
+    table, owner = build_shard_table(flatten(state, 3).leaves, 3, (0, 3))
+    assert [spec.name for spec in table.specs] == ["plain", "shards", "shards", "mine@3", "object"]
+    assert owner == [0, 1, 2, 3, 4]
+    assert table.replicas == [None, (1, 4), (0, 1), (0, 1), None]
+    assert table.plain == [True, False, False, True, True]
+    assert table.boxes[2] == Box((1, 0), (1, 3))
+    assert table.specs[4].kind == OBJECT
+    alone, _ = build_shard_table(flatten(state, 3).leaves, 3, (3,))
+    assert alone.replicas[0] == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Shard([1], (1,), (0,)), "takes a tensor, not list"),  # type: ignore[arg-type]
+        (
+            lambda: Shard(torch.zeros(2), (4, 2), (0, 0)),
+            "the tensor has 1 dimensions, global_shape 2 and offset 2",
+        ),
+        (lambda: Shard(torch.zeros(2), (4,), (0, 0)), "offset 2"),
+        (lambda: Shard(torch.zeros(2), (4,), (0,), (2, 2)), r"replica=\(2, 2\)"),
+        (lambda: Shard(torch.zeros(2), (4,), (0,), (-1, 2)), "0 <= index < count"),
+    ],
+)
+def test_shards_that_make_no_sense_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        make()
+
+
+def test_shards_outside_their_tensor_are_refused_with_the_rank() -> None:
+    leaves = flatten({"a": Shard(torch.zeros(3), (4,), (2,))}, 2).leaves
+    with pytest.raises(BadInput, match=r"Rank 2 holds offset \(2,\) and shape \(3,\) of 'a'") as caught:
+        build_shard_table(leaves, 2, (2,))
+    assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.zeros(2, 2).to_sparse(), "'a' is a torch.sparse_coo tensor.*to_dense"),
+        (torch.empty(2, device="meta"), "'a' is on the meta device"),
+    ],
+)
+def test_tensors_that_are_not_stored_are_refused(value: torch.Tensor, words: str) -> None:
+    with pytest.raises(BadInput, match=words) as caught:
+        build_shard_table(flatten({"a": value}, 1).leaves, 1, (1,))
+    assert caught.value.rank == 1
+
+
+def test_gaps_among_shards_are_found_at_save(tmp_path: Path) -> None:
+    part = Shard(torch.zeros(2, 2), (4, 2), (0, 0))
+    with pytest.raises(holdfast.errors.CoverageError, match=r"'w'.*not covered: from index \[2, 0\]"):
+        holdfast.save({"w": part}, tmp_path)
+    with pytest.raises(holdfast.errors.CoverageError, match=r"'w'.*covered twice from index \[1, 0\]"):
+        holdfast.save({"w": [part, Shard(torch.zeros(3, 2), (4, 2), (1, 0))]}, tmp_path)
+    assert holdfast.latest(tmp_path) is None
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_names_that_vanish_are_an_error_unless_expected(tmp_path: Path) -> None:
+    holdfast.save({"a": 1, "weights": torch.zeros(2)}, tmp_path)
+    with pytest.raises(holdfast.errors.Vanished, match="'weights'"):
+        holdfast.save({"a": 1, "weight": torch.zeros(2)}, tmp_path)
+    holdfast.save({"a": 1}, tmp_path, expected=None)
+    loaded = {"a": 0}
+    holdfast.load(loaded, tmp_path)
+    assert loaded == {"a": 1}

@@ -1,0 +1,151 @@
+"""Why a path holds no checkpoint: a sentence for each case, from every call and command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import holdfast
+from holdfast.errors import BadInput, HoldfastError, NotCommitted, StorageError
+from holdfast.maintenance.inspect import describe
+from holdfast.maintenance.prune import prune
+from holdfast.maintenance.verify import verify
+
+STATE = {"w": torch.zeros(3)}
+
+
+def load(path: Any) -> None:
+    holdfast.load({"w": torch.zeros(3)}, path, no_dist=True)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run from which old steps were removed."""
+    with holdfast.Checkpoints(tmp_path / "run", keep=2, asynchronous=False, no_dist=True) as checkpoints:
+        for step in range(1, 5):
+            checkpoints.save(step, STATE)
+    return tmp_path / "run"
+
+
+def refused(path: Path) -> HoldfastError:
+    with pytest.raises(NotCommitted, match="holds no committed checkpoint") as caught:
+        load(path)
+    assert str(path) in caught.value.message
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    assert "it does not exist" in refused(tmp_path / "nothing").message
+
+
+def test_a_step_that_was_removed(run: Path) -> None:
+    error = refused(run / "step-00000001")
+    assert f"it does not exist; the newest committed steps in {run} are 4, 3." in error.message
+    assert "keep=" in error.hint
+    with pytest.raises(NotCommitted, match="are 4, 3"):
+        holdfast.Checkpoints(run, no_dist=True).restore(STATE, 1)
+
+
+def test_a_run_folder(run: Path) -> None:
+    error = refused(run)
+    assert f"it is a run folder, whose newest committed step is {run}/step-00000004" in error.message
+    for step in (3, 4):
+        os.unlink(run / f"step-0000000{step}" / "index.safetensors")
+    assert "a run folder, and none of its steps is committed" in refused(run).message
+
+
+def test_a_checkpoint_of_torch_dcp(tmp_path: Path) -> None:
+    """Which load as they are; but not all that reads an index can read them."""
+    torch_dcp.save(STATE, checkpoint_id=tmp_path / "dcp")
+    load(tmp_path / "dcp")
+    with pytest.raises(NotCommitted, match="one of torch DCP or megatron-core, not of Holdfast") as caught:
+        describe(tmp_path / "dcp")
+    assert f"`holdfast import torch_dist {tmp_path}/dcp OUT`" in caught.value.hint
+
+
+def test_a_save_that_failed(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "a", no_dist=True)
+    os.unlink(tmp_path / "a" / "index.safetensors")
+    error = refused(tmp_path / "a")
+    assert "there are data files, but no index.safetensors" in error.message
+    assert "reindex" in error.hint
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    assert "there is no index.safetensors" in refused(tmp_path).message
+
+
+def test_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    assert "it is a file, not a folder" in refused(tmp_path / "file").message
+    for act in (verify, describe):
+        with pytest.raises(NotCommitted, match="it is a file, not a folder"):
+            act(tmp_path / "file")
+    with pytest.raises(BadInput, match="is a file, not a folder"):
+        prune(tmp_path / "file")
+    for place in (tmp_path / "file", tmp_path / "file" / "step-1"):
+        with pytest.raises(StorageError, match=r"file is a file, not a folder"):
+            holdfast.save(STATE, place, no_dist=True)
+
+
+ASKED: list[Callable[[Any], object]] = [
+    lambda path: holdfast.save(STATE, path, no_dist=True),
+    load,
+    lambda path: holdfast.Checkpoints(path, no_dist=True),
+    holdfast.latest,
+    lambda path: holdfast.async_save(STATE, path, no_dist=True),
+]
+
+
+@pytest.mark.parametrize("ask", ASKED, ids=["save", "load", "Checkpoints", "latest", "async_save"])
+def test_what_can_not_be_a_path_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Any], object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, words in (
+        ("", "The path is empty"),
+        ("a\0b", r"'a\\x00b' is not a path: it has a null character"),
+        (os.fsdecode(b"caf\xe9"), r"caf\\udce9' is not valid UTF-8"),
+        ("~nobody-of-that-name/x", "~nobody-of-that-name is no user's home folder"),
+    ):
+        with pytest.raises(BadInput, match=words):
+            ask(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_bytes_and_what_is_no_path_at_all_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="b'run' is bytes"):
+        holdfast.latest(b"run")  # type: ignore[arg-type]
+    for ask in ASKED:
+        with pytest.raises(BadInput, match="7 is not a path"):
+            ask(7)
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    with holdfast.Checkpoints("~/run", asynchronous=False, no_dist=True) as run:
+        run.save(1, STATE)
+    assert holdfast.latest("~/run") == str(tmp_path / "home" / "run" / "step-00000001")
+    load("~/run/step-00000001")
+    load("file://~/run/step-00000001")
+    holdfast.save(STATE, "./~", no_dist=True)  # who means a folder of that name says so
+    assert os.listdir(tmp_path / "here") == ["~"]
+
+
+def test_a_current_folder_that_is_gone_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(BadInput, match="the current folder of this process is gone"):
+        holdfast.latest("run")
+    monkeypatch.chdir(tmp_path)

@@ -1,0 +1,336 @@
+"""Run folders as people have them: links, other frameworks' checkpoints, names of any width, what is no step at all."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import holdfast
+from holdfast.errors import BadInput, StorageError
+from holdfast.maintenance.inspect import Run, describe
+from holdfast.maintenance.prune import prune
+from holdfast.maintenance.verify import VerifiedRun, verify
+from holdfast.roster.memory import MemoryRoster
+from holdfast.store import run_folder as retention
+from tests.protocol.test_protocol import ranks
+
+Save = Callable[[Path, float], None]
+
+
+def ours(folder: Path, value: float) -> None:
+    holdfast.save({"w": torch.full((3,), value)}, folder, no_dist=True)
+
+
+def torchs(folder: Path, value: float) -> None:
+    torch_dcp.save({"w": torch.full((3,), value)}, checkpoint_id=folder)
+
+
+def run_of(folder: Path, **how: Any) -> holdfast.Checkpoints:
+    _runs.append(holdfast.Checkpoints(folder, asynchronous=False, no_dist=True, **how))
+    return _runs[-1]
+
+
+_runs: list[holdfast.Checkpoints] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_runs() -> Iterator[None]:
+    yield
+    while _runs:
+        _runs.pop().close()
+
+
+def restored(folder: Path) -> tuple[int | None, float]:
+    state = {"w": torch.zeros(3)}
+    return run_of(folder).restore(state), float(state["w"][0])
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# -- links -------------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_a_link_to_another_run_is_never_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To go on from another run's checkpoint it was linked into this one; that run needs it still."""
+    pretrain, run = tmp_path / "pretrain", tmp_path / "run"
+    ours(pretrain / "step-00000007", 7.0)
+    run.mkdir()
+    (run / "step-00000007").symlink_to("../pretrain/step-00000007")
+    before = tree(pretrain)
+    assert restored(run) == (7, 7.0)
+    checkpoints = run_of(run, keep=1)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for step in (8, 9, 10):
+            checkpoints.save(step, {"w": torch.full((3,), float(step))})
+    assert tree(pretrain) == before
+    assert checkpoints.steps() == [7, 10]
+    told = [record.getMessage() for record in caplog.records if "is a link" in record.getMessage()]
+    assert len(told) == 1
+    assert str(run / "step-00000007") in told[0]
+    found = prune(run, keep=1, older_than=0.0)
+    assert tree(pretrain) == before
+    assert [(item.path, "link" in item.why) for item in found.skipped] == [("step-00000007", True)]
+
+
+def test_a_link_takes_no_place_of_the_steps_that_are_kept(tmp_path: Path) -> None:
+    """What it leads to may go at any time: two real steps stay, although the newest is a link."""
+    ours(tmp_path / "other" / "step-00000099", 99.0)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "step-00000099").symlink_to(tmp_path / "other" / "step-00000099")
+    checkpoints = run_of(run, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"w": torch.zeros(3)})
+    assert checkpoints.steps() == [2, 3, 99]
+
+
+def test_a_data_folder_that_is_a_link_keeps_its_files(tmp_path: Path) -> None:
+    run, precious = tmp_path / "run", tmp_path / "precious"
+    checkpoints = run_of(run, keep=1)
+    checkpoints.save(1, {"w": torch.zeros(3)})
+    step = run / "step-00000001"
+    shutil.move(step / "data", precious)
+    (precious / "notes.txt").write_text("mine")
+    (step / "data").symlink_to(precious)
+    before = tree(precious)
+    for number in (2, 3):
+        checkpoints.save(number, {"w": torch.zeros(3)})
+    prune(run, keep=1, older_than=0.0)
+    assert tree(precious) == before
+    assert (step / "index.safetensors").exists()
+    assert retention.remove_step(checkpoints.store, step.name) is False
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_a_save_of_a_step_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    ours(tmp_path / "pretrain", 7.0)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "step-00000007").symlink_to(tmp_path / "pretrain")
+    before = tree(tmp_path / "pretrain")
+    for asynchronous in (False, True):
+        with (
+            pytest.raises(StorageError, match="is a link; nothing is saved behind it"),
+            holdfast.Checkpoints(run, asynchronous=asynchronous, no_dist=True) as checkpoints,
+        ):
+            checkpoints.save(7, {"w": torch.zeros(3)})
+    assert tree(tmp_path / "pretrain") == before
+    ours(tmp_path / "run" / "step-00000007", 8.0)  # who names the link itself means what it leads to
+    assert restored(run) == (7, 8.0)
+
+
+def test_one_link_in_a_circle_disables_nothing(tmp_path: Path) -> None:
+    checkpoints = run_of(tmp_path)
+    checkpoints.save(1, {"w": torch.ones(3)})
+    for name in ("step-00000009", "loop", "latest"):
+        (tmp_path / name).symlink_to(name)
+    (tmp_path / "step-00000008").symlink_to("nowhere")
+    assert holdfast.latest(tmp_path) == str(tmp_path / "step-00000001")
+    assert restored(tmp_path) == (1, 1.0)
+    described, verified = describe(tmp_path), verify(tmp_path)
+    assert isinstance(described, Run)
+    assert [step.step for step in described.steps] == [1]
+    assert isinstance(verified, VerifiedRun)
+    assert verified.whole
+    assert prune(tmp_path, older_than=0.0).kept == (1,)
+
+
+# -- which folders are steps -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [ours, torchs], ids=["Holdfast", "torch DCP"])
+@pytest.mark.parametrize(
+    "name", ["step-10", "step-00000010", "step-0000000000010", "iter_10", "iter_0000010"]
+)
+def test_steps_of_any_spelling_and_either_format_are_gone_on_from(
+    tmp_path: Path, save: Save, name: str
+) -> None:
+    save(tmp_path / name, 10.0)
+    (tmp_path / "logs").mkdir()
+    assert restored(tmp_path) == (10, 10.0)
+    assert holdfast.latest(tmp_path) == str(tmp_path / name)
+    assert (run_of(tmp_path).latest(), run_of(tmp_path).steps()) == (10, [10])
+    described = describe(tmp_path)
+    assert isinstance(described, Run)
+    (shown,) = described.steps
+    assert (shown.step, shown.committed, shown.problem) == (10, True, None)
+    assert shown.bytes > 12
+
+
+def test_the_newest_number_counts_whatever_its_format(tmp_path: Path) -> None:
+    ours(tmp_path / "step-9", 9.0)
+    torchs(tmp_path / "step-10", 10.0)
+    assert restored(tmp_path) == (10, 10.0)
+    ours(tmp_path / "step-00000011", 11.0)
+    assert restored(tmp_path) == (11, 11.0)
+
+
+def test_of_two_folders_of_one_step_an_index_goes_first_then_the_newest(tmp_path: Path) -> None:
+    ours(tmp_path / "step-00000010", 1.0)
+    torchs(tmp_path / "step-10", 2.0)
+    assert restored(tmp_path) == (10, 1.0)
+    ours(tmp_path / "iter_10", 3.0)
+    os.utime(tmp_path / "iter_10" / "index.safetensors", (2e9, 2e9))
+    assert restored(tmp_path) == (10, 3.0)
+    os.utime(tmp_path / "step-00000010" / "index.safetensors", (2e9 + 1, 2e9 + 1))
+    assert restored(tmp_path) == (10, 1.0)
+    assert run_of(tmp_path).steps() == [10]
+
+
+def test_only_folders_that_holdfast_made_and_named_are_retired(tmp_path: Path) -> None:
+    torchs(tmp_path / "step-00000001", 1.0)
+    torchs(tmp_path / "iter_0000002", 2.0)
+    ours(tmp_path / "step-3", 3.0)
+    stays = tree(tmp_path)
+    checkpoints = run_of(tmp_path, keep=1)
+    for step in (4, 5, 6):
+        checkpoints.save(step, {"w": torch.zeros(3)})
+    assert checkpoints.steps() == [1, 2, 3, 6]
+    prune(tmp_path, keep=1, older_than=0.0)
+    assert checkpoints.steps() == [1, 2, 3, 6]
+    assert stays.items() <= tree(tmp_path).items()
+
+
+def test_left_overs_are_swept_from_steps_of_any_spelling(tmp_path: Path) -> None:
+    """`holdfast.save(state, f"run/step-{step}")` is what people write."""
+    ours(tmp_path / "step-3", 3.0)
+    left = tmp_path / "step-3" / "data" / "aaaaaaaaaaaa-r00000.safetensors"
+    left.write_bytes(b"x")
+    failed = tmp_path / "step-4" / "data" / left.name
+    failed.parent.mkdir(parents=True)
+    failed.write_bytes(b"x")
+    found = prune(tmp_path, older_than=0.0)
+    assert {item.path for item in found.removed} == {f"step-{n}/data/{left.name}" for n in (3, 4)}
+    assert restored(tmp_path) == (3, 3.0)
+
+
+# -- what is no step ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [ours, torchs], ids=["Holdfast", "torch DCP"])
+@pytest.mark.parametrize("name", ["global_step_10", "checkpoint-500", "best"])
+def test_checkpoints_under_other_names_are_never_nothing(tmp_path: Path, save: Save, name: str) -> None:
+    save(tmp_path / name, 10.0)
+    for look in (
+        lambda: restored(tmp_path),
+        lambda: holdfast.latest(tmp_path),
+        lambda: run_of(tmp_path).latest(),
+    ):
+        with pytest.raises(BadInput, match=f"{name!r} in it is one") as caught:
+            look()
+        assert f"holdfast.load(state, '{tmp_path / name}')" in caught.value.hint
+    state = {"w": torch.zeros(3)}
+    holdfast.load(state, tmp_path / name, no_dist=True)
+    assert state["w"].tolist() == [10.0] * 3
+
+
+def test_the_newest_of_many_other_names_is_told(tmp_path: Path) -> None:
+    for number in (9, 100, 20):
+        ours(tmp_path / f"global_step_{number}", 0.0)
+    with pytest.raises(BadInput, match="'global_step_100' in it is one"):
+        restored(tmp_path)
+
+
+@pytest.mark.parametrize("save", [ours, torchs], ids=["Holdfast", "torch DCP"])
+def test_a_checkpoint_in_the_place_of_a_run_is_not_nothing(tmp_path: Path, save: Save) -> None:
+    save(tmp_path / "run", 1.0)
+    with pytest.raises(BadInput, match="is a checkpoint, not a run folder"):
+        restored(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("latest_checkpointed_iteration.txt", "a run of Megatron-LM"),
+        (
+            "checkpoint-500/trainer_state.json",
+            "'checkpoint-500' in it is one, of a format that Holdfast does not load",
+        ),
+        ("step-5/metadata.json", "'step-5' in it is one, of a format that Holdfast does not load"),
+    ],
+)
+def test_formats_that_do_not_load_are_not_nothing_either(tmp_path: Path, file: str, words: str) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("500")
+    with pytest.raises(BadInput, match=words):
+        restored(tmp_path)
+
+
+def test_all_ranks_hear_that_there_is_something_else(tmp_path: Path) -> None:
+    ours(tmp_path / "global_step_10", 10.0)
+
+    def job(roster: MemoryRoster) -> object:
+        run = holdfast.Checkpoints(tmp_path, asynchronous=False, roster=roster, timeout=20)
+        return run.restore({"w": torch.zeros(3)})
+
+    found = ranks(3, job)
+    assert all(isinstance(error, BadInput) for error in found)
+    assert len({str(error) for error in found}) == 1
+
+
+def test_a_folder_without_checkpoints_is_a_fresh_start(tmp_path: Path) -> None:
+    for name in ("tensorboard", "step-00000003", "code"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config.yaml").write_text("lr: 1")
+    (tmp_path / "code" / "train.py").write_text("")
+    (tmp_path / "step-00000003" / "data").mkdir()
+    for place in (tmp_path, tmp_path / "tensorboard", tmp_path / "missing"):
+        assert restored(place) == (None, 0.0)
+        assert holdfast.latest(place) is None
+
+
+def test_a_folder_of_somebody_else_hinders_no_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`lost+found`, say, at the top of a file system."""
+    (tmp_path / "lost+found").mkdir()
+    real = os.stat
+
+    def stat(path: Any, *rest: Any, **named: Any) -> Any:
+        if not isinstance(path, int) and "lost+found/" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert restored(tmp_path) == (None, 0.0)
+
+
+def test_a_file_in_the_place_of_a_run_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    for look in (lambda: restored(tmp_path / "run"), lambda: holdfast.latest(tmp_path / "run")):
+        with pytest.raises(BadInput, match="run is a file, not a folder"):
+            look()
+
+
+def test_a_folder_of_thousands_is_looked_into_at_few_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3000):
+        (tmp_path / f"trial-{number}").mkdir()
+    ours(tmp_path / "trial-2999", 0.0)
+    real, looks = os.stat, []
+
+    def stat(path: Any, *rest: Any, **named: Any) -> Any:
+        looks.append(path)
+        return real(path, *rest, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(BadInput, match="'trial-2999' in it is one"):
+        holdfast.latest(tmp_path)
+    shutil.rmtree(tmp_path / "trial-2999")
+    looks.clear()
+    assert holdfast.latest(tmp_path) is None
+    assert len(looks) < 2000

@@ -1,0 +1,456 @@
+"""The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
+
+`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`) on up to
+sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
+step takes, when a message becomes visible (puts are applied late, or lost with
+their sender), who is late, killed, stopped, stuck or never comes, which write or publish
+fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each rank save n times
+into one folder, each time another state, and go on at once whatever became of it. `check` then holds the outcome
+against the invariants:
+
+1. an index exists only if every byte that it names is durable, and holds the states of one call of all ranks;
+2. no rank reports success unless the index of that very call exists;
+3. every live rank returns within its deadline plus a small constant;
+4. no two ranks report different outcomes of a call; one that can't know says CommitUnconfirmed;
+5. all ranks that fail raise the same error, but for what only they can see (their own lost
+   store, their own stuck call);
+6. where nothing is wrong but that calls fail on some ranks, every call that fails nowhere is committed;
+7. and nothing of a call is left in the message store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdfast.deadline import Deadline
+from holdfast.errors import (
+    CommitUnconfirmed,
+    DeadlineExceeded,
+    HoldfastError,
+    RosterLost,
+)
+from holdfast.protocol.core import save_steps, task_steps
+from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
+from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
+from holdfast.protocol.rendezvous import History, Site, leave, meet
+from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
+from holdfast.roster.base import Message
+from holdfast.roster.presence import at_key
+from tests.support.faults import Faults, draw_faults
+from tests.support.simulated_work import SimulatedSave, SimulatedTask
+
+SLACK = 2.0
+"""Seconds past its deadline by which a live rank must have returned."""
+
+
+class SimulatedClock:
+    """Time that passes only when the simulation says so."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        """Nothing: the effect that sleeps has a duration of its own."""
+
+
+@dataclass
+class Outcome:
+    """How one call ended on one rank."""
+
+    state: str
+    """`committed`, `failed` or `unconfirmed`."""
+    at: float
+    entered: float
+    error: HoldfastError | None = None
+    own: bool = False
+    """The error is one that only this rank can see."""
+
+
+@dataclass
+class PublishedIndex:
+    """An index as the simulation's storage has it."""
+
+    attempt: str
+    versions: dict[int, int]
+    """Of each rank whose files it names, the number of the call that wrote them."""
+    since: float
+
+
+@dataclass
+class World:
+    """One schedule: its ranks, its messages, its storage."""
+
+    seed: int
+    ranks: int
+    timeout: float
+    stall_timeout: float
+    same_host: bool
+    faults: Faults
+    rng: random.Random
+    calls: int = 1
+    """How many calls each rank makes, one after the other."""
+    turn: bool = False
+    """Is it a turn (`task_steps`), and no save?"""
+    durations: tuple[float, ...] = (0.0, 0.01, 0.5, 3.0)
+    """Seconds that an action takes at most."""
+    clock: SimulatedClock = field(default_factory=SimulatedClock)
+    board: dict[str, Any] = field(default_factory=dict)
+    durable: set[tuple[int, int]] = field(default_factory=set)
+    """Rank and call of what was written, or, in a turn, done."""
+    published: list[PublishedIndex] = field(default_factory=list)
+    """Every index that was ever put in place; the last one is there now."""
+    dead: set[int] = field(default_factory=set)
+    outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)
+    """By rank and call."""
+    trace: list[str] = field(default_factory=list)
+    _queue: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _count: int = 0
+
+    # -- time -----------------------------------------------------------------------------
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._queue, (self.clock.time + seconds, self._count, action))
+
+    def run(self) -> None:
+        while self._queue:
+            self.clock.time, _, action = heapq.heappop(self._queue)
+            action()
+
+    def lost(self, rank: int) -> bool:
+        """Can this rank not reach the message store any more?"""
+        since = min(self.faults.store_lost or 1e9, self.faults.client_lost.get(rank, 1e9))
+        return self.clock.time >= since
+
+    def note(self, rank: int, text: str) -> None:
+        self.trace.append(f"{self.clock.time:8.3f} rank {rank}: {text}")
+
+
+class _Rank:
+    """Makes one call after the other; its process can die, stop, or be stuck."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.call = -1
+        self.history = History()
+        self.written_at = 0.0
+        """When the last message that it has put arrives: a connection keeps the order."""
+        self.beats = 0
+        self.error: HoldfastError | None = None
+
+    def enter(self) -> None:
+        """Begin the next call, if there is one."""
+        world = self.world
+        if self.rank in world.dead or self.call + 1 >= world.calls:
+            return
+        self.call += 1
+        self.done, self.error = False, None
+        self.progress, self.doing = 0, ""
+        self.waiting_for: list[int] | None = None
+        self.entered = world.clock.time
+        site = Site("save", "memory:x", {}, tuple(range(world.ranks)))
+        self.context = Context(
+            self.rank,
+            tuple(range(world.ranks)),
+            "",
+            "save of x",
+            Deadline(world.timeout, world.clock),
+            world.stall_timeout,
+            table=TASK_TRANSITIONS if world.turn else TRANSITIONS,
+            on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
+            on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
+            about=site.about,
+        )
+        self.steps = self._whole(site)
+        call = self.call
+        self.beat(call)
+        world.after(world.timeout + GRACE, lambda: self.give_up(call))
+        self.resume(call, lambda: self.steps.send(None))
+
+    def _whole(self, site: Site) -> Steps:
+        """A call as `flow.run` drives it."""
+        at, world = self.context, self.world
+        attempt = yield from meet(at, site, self.history)
+        try:
+            if world.turn:
+                yield from task_steps(at, SimulatedTask(world, self.rank, self.call))
+            else:
+                yield from save_steps(at, SimulatedSave(world, self.rank, self.call, attempt))
+        except HoldfastError as error:
+            self.error = error
+            yield from self._leave(at)
+            raise
+        yield from self._leave(at)
+
+    def _leave(self, at: Context) -> Steps:
+        with contextlib.suppress(RosterLost):
+            yield from leave(at, self.history)
+
+    def stopped_for(self) -> float:
+        """Seconds until a stopped process runs again; 0 if it runs."""
+        start, length = self.world.faults.stopped.get(self.rank, (0.0, 0.0))
+        now = self.world.clock.time
+        return start + length - now if start <= now < start + length else 0.0
+
+    def beat(self, call: int) -> None:
+        """The presence message, at its interval, while the process lives and runs."""
+        world = self.world
+        if self.done or self.call != call or self.rank in world.dead or world.lost(self.rank):
+            return
+        if not self.stopped_for():
+            self.beats += 1
+            if self.doing == "write" and self.rank not in world.faults.stuck:
+                self.progress += 1
+            part = {
+                **self.context.about,
+                "title": "save of x",
+                "phase": self.context.phase,
+                "waiting_for": self.waiting_for,
+                "progress": self.progress,
+            }
+            message = {
+                "operations": {self.context.key: part} if self.context.key else {},
+                "beat": self.beats,
+                "rank": self.rank,
+                "pid": self.rank + 1,
+                "host": "h",
+                "wall": world.clock.time,
+            }
+            world.after(
+                world.rng.uniform(0.0, 0.05), lambda: world.board.__setitem__(at_key(self.rank), message)
+            )
+        world.after(min(1.0, world.stall_timeout / 5), lambda: self.beat(call))
+
+    def give_up(self, call: int) -> None:
+        """What `flow.run` does when the worker does not come back by the deadline."""
+        if self.done or self.call != call or self.rank in self.world.dead:
+            return
+        pause = self.stopped_for()
+        if pause:
+            self.world.after(pause + 0.01, lambda: self.give_up(call))
+            return
+        if self.context.phase in SUCCESS:
+            self.finish("committed")
+            return
+        self.history.give_up(self.context.key)
+        unsure = self.context.phase in UNSURE
+        error = self.error or (CommitUnconfirmed("stuck") if unsure else DeadlineExceeded("stuck"))
+        self.finish("unconfirmed" if unsure else "failed", error, own=unsure or self.error is None)
+
+    def finish(self, state: str, error: HoldfastError | None = None, own: bool = False) -> None:
+        """The call returns, and the next one begins: at once, mostly."""
+        world = self.world
+        if self.done:
+            return
+        self.done = True
+        world.note(self.rank, f"call {self.call} returns {state} {error or ''}")
+        world.outcomes[self.rank, self.call] = Outcome(state, world.clock.time, self.entered, error, own)
+        late = world.faults.late_call.get((self.rank, self.call + 1), 0.0)
+        world.after(world.rng.choice([0.0, 0.0, 0.01, 0.3]) + late, self.enter)
+
+    def resume(self, call: int, go: Callable[[], Effect]) -> None:
+        """Run the generator to its next effect, and schedule that."""
+        world = self.world
+        if self.done or self.call != call or self.rank in world.dead:
+            return
+        pause = self.stopped_for()
+        if pause:
+            world.after(pause, lambda: self.resume(call, go))
+            return
+        try:
+            effect = go()
+        except StopIteration:
+            self.finish("committed")
+        except CommitUnconfirmed as error:
+            self.finish("unconfirmed", error, own=True)
+        except HoldfastError as error:
+            self.finish("failed", error, own=isinstance(error, RosterLost) or world.lost(self.rank))
+        else:
+            self.perform(call, effect)
+
+    def answer(self, call: int, seconds: float, make: Callable[[], Any]) -> None:
+        """Compute a result at its time and send it in, or throw what it raises."""
+
+        def at_its_time() -> None:
+            if self.done or self.call != call or self.rank in self.world.dead:
+                return
+            pause = self.stopped_for()
+            if pause:
+                self.world.after(pause, at_its_time)
+                return
+            try:
+                value = make()
+            except HoldfastError as raised:
+                error = raised
+                self.resume(call, lambda: self.steps.throw(error))
+            else:
+                self.resume(call, lambda: self.steps.send(value))
+
+        self.world.after(seconds, at_its_time)
+
+    def over_roster(self, call: int, make: Callable[[], Any]) -> None:
+        """A question to the message store: it comes after what this rank has put there before."""
+
+        def ask() -> Any:
+            if self.world.lost(self.rank):
+                raise RosterLost("The message store can't be reached.")
+            return make()
+
+        delay = max(self.world.rng.uniform(0.0, 0.03), self.written_at - self.world.clock.time)
+        self.answer(call, delay, ask)
+
+    def put(self, key: str, message: Message) -> None:
+        """Applied some time later: a TCPStore client buffers, and a dying sender takes it along."""
+        world = self.world
+
+        def apply() -> None:
+            if not world.lost(self.rank) and (self.rank not in world.dead or world.rng.random() < 0.5):
+                world.board[key] = message
+
+        delay = world.rng.choice([0.0, 0.01, 0.2]) * world.rng.random()
+        self.written_at = max(self.written_at, world.clock.time + delay)
+        world.after(self.written_at - world.clock.time, apply)
+
+    def count(self, key: str) -> int:
+        self.world.board[key] = self.world.board.get(key, 0) + 1
+        return int(self.world.board[key])
+
+    def perform(self, call: int, effect: Effect) -> None:
+        world, rng = self.world, self.world.rng
+        match effect:
+            case Put(key, message):
+                self.put(key, message)
+                self.answer(call, rng.uniform(0.0, 0.03), self._reach)
+            case Get(keys):
+                self.over_roster(call, lambda: [world.board.get(key) for key in keys])
+            case Claim(key, message):
+                self.over_roster(call, lambda: world.board.setdefault(key, message))
+            case Count(key):
+                self.over_roster(call, lambda: self.count(key))
+            case Delete(keys):
+                self.over_roster(call, lambda: [world.board.pop(key, None) for key in keys] and None)
+            case Pause(_, seconds):
+                self.answer(call, seconds * rng.random(), lambda: None)
+            case Alive(message):
+                alive = None if not world.same_host else int(message["rank"]) not in world.dead
+                self.answer(call, 0.0, lambda: alive)
+            case Do(name, action):
+                self.doing = name
+                if world.faults.stuck.get(self.rank) == name:
+                    world.note(self.rank, f"stuck in {name}")
+                    return
+                seconds = 0.1 if name in ("look", "rest") else rng.choice(world.durations) * rng.random()
+
+                def act() -> Any:
+                    self.doing = ""
+                    return action()
+
+                self.answer(call, seconds, act)
+
+    def _reach(self) -> None:
+        if self.world.lost(self.rank):
+            raise RosterLost("The message store can't be reached.")
+
+
+def simulate(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1) -> World:
+    """One schedule, run to its end: of a save, of several, or of a turn."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 2, 3, 3, 4, 5, 8, max_ranks])
+    world = World(
+        seed,
+        ranks,
+        timeout=rng.choice([4.0, 10.0, 20.0]),
+        stall_timeout=rng.choice([2.0, 5.0, 30.0]),
+        same_host=rng.random() < 0.5,
+        faults=draw_faults(rng, ranks, calls),
+        rng=rng,
+        calls=calls,
+        turn=turn,
+    )
+    if calls > 1 and world.faults.only_failures():  # time enough for every call that is well
+        world.timeout, world.stall_timeout, world.durations = 20.0, 5.0, (0.0, 0.01, 0.3)
+    for number in range(ranks):
+        rank = _Rank(world, number)
+        if number not in world.faults.absent:
+            world.after(rng.random() * 0.3 + world.faults.late.get(number, 0.0), rank.enter)
+        if number in world.faults.killed:
+            world.after(world.faults.killed[number], lambda number=number: world.dead.add(number))  # type: ignore[misc]
+    world.run()
+    return world
+
+
+def check(world: World) -> list[str]:
+    """The invariants that the schedule broke; none, one hopes."""
+    everyone = set(range(world.ranks))
+    wrong = []
+    for index in world.published:
+        if set(index.versions) != everyone or not set(index.versions.items()) <= world.durable:
+            wrong.append("1: the index exists, but not every byte that it should name is durable")
+        if len(set(index.versions.values())) > 1:
+            wrong.append(f"1: the index holds states of different calls: {index.versions}")
+    for call in range(world.calls):
+        wrong += _check_call(world, call)
+    if world.calls > 1 and world.faults.only_failures():
+        wrong += _check_progress(world)
+    return wrong
+
+
+def _check_call(world: World, call: int) -> list[str]:
+    wrong = []
+    everyone = set(range(world.ranks))
+    ended = {rank: outcome for (rank, number), outcome in world.outcomes.items() if number == call}
+    live = {rank: outcome for rank, outcome in ended.items() if rank not in world.dead}
+    index = next((one for one in world.published if set(one.versions.values()) == {call}), None)
+    for rank, outcome in ended.items():
+        if world.turn:
+            if outcome.state == "committed" and not {(other, call) for other in everyone} <= world.durable:
+                wrong.append(f"2: rank {rank} reports success, but not all ranks have acted")
+            continue
+        if outcome.state == "committed" and (index is None or outcome.at < index.since):
+            wrong.append(f"2: rank {rank} reports success of call {call}, but there is no index of it")
+        if outcome.state == "failed" and index is not None:
+            wrong.append(f"4: rank {rank} reports failure of call {call}, but its index exists")
+    expected = everyone - world.faults.absent - world.dead
+    for rank in expected:
+        if rank not in live:
+            wrong.append(f"3: rank {rank} never returned from call {call}")
+            continue
+        start, length = world.faults.stopped.get(rank, (0.0, 0.0))
+        limit = max(live[rank].entered + world.timeout, start + length if length else 0.0) + SLACK
+        if live[rank].at > limit:
+            wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late from call {call}")
+    # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss only.
+    states = {outcome.state for outcome in ended.values() if not (world.turn and outcome.own)}
+    if {"committed", "failed"} <= states:
+        wrong.append(f"4: some ranks report success of call {call}, others failure")
+    told = {
+        (type(outcome.error).__name__, outcome.error.message)
+        for outcome in live.values()
+        if outcome.state == "failed" and outcome.error is not None and not outcome.own
+    }
+    if len(told) > 1:
+        wrong.append(f"5: ranks raise different errors of call {call}: {sorted(told)}")
+    return wrong
+
+
+def _check_progress(world: World) -> list[str]:
+    """Every call that fails on no rank is committed, and leaves nothing."""
+    failing = {call for _, call in world.faults.fails_at}
+    wrong = [
+        f"6: call {call} of rank {rank} {outcome.state}, though nothing was wrong with it"
+        for (rank, call), outcome in world.outcomes.items()
+        if call not in failing and outcome.state != "committed"
+    ]
+    left = [key for key in world.board if not key.startswith(("at/", "life/"))]
+    return wrong + ([f"7: {len(left)} keys are left, such as {left[0]!r}"] if left else [])

@@ -1,0 +1,106 @@
+"""How a process ends in which something failed that nobody has asked about: its exit code, its handlers, its last words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import atexit, os, sys
+file, fails, how = sys.argv[1:]
+atexit.register(print, "a handler from before", flush=True)
+from holdfast.exits import Failure, Stage, at_exit
+kept = open(file, "w")
+kept.write("what was not flushed")
+
+def later():
+    print("threads", flush=True)
+
+def first():
+    print("saves", flush=True)
+    if fails == "fails":
+        return Failure("OSError: the disk is full")
+
+at_exit(Stage.THREADS, later)
+at_exit(Stage.SAVES, first)
+at_exit(Stage.SAVES, first)
+atexit.register(print, "a handler from after", flush=True)
+if how == "fork":
+    kept.flush()
+    if not os.fork():
+        atexit.unregister(print)
+        sys.exit(5)
+    print("a fork ended with", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+elif how == "raise":
+    raise ValueError("the loss is not a number")
+elif how == "interrupt":
+    raise KeyboardInterrupt
+elif how == "bare":
+    raise SystemExit(3)
+elif how != "end":
+    sys.exit(int(how) if how.isdigit() else how)
+"""
+
+
+def ending(folder: Path, fails: str, how: str) -> tuple[int, list[str], str]:
+    """Exit code, what was done at the end, and the last line on the terminal."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder / "file"), fails, how],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (folder / "file").read_text() == "what was not flushed"
+    return done.returncode, done.stdout.splitlines(), (done.stderr.rstrip().splitlines() or [""])[-1]
+
+
+HANDLERS = ["a handler from after", "a handler from before"]
+
+
+@pytest.mark.parametrize(
+    ("how", "code"),
+    [
+        ("end", 1),
+        ("0", 1),
+        ("256", 1),  # which is 0 to who waits for the process
+        ("3", 3),
+        ("the data is gone", 1),
+        ("bare", 1),
+        ("raise", 1),
+        ("interrupt", -2),
+    ],
+)
+def test_a_failure_that_nobody_has_asked_about_is_the_end_of_the_process(
+    how: str, code: int, tmp_path: Path
+) -> None:
+    found, done, last = ending(tmp_path, "fails", how)
+    assert found == code
+    assert done == ["saves", "threads", *HANDLERS], "each once, Holdfast's first, by stage"
+    assert last == "OSError: the disk is full"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "last"),
+    [
+        ("end", 0, ""),
+        ("3", 3, ""),
+        ("the data is gone", 1, "the data is gone"),
+        ("bare", 3, ""),
+        ("raise", 1, "ValueError: the loss is not a number"),
+        ("interrupt", -2, "KeyboardInterrupt"),
+    ],
+)
+def test_where_nothing_failed_the_interpreter_ends_as_ever(
+    how: str, code: int, last: str, tmp_path: Path
+) -> None:
+    assert ending(tmp_path, "goes well", how) == (code, ["saves", "threads", *HANDLERS], last)
+
+
+@pytest.mark.parametrize(("fails", "code"), [("fails", 1), ("goes well", 0)])
+def test_a_fork_has_nothing_of_it(fails: str, code: int, tmp_path: Path) -> None:
+    found, done, _ = ending(tmp_path, fails, "fork")
+    assert found == code
+    assert done == ["a fork ended with 5", "saves", "threads", *HANDLERS]
