@@ -52,8 +52,22 @@ def async_save(
         each written before the next, and this call waits for the last copy; one tensor that is larger is
         refused, with the numbers.
     retries: how often a save that failed is tried again, on all ranks, before its deadline.
-    The other arguments are those of `save`. `timeout` and `stall_timeout` hold for the work in the
-    background.
+    state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
+    path, checkpoint_id: the folder of this checkpoint.
+    step: its number, a whole number from 0 on, or None.
+    participants: ranks of the default process group that take part, ascending or not; default all. Other
+        ranks must not call.
+    process_group: the same, as a group of torch.distributed.
+    no_dist: this process saves alone, whether or not torch.distributed is initialised.
+    timeout: seconds from this call until the work in the background fails.
+    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:
+        no such check.
+    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
+    grid, notes: the layout, and any JSON value, kept in the index for whoever reads it.
+    options: sizes of files, how replicas are compared (`holdfast.Options`).
+    roster: a coordination store to use in place of torch.distributed's.
 
     Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput`
     here, before anything was started.

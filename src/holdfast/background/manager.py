@@ -213,7 +213,8 @@ def _outcome(pending: Pending) -> Failure | None:
         ended = pending.wait(timeout)
     except KeyboardInterrupt:
         said = (
-            f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the end of "
+            f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the "
+            f"end of "
             "the process."
         )
         return Failure(said, ENDED_BY_INTERRUPT)
@@ -226,7 +227,8 @@ def _outcome(pending: Pending) -> Failure | None:
         return None
     assert met is not None
     said = (
-        f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended (close() or "
+        f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended "
+        f"(close() or "
         "committed()):"
     )
     if log.hasHandlers():

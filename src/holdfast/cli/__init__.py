@@ -1,8 +1,8 @@
 """The command line: one file a command, one library call each, `--json` on every one.
 
 A command's module is imported when that command runs, so that `holdfast --help` and
-`holdfast latest` start fast. Nothing here may import torch but `import` and `export`. Exit codes: 0 well, 1
-what the command asks about is not so (damaged, different, nothing committed), 2 trouble or bad usage.
+`holdfast latest` start fast. Nothing here may import torch but `import` and `export`.
+Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: the command could not run.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LazyGroup(click.Group):
 def cli() -> None:
     """Look at, check and mend Holdfast checkpoints.
 
-    Exit codes: 0 well; 1 damaged, different or nothing there; 2 trouble.
+    Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: the command could not run.
     """
 
 

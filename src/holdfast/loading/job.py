@@ -415,8 +415,22 @@ def load(
     executed. All participants load the same version, and if one fails all raise its error (the
     state may then be partly overwritten).
 
+    state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
+        layout.
+    path, checkpoint_id: the folder of one checkpoint, of Holdfast, torch DCP or megatron-core.
+    participants: ranks of the default process group that take part, ascending or not; default all. Other
+        ranks must not call.
+    process_group: the same, as a group of torch.distributed.
+    no_dist: this process loads alone, whether or not torch.distributed is initialised.
+    timeout: seconds from this call until it fails, however well it goes.
+    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    include, exclude: shell patterns of names; `model` means everything under it.
     strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
-    The other arguments are those of `save`.
+    options: how many threads read, among others (`holdfast.Options`).
+    roster: a coordination store to use in place of torch.distributed's.
+
+    Raises BadInput for arguments, NotCommitted if there is no checkpoint, MissingTensors, ShapeMismatch and
+    CorruptCheckpoint for what is in it, RankFailed and DeadlineExceeded for other ranks.
     """
     store = open_store(one_folder(path, checkpoint_id))
     call = begin_call(

@@ -161,7 +161,7 @@ class LazyStates:
         self.table.extend(table)
 
     def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
-        """Give uneven shards the box of the parameter's shard, whose place all ranks have settled."""
+        """Copy the box of the parameter's shard to uneven shards; its offset is already agreed."""
         late = [row for row, found in enumerate(table.lates) if found is not None and table.boxes[row].volume]
         if not late:
             return

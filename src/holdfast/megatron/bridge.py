@@ -1,4 +1,5 @@
-"""Megatron-Bridge's checkpoint manager: `CheckpointConfig.custom_manager_class = "holdfast.megatron.bridge.CheckpointManager"`."""
+"""Megatron-Bridge's checkpoint manager:
+`CheckpointConfig.custom_manager_class = "holdfast.megatron.bridge.CheckpointManager"`."""
 
 from holdfast.integrations.megatron.bridge import CheckpointManager
 

@@ -12,7 +12,7 @@ from holdfast.protocol.operation import agree
 
 
 class StepConsensus:
-    """Counts a rank's calls of `reached`, and makes one of them be the one, the same on all ranks.
+    """Choose one call index of `reached` that all ranks share.
 
     Each rank hears at its own moment that there is something to do (`propose`, on a background thread) and
     says which of its calls comes next; the latest of these is the one. No rank has passed it, and a rank that

@@ -1,4 +1,5 @@
-"""What ranks tell each other in a save and a load. A message that is not of its type is refused where it is read.
+"""What ranks tell each other in a save and a load. A message that is not of its type is refused where it is
+read.
 
 Fields that a type does not have are ignored: the first message of a call also carries the calls that were
 abandoned before it (`effects.Context.say`).
@@ -86,5 +87,6 @@ def from_roster(message: Message, kind: type[M], rank: int) -> M:
         raise HoldfastError(
             f"Rank {rank} has sent a message that is no {kind.__name__}: {error}.",
             rank=rank,
-            hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write messages.",
+            hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write "
+            "messages.",
         ) from None

@@ -31,7 +31,7 @@ def _fail_with_stuck_threads() -> Failure | None:
 
 
 class CollectiveTask:
-    """One of these a call; what it does is for those who extend it.
+    """A task that all ranks do together in one call. Subclasses say what is done.
 
     `execute` runs on a thread of its own, because it may never return; then the call ends without it.
     """

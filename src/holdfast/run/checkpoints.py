@@ -33,7 +33,9 @@ class Checkpoints(RunFolder):
 
     asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see
         `holdfast.run.folder.RunFolder`.
-    The other arguments are those of `holdfast.save`, for all calls.
+    participants, process_group, no_dist: who takes part in every call, as in `holdfast.save`.
+    timeout, stall_timeout: seconds for each call, counted from it.
+    grid: the layout, kept in each index. options, roster: as in `holdfast.save`.
     """
 
     def save(

@@ -66,7 +66,9 @@ class RunFolder:
         that is larger than its part is copied in waves.
     takeover: save even if another job that is at work, or can't be seen to have ended, saves into this
         folder; its saves fail then.
-    The other arguments are those of `holdfast.save`, for all calls.
+    participants, process_group, no_dist: who takes part in every call, as in `holdfast.save`.
+    timeout, stall_timeout: seconds for each call, counted from it.
+    grid: the layout, kept in each index. options, roster: as in `holdfast.save`.
     """
 
     megatron = False

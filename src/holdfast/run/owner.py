@@ -99,7 +99,8 @@ class Lease:
                 return
             if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
                 raise Conflict(
-                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing was "
+                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
+                    f"was "
                     "saved or removed.",
                     hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
                     "Checkpoints take the folder back.",

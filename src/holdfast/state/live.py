@@ -5,8 +5,8 @@ states that it did not have, has replaced tensors and numbers, and a schedule ha
 So its containers know where their values come from, and are renewed before they are saved, or filled. What
 the user has put there, or has taken out, stays as he left it.
 
-A copy of one by `copy` or `pickle` is a plain dict of what is there at that time. `dict(...)` and printing give what was
-found the last time.
+A copy of one by `copy` or `pickle` is a plain dict of what is there at that time. `dict(...)` and printing
+give what was found the last time.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class LiveDict(dict[Any, Any]):
         renew(self, self._fetch(), self._last)
 
     def settle(self) -> None:
-        """Take what is in here for found, not for the user's, where it is what the values come from by now."""
+        """Take what is in here for found, not for the user's, where it is what the values come from by
+        now."""
         fresh = self._fetch()
         self._last |= {key: value for key, value in self.items() if key in fresh}
 
@@ -132,7 +133,8 @@ class ParameterState(LiveDict):
 
     @property
     def is_awaited(self) -> bool:
-        """Is there a state, or will there be one once the optimizer takes a step? A frozen parameter may have one of earlier."""
+        """Is there a state, or will there be one once the optimizer takes a step? A frozen parameter may have
+        one of earlier."""
         return bool(self) or self.parameter.requires_grad
 
     def fill(self, loaded: Mapping[Any, Any]) -> None:

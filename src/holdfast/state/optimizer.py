@@ -7,9 +7,9 @@ their names without what wrappers add to them, moments under `state.<name>.<key>
 Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert
 that no token reached has none either, maybe on one rank only. torch fills the gap with a step of zero
 gradients, on whatever ranks find their state empty. Here a state that is not there is an empty
-`ParameterState`: a load makes what the checkpoint has of it, a save passes it by, or, if asked, writes zeros.
-All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and a load
-puts into it what it read.
+`ParameterState`: a load creates the values that the checkpoint has, a save skips it or, if asked, writes
+zeros. All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and
+a load puts into it what it read.
 """
 
 from __future__ import annotations

@@ -245,7 +245,8 @@ def removable_steps(store: Store) -> dict[int, str]:
 def retire(store: Store, keep: int | None, saved: int, damaged: Collection[int] = ()) -> None:
     """Remove what `keep` leaves no room for; never the step that was just saved.
 
-    damaged: steps that a load has passed over. They take no good step's place, and stay for whoever looks into it.
+    damaged: steps that a load has passed over. They take no good step's place, and stay for whoever looks
+        into it.
     """
     if keep is None:
         return

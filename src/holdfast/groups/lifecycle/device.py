@@ -9,7 +9,7 @@ MiB = 1 << 20
 
 
 class Device:
-    """The current one of the thread that makes this; other threads begin with another.
+    """The CUDA device of the creating thread. A new thread starts on device 0.
 
     uses_gpu: None: if the default group communicates from one. A process that does not must not touch it:
     that would take memory.

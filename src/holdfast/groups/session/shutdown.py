@@ -172,7 +172,7 @@ class Leaving:
             self._see_off(known, ends)
 
     def _see_off(self, known: Message | None, ends: float) -> None:
-        """The rank that failed prints its traceback; what this one says comes before."""
+        """Print this rank's sentence first: the traceback of the rank that failed comes last."""
         while known is not None and time.monotonic() < ends and self.watch.is_alive(known):
             time.sleep(0.02)
 
