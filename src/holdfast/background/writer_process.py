@@ -17,7 +17,7 @@ from collections.abc import Callable
 from holdfast.background.arena import Arena, ArenaMemory
 from holdfast.background.writer_messages import Attach, Done, Failed, Job, Moved, Planned, ToWriter, Wire
 from holdfast.errors import HoldfastError
-from holdfast.io.file_writer import write_files
+from holdfast.io.file_writer import WriteRequest, write_files
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.save import WrittenFile, plan_save
 from holdfast.plan.shard_table import Memory, ShardTable
@@ -89,14 +89,16 @@ def write_job(
     job: Job, arena: Arena, store: Store, planned: Callable[[int], None], progress: Callable[[int], None]
 ) -> list[WrittenFile]:
     """Plan and write a job; `planned` is told how many bytes it is."""
-    table = _holding(job, arena)
+    table = _shard_table(job, arena)
     plan = plan_save(table, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))
     witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
-    return write_files(store, table, plan, job.about, job.options, progress, witnessed, job.only)
+    return write_files(
+        WriteRequest(store, table, plan, job.about, job.options, progress, witnessed, job.only)
+    )
 
 
-def _holding(job: Job, arena: Arena) -> ShardTable:
+def _shard_table(job: Job, arena: Arena) -> ShardTable:
     """The rank's rows, over what was copied of them."""
     table = ShardTable(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
     for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):

@@ -9,7 +9,7 @@ so that a file is written front to back.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,43 +49,42 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
     return cuts or [(0, 0)]
 
 
-def write_files(
-    store: Store,
-    table: ShardTable,
-    plan: SavePlan,
-    about: dict[str, Any],
-    options: Options,
-    progress: Progress,
-    witnessed: Witnessed | None = None,
-    only: int | None = None,
-) -> list[WrittenFile]:
-    """Write everything that the plan says this rank writes. On failure nothing of it is left.
+class WriteRequest(NamedTuple):
+    """What one rank is to write."""
 
-    witnessed: what was digested already of the shards that others write.
-    only: just this one of the files.
-    """
-    cuts = split_files(plan, options)
-    made: list[WrittenFile] = []
+    store: Store
+    table: ShardTable
+    plan: SavePlan
+    about: dict[str, Any]
+    """What the files say of themselves: attempt, step, grid, notes, ranks."""
+    options: Options
+    progress: Progress
+    witnessed: Witnessed = {}  # noqa: RUF012 (never changed)
+    """What was digested already of the shards that others write."""
+    only: int | None = None
+    """Just this one of the files, by its number."""
+
+
+def write_files(request: WriteRequest) -> list[WrittenFile]:
+    """Write everything that the plan says this rank writes. On failure nothing of it is left."""
+    store, plan = request.store, request.plan
+    cuts = split_files(plan, request.options)
+    files: list[WrittenFile] = []
     for part, (start, stop) in enumerate(cuts):
-        if only not in (None, part):
+        if request.only not in (None, part):
             continue
-        name = data_file(about["attempt"], table.rank, part)
-        told = about | {"rank": table.rank, "part": part, "parts": len(cuts)}
         writer = None
         try:
-            writer = store.create(name)
-            some = Planned(*(column[start:stop] for column in plan.chunks))
-            known = witnessed or {}
-            made.append(
-                _write_file(writer, name, table, plan, some, part == 0, told, options, progress, known)
-            )
+            writer = store.create(data_file(request.about["attempt"], request.table.rank, part))
+            chunks = Planned(*(column[start:stop] for column in plan.chunks))
+            files.append(_write_file(writer, request, chunks, part, len(cuts)))
             writer.finish()
         except BaseException:
             if writer is not None:
                 writer.discard()
-            discard(store, [file.name for file in made])
+            discard(store, [file.name for file in files])
             raise
-    return made
+    return files
 
 
 def discard(store: Store, names: list[str]) -> None:
@@ -95,18 +94,10 @@ def discard(store: Store, names: list[str]) -> None:
             store.delete(name)
 
 
-def _write_file(
-    writer: Writer,
-    name: str,
-    table: ShardTable,
-    plan: SavePlan,
-    chunks: Planned,
-    first: bool,
-    about: dict[str, Any],
-    options: Options,
-    progress: Progress,
-    witnessed: Witnessed,
-) -> WrittenFile:
+def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: int, parts: int) -> WrittenFile:
+    table, plan, first = request.table, request.plan, part == 0
+    name = data_file(request.about["attempt"], table.rank, part)
+    about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     columns, order = embedded_columns(table, plan, chunks, name, first)
     embedded_size = len(encode(columns, about))
     entries, end = _entries(table, chunks, embedded_size)
@@ -117,11 +108,11 @@ def _write_file(
     columns.file_size[:] = data_start + end
 
     writer.write_at(0, [header])
-    digests = stream_chunks(writer, table, chunks, starts, options.writer_threads, progress)
+    digests = stream_chunks(writer, table, chunks, starts, request.options.writer_threads, request.progress)
     digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
     columns.digests[:] = _ragged(digests, digest_ends, order)
     if first:
-        _fill_witnesses(columns, table, plan, witnessed, progress)
+        _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
     embedded = encode(columns, about)
     if len(embedded) != embedded_size:
         raise AssertionError("an embedded index must not change its size")

@@ -16,7 +16,7 @@ import msgspec
 from holdfast.errors import CommitUnconfirmed, HoldfastError
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
-from holdfast.io.file_writer import discard, write_files
+from holdfast.io.file_writer import WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
@@ -69,7 +69,7 @@ class DirectSink:
         plan = plan_save(job.table, replicas, job.options)
         job.streams.wait()
         job.bytes_total = int(plan.chunks.nbytes.sum())
-        return write_files(job.store, job.table, plan, about, job.options, job.moved)
+        return write_files(WriteRequest(job.store, job.table, plan, about, job.options, job.moved))
 
 
 class SaveJob:
