@@ -20,7 +20,7 @@ TRAINER = """
 import os, sys
 from pathlib import Path
 from holdfast.background.arena import Arena
-from holdfast.background.writer_client import WriterProcess
+from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
 from holdfast.options import Options
 
@@ -31,7 +31,7 @@ elif where == "sys.path":
     sys.path.insert(0, hostile)
 elif where == "a Path in sys.path":
     sys.path.insert(0, Path(hostile))
-writer = WriterProcess()
+writer = WriterClient()
 job = Job(0, 0, 0, store, 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
 (file,) = writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
 print(file.name)

@@ -21,7 +21,7 @@ from holdfast.background.gpu_copy import DeviceCopies
 from holdfast.background.pending import Pending
 from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
 from holdfast.background.stage import Into, Staged, stage
-from holdfast.background.writer_client import WriterProcess
+from holdfast.background.writer_client import WriterClient
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.exits import (
     ENDED_BY_INTERRUPT,
@@ -49,7 +49,7 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._writer = WriterProcess()
+        self._writer = WriterClient()
         self._pending: Pending | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()

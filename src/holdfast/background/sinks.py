@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.background.arena import Arena
 from holdfast.background.stage import Into, Staged, stage_wave, witnessed
-from holdfast.background.writer_client import WriterProcess
+from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import HoldfastError
@@ -31,7 +31,7 @@ class StagedSink:
     """Writes what was copied before the save began. arena: None where the state could not be read, and
     nothing will be written."""
 
-    def __init__(self, writer: WriterProcess, arena: Arena | None, staged: Staged) -> None:
+    def __init__(self, writer: WriterClient, arena: Arena | None, staged: Staged) -> None:
         self._writer, self._arena, self._staged = writer, arena, staged
 
     def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
@@ -48,7 +48,7 @@ class WaveSink:
     """
 
     def __init__(
-        self, writer: WriterProcess, arena: Arena, has_staged: Callable[[], None], budget: int, into: Into
+        self, writer: WriterClient, arena: Arena, has_staged: Callable[[], None], budget: int, into: Into
     ) -> None:
         self._writer, self._arena, self._has_staged = writer, arena, has_staged
         self._budget, self._into = budget, into
@@ -106,7 +106,7 @@ def _order(
     )
 
 
-def _write(writer: WriterProcess, arena: Arena, job: SaveJob, order: Job) -> list[WrittenFile]:
+def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list[WrittenFile]:
     """Files from the arena, by the writer process; by this thread where only this process sees the store."""
 
     def planned(total: int) -> None:

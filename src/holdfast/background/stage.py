@@ -29,7 +29,7 @@ Into = Callable[[Arena], AbstractContextManager[None]]
 
 
 class Copy(NamedTuple):
-    """A piece of a row of the holding, and where in the arena it goes."""
+    """A piece of a row of the shard table, and where in the arena it goes."""
 
     row: int
     box: Box
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 
 @dataclass
 class Staged:
-    """What an arena holds of a holding."""
+    """What an arena holds of a shard table."""
 
     base: list[int]
     """Per row, where in the arena its first element is, or would be if all of it were there."""

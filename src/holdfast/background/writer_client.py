@@ -27,7 +27,7 @@ LOOK = 0.25
 """Seconds after which a wait looks whether it is still wanted."""
 
 
-_known: WeakSet[WriterProcess] = WeakSet()
+_known: WeakSet[WriterClient] = WeakSet()
 
 
 def _forked() -> None:
@@ -68,7 +68,7 @@ class WriterDied(HoldfastError):
     """The writer process ended before its job did."""
 
 
-class WriterProcess:
+class WriterClient:
     """A process of this rank's own, started anew if it has died. One job at a time."""
 
     def __init__(self) -> None:

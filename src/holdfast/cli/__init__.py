@@ -1,7 +1,7 @@
 """The command line: one file a command, one library call each, `--json` on every one.
 
 A command's module is imported when that command runs, so that `holdfast --help` and
-`holdfast latest` start fast. Nothing here may import torch but `import` and `export`.
+`holdfast latest` start fast. Only `import` and `export` may import torch.
 Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: the command could not run.
 """
 
@@ -19,8 +19,8 @@ COMMANDS = {
     "verify": "Re-read a checkpoint and report all damage.",
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
-    "import": "Make a Holdfast checkpoint of one of torch DCP or megatron-core.",
-    "export": "Make a checkpoint that torch DCP and megatron-core load of a Holdfast one.",
+    "import": "Convert a torch DCP or megatron-core checkpoint to Holdfast.",
+    "export": "Convert a Holdfast checkpoint to one that torch DCP and megatron-core load.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",

@@ -13,7 +13,7 @@ from holdfast.cli import output
 @click.argument("out", type=click.Path())
 @output.as_json
 def command(kind: str, source: str, out: str, as_json: bool) -> None:
-    """Make a checkpoint that torch DCP and megatron-core load of a Holdfast one.
+    """Convert a Holdfast checkpoint to one that torch DCP and megatron-core load.
 
     One process, one chunk in memory at a time. OUT must not exist, or be empty.
     """

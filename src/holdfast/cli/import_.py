@@ -14,7 +14,7 @@ from holdfast.cli import output
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
 @output.as_json
 def command(kind: str, source: str, out: str, step: int | None, as_json: bool) -> None:
-    """Make a Holdfast checkpoint of one of torch DCP or megatron-core.
+    """Convert a torch DCP or megatron-core checkpoint to Holdfast.
 
     SOURCE is the folder that has its .metadata; OUT must not exist, or be empty. One process, one chunk in
     memory at a time. Nothing in it is executed; its CRCs are checked.

@@ -38,7 +38,7 @@ class ReadPlan(NamedTuple):
 
 
 def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> ReadPlan:
-    """Which chunks fill which rows of the holding; `rows` gives each one's tensor in `columns`.
+    """Which chunks fill which rows of the shard table; `rows` gives each one's tensor in `columns`.
 
     Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
     """

@@ -277,7 +277,7 @@ class LoadJob:
             at.clock.sleep(0.05)
 
     def _check_missing(self, rows: Any, index: Source) -> list[int]:
-        """Rows of the holding that the checkpoint has; the others are an error unless excused."""
+        """Rows of the shard table that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.table)) if rows[row] < 0]
         empty = {
             row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional

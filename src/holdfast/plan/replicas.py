@@ -1,7 +1,7 @@
 """Who writes a shard that several ranks hold: a rule that each of them evaluates alone.
 
 A replica is (index, count). A shard is cut into up to `count` pieces of at least `split_bytes`,
-along its first axis that is long enough, and piece j belongs to replica `(h + j) mod count`, where h
+along its first axis that is longer than 1, and piece j belongs to replica `(h + j) mod count`, where h
 hashes the name and the box. So big shards are shared evenly and small ones spread at random;
 the rule needs no list of what the others hold, and a rank whose list differs disturbs nothing
 but the tensor that differs. (Longest-processing-time over the group's list balances a little

@@ -34,7 +34,7 @@ class WrittenFile(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Rows of a plan: which row of the holding, and the box of it (global indices)."""
+    """Rows of a plan: which row of the shard table, and the box of it (global indices)."""
 
     row: Array
     offset: Array
@@ -95,7 +95,7 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
 
 
 class _Rows:
-    """Boxes of a holding: whole rows, and parts of some."""
+    """Boxes of a shard table: whole rows, and parts of some."""
 
     def __init__(self, tables: Tables, whole: Array) -> None:
         self._tables, self._whole = tables, whole
@@ -117,7 +117,7 @@ class _Rows:
 
 
 def _to_cut(table: ShardTable, patterns: tuple[str, ...]) -> Array:
-    """Rows of the holding whose matrices the options want in column panels."""
+    """Rows of the shard table whose matrices the options want in column panels."""
     found = (
         [any(matches(spec.name, pattern) for pattern in patterns) for spec in table.specs] if patterns else ()
     )

@@ -2,5 +2,5 @@
 
 `core` is the protocol itself: generators that ask for effects and do no I/O, so that a simulation can run
 them. `runner` runs them on a roster and a clock. `call` is the value that every public function makes once:
-ranks, deadline, roster. Imported by every room above; knows nothing of tensors and files.
+ranks, deadline, roster. Imported by every room above; does no tensor or file work.
 """

@@ -63,7 +63,7 @@ class FileSink(Protocol):
 
 
 class DirectSink:
-    """Writes from where the tensors lie, on this thread."""
+    """Writes from where the tensors lie, on the thread that runs the protocol (`protocol.runner.run`)."""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
         plan = plan_save(job.table, replicas, job.options)
@@ -287,7 +287,7 @@ def save(
 
     Issues no collective. Returns on every rank by `timeout` seconds (plus two at most), and
     raises the same error on all of them if anything went wrong anywhere; then the folder holds
-    what it table before.
+    what it held before.
 
     state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
     path, checkpoint_id: the folder (torch DCP's name for it is taken too).

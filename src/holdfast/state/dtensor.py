@@ -9,8 +9,8 @@ unless the runs happen to touch).
 Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those
 of a tensor may be uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that
 is taken. Else the offset stays open along the axis whose length is another, and whoever has everybody's rows
-adds the lengths up (`layout/deferred_offset.py`). The order of a mesh's dimensions along an axis is the placements',
-strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
+adds the lengths up (`layout/deferred_offset.py`). The order of a mesh's dimensions along an axis is the
+placements', strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tools to test with, ours and users': worlds, clocks, faults, and the contracts of the seams."""
+"""What users test with: a clock, and the contracts that every store and every roster must keep."""
 
 from __future__ import annotations
 
