@@ -21,6 +21,7 @@ from holdfast.maintenance.prune import prune
 from holdfast.maintenance.verify import VerifiedRun, verify
 from holdfast.roster.memory import MemoryRoster
 from holdfast.store import run_folder as retention
+from holdfast.store.local import LocalStore
 from tests.protocol.test_protocol import ranks
 
 Save = Callable[[Path, float], None]
@@ -334,3 +335,9 @@ def test_a_folder_of_thousands_is_looked_into_at_few_places(
     looks.clear()
     assert holdfast.latest(tmp_path) is None
     assert len(looks) < 2000
+
+
+def test_a_step_that_is_committed_during_the_look_is_no_stranger(tmp_path: Path) -> None:
+    """`restore` finds no step; then the first one is committed; then it looks for other checkpoints."""
+    holdfast.save({"w": torch.zeros(1)}, tmp_path / "step-00000000", no_dist=True)
+    retention.refuse_other_checkpoints(LocalStore(tmp_path))

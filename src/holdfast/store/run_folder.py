@@ -213,7 +213,9 @@ def _others(store: Store, names: list[str]) -> Iterator[str]:
     folders = sorted((name[:-1] for name in names if name.endswith("/")), key=number, reverse=True)
     for folder in folders[:LOOKED_AT]:
         with suppress(StorageError):  # a folder that this user may not look into is no step's
-            if _mark(store, folder, (INDEX, METADATA, *_OTHERS)) is not None:
+            mark = _mark(store, folder, (INDEX, METADATA, *_OTHERS))
+            # A step that loads was committed since the run's steps were looked at.
+            if mark is not None and not (mark in (INDEX, METADATA) and step_of(folder) is not None):
                 yield folder
 
 
