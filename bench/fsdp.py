@@ -146,9 +146,9 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
+    from holdfast.collector import collector_paused
     from holdfast.layout.deferred_offset import place
     from holdfast.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
-    from holdfast.protocol.operation import collector_paused
     from holdfast.state.dtensor import CHUNKS
     from holdfast.state.flatten import build_shard_table, flatten
 

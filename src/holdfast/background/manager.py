@@ -91,7 +91,7 @@ class Background:
                 retries = 0  # the state that another attempt would copy is not this one any more
             pending.start(lambda: self._run(pending, job, retries))
             try:
-                # In waves it takes as long as the writing of all but the last.
+                # In waves it takes as long as the writing of all but the last; the save's deadline bounds it.
                 pending.staging_completion.result()
             except BaseException:
                 pending.cancel()

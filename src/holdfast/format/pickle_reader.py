@@ -15,10 +15,8 @@ Any other opcode, name or key is `BadPickle`, with a reason that goes into a sen
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 MARKS = 1000
@@ -369,20 +367,6 @@ def _check_key(key: Any) -> None:
     if kind is Record or key is None or kind is bool or (kind is int and -SMALL < key < SMALL):
         return
     raise BadPickle(f"a key in it is a {kind.__name__}, or a large number")
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the cyclic collector off while much is built and nothing let go: it would take half of the
-    time."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 _OPERATIONS = range(4096)

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdfast.collector import collector_paused
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.columns import Columns, pad
 from holdfast.format.limits import OBJECT_BYTES, bounded_memory, check_size
-from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record, no_collection
+from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record
 from holdfast.format.tensor_archive import Chunk, Member
 from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
@@ -87,7 +88,7 @@ class Entry(NamedTuple):
 def read_metadata(data: bytes, where: str) -> list[Entry]:
     """The tensors and objects of a checkpoint, sorted by name."""
     try:
-        with bounded_memory(where), no_collection():
+        with bounded_memory(where), collector_paused():
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
             stored = _stored(root.get("storage_data"))

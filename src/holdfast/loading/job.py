@@ -41,6 +41,7 @@ from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, p
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
+from holdfast.protocol.arguments import check_options, check_texts
 from holdfast.protocol.call import Call, begin_call, one_folder
 from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
 from holdfast.protocol.messages import Chosen, HaveRead
@@ -88,6 +89,11 @@ class LoadRequest:
     strict: bool = True
     options: Options = field(default_factory=Options)
     signature: object = None
+
+    def __post_init__(self) -> None:
+        check_options(self.options)
+        check_texts("include", self.include)
+        check_texts("exclude", self.exclude)
 
     def run(self) -> LoadReport:
         """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
 from holdfast import events
+from holdfast.collector import collector_paused
 from holdfast.errors import HoldfastError, RosterLost, Unplaced
 from holdfast.protocol.call import Call
 from holdfast.protocol.core import choice_steps
@@ -145,20 +145,6 @@ class Operation:
         """Seconds spent in each phase so far."""
         marks = [*self.clocks.items(), ("", time.monotonic())]
         return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection: ten thousand rows of a plan set it off again and again, and with
-    torch loaded each pass walks a million objects, which costs more than the planning."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:

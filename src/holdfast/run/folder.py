@@ -25,12 +25,12 @@ from holdfast.errors import (
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
+from holdfast.protocol.arguments import check_budget, check_grid
 from holdfast.protocol.call import Call, begin_call, check_participants, whole_step
 from holdfast.protocol.operation import agree
 from holdfast.roster.base import Roster
 from holdfast.run.owner import lease_of
 from holdfast.saving.job import SaveJob
-from holdfast.saving.request import check_budget, check_grid
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.store.run_folder import (

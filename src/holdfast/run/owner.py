@@ -86,9 +86,9 @@ class Lease:
         """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it
         over.
 
-        user: who needs it until `leave`, or until it is gone. takeover: take it from an owner that is alive,
-            or that can't be seen from
-        here, without waiting. tick: told that this goes on.
+        user: who needs it until `leave`, or until it is gone.
+        takeover: take it from an owner that is alive, or that can't be seen from here, without waiting.
+        tick: told that this goes on.
         """
         with self._lock:
             if user not in self._users:
@@ -100,8 +100,7 @@ class Lease:
             if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
                 raise Conflict(
                     f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
-                    f"was "
-                    "saved or removed.",
+                    "was saved or removed.",
                     hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
                     "Checkpoints take the folder back.",
                 )

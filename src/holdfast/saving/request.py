@@ -4,45 +4,20 @@ saves."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
+from holdfast.protocol.arguments import check_grid, check_options, check_texts
 from holdfast.protocol.call import Call, whole_step
 from holdfast.roster.base import Message
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
 
 PREVIOUS = "previous"
-
-
-def check_grid(grid: Any) -> None:
-    """Raise BadInput for what is no grid."""
-    if grid is not None and not isinstance(grid, Grid):
-        raise BadInput(f"grid must be a holdfast.Grid, not {grid!r}.")
-
-
-def check_options(options: Any) -> None:
-    """Raise BadInput for what is no Options."""
-    if not isinstance(options, Options):
-        raise BadInput(f"options must be a holdfast.Options, not {options!r}.")
-
-
-def check_texts(what: str, given: Any) -> None:
-    """Raise BadInput unless an argument is a text, a collection of texts, or None."""
-    if given is None or isinstance(given, str):
-        return
-    if not isinstance(given, Collection) or not all(isinstance(one, str) for one in given):
-        raise BadInput(f"{what} must be a list of names or patterns, which are texts, not {given!r}.")
-
-
-def check_budget(budget: Any) -> None:
-    """Raise BadInput for what is no number of bytes."""
-    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-        raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {budget!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +53,11 @@ class SaveRequest:
     def __post_init__(self) -> None:
         check_grid(self.grid)
         check_options(self.options)
-        for what, given in (
-            ("include", self.include),
-            ("exclude", self.exclude),
-            ("expected", self.expected),
-        ):
-            check_texts(what, given)
+        check_texts("include", self.include)
+        check_texts("exclude", self.exclude)
+        if isinstance(self.expected, Iterable) and not isinstance(self.expected, str):
+            object.__setattr__(self, "expected", tuple(self.expected))  # an iterator is gone after one look
+        check_texts("expected", self.expected)
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
         try:
