@@ -7,7 +7,7 @@ PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public
 	tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
-BENCHES := planning per_tensor save_load megatron async_save groups fsdp
+BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp
 
 .PHONY: demo test lint bench soak matrix clean
 

@@ -14,8 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Bench, Rank, main, run_ranks, scratch
-from bench.planning import attempt
+from bench.harness import MIB, Bench, Rank, attempt, main, measure, run_ranks, scratch
 
 RANKS, TENSORS = 8, 64
 BYTES = 2 << 30
@@ -32,7 +31,7 @@ def local_state(rank: int, nbytes: int) -> dict[str, Any]:
 
 
 def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[str, list[float]]:
-    """Seconds of each measurement on this rank, which has `nbytes`."""
+    """Seconds, and MiB above the state, of each measurement on this rank, which has `nbytes`."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -46,15 +45,29 @@ def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[s
     warm = {name: torch.empty_like(value).copy_(value) for name, value in state.items()}
     found: dict[str, list[float]] = {}
 
-    def note(what: str, seconds: float, keep: bool = True) -> None:
-        if keep:
-            found.setdefault(what, []).append(seconds)
+    def note(what: str, value: float, rep: int) -> None:
+        """The first round warms up, and is kept beside the others."""
+        found.setdefault(what if rep else f"first {what}", []).append(value)
 
-    def timed(call: Any) -> tuple[float, Any]:
+    def timed(call: Any) -> float:
         rank.barrier()
-        begun = time.perf_counter()
-        value = call()
-        return time.perf_counter() - begun, value
+        return measure(call)[0].wall
+
+    def asynchronous(who: str, call: Any, wait: Any, rep: int) -> None:
+        """A save that is waited for: when its call came back, when it was committed, and the most memory until then."""
+
+        def save_and_wait() -> float:
+            begun = time.perf_counter()
+            pending = call()
+            blocked = time.perf_counter() - begun
+            wait(pending)
+            return blocked
+
+        rank.barrier()
+        sample, blocked = measure(save_and_wait)
+        note(f"{who} blocked", blocked, rep)
+        note(f"{who} commit", sample.wall, rep)
+        note(f"{who} memory", sample.peak / MIB, rep)
 
     def copy() -> None:
         for name, value in state.items():
@@ -68,23 +81,21 @@ def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[s
 
     theirs = PEER[which](tensors, state, rank) if which else None
     for rep in range(reps + 1):
-        note("copy", timed(copy)[0], rep > 0)
+        note("copy", timed(copy), rep)
         path = f"{folder}/ours-{rep}"
-        begun = time.perf_counter()
-        blocked, pending = timed(lambda: holdfast.async_save(tensors, path, timeout=300))  # noqa: B023
-        note("first" if rep == 0 else "blocked", blocked)
-        pending.committed()
-        note("commit", time.perf_counter() - begun, rep > 0)
+        asynchronous(
+            "ours",
+            lambda: holdfast.async_save(tensors, path, timeout=300),  # noqa: B023
+            lambda pending: pending.committed(),
+            rep,
+        )
         clean(path)
-        seconds, _ = timed(lambda: holdfast.save(tensors, path, timeout=300))  # noqa: B023
-        note("sync", seconds, rep > 0)
+        note("sync", timed(lambda: holdfast.save(tensors, path, timeout=300)), rep)  # noqa: B023
         clean(path)
         if theirs is not None:
             path = f"{folder}/theirs-{rep}"
             os.makedirs(path, exist_ok=True)
-            seconds, wait = timed(lambda: theirs(path))  # noqa: B023
-            note("theirs", seconds, rep > 0)
-            wait()
+            asynchronous("theirs", lambda: theirs(path), lambda wait: wait(), rep)  # noqa: B023
             clean(path)
     return found
 
@@ -211,21 +222,33 @@ def slowest(results: list[dict[str, list[float]]], what: str) -> list[float]:
     return [max(values) for values in zip(*(result.get(what, []) for result in results), strict=True)]
 
 
+def first_of(results: list[dict[str, list[float]]], what: str) -> float | None:
+    """The slowest rank in the round that warms up."""
+    return max(slowest(results, f"first {what}"), default=None)
+
+
 def writer_start(folder: Path) -> tuple[float, float]:
     """Seconds until a new writer process has taken its first job, and the MiB of memory that are its own."""
     import psutil
     import torch
 
     import holdfast
-    from holdfast.background.manager import background_of_this_thread
 
-    holdfast.async_save({"w": torch.zeros(1)}, folder / "a", no_dist=True).committed()
-    background_of_this_thread()._writer.kill()
-    begun = time.perf_counter()
-    holdfast.async_save({"w": torch.zeros(1)}, folder / "b", no_dist=True).committed()
-    took = time.perf_counter() - begun
-    process = psutil.Process(background_of_this_thread()._writer.pid)
-    return took, process.memory_full_info().uss / 2**20
+    here = psutil.Process()
+
+    def new_writer(path: Path) -> tuple[float, Any]:
+        before, begun = set(here.children()), time.perf_counter()
+        holdfast.async_save({"w": torch.zeros(1)}, path, no_dist=True).committed()
+        took = time.perf_counter() - begun
+        (writer,) = set(here.children()) - before
+        return took, writer
+
+    _, first = new_writer(folder / "a")  # also imports what a save needs
+    first.kill()
+    while first.status() != psutil.STATUS_ZOMBIE:  # holdfast is its parent, and must find out itself
+        time.sleep(0.01)
+    took, writer = new_writer(folder / "b")
+    return took, writer.memory_full_info().uss / MIB
 
 
 def from_gpu(folder: Path, reps: int, nbytes: int) -> tuple[list[float], list[float]]:
@@ -272,27 +295,46 @@ def run(bench: Bench) -> None:
             )
             if not found:
                 continue
-            blocked = slowest(found, "blocked")
+            blocked, first = slowest(found, "ours blocked"), first_of(found, "ours blocked")
             if number == 0:
                 size = f"{nbytes / 2**30:.3g} GiB over {RANKS} ranks"
                 bench.compare(
-                    f"blocking time, {size} / plain copy", blocked, slowest(found, "copy"), "s", limit=COPY
-                )
-                bench.compare(
-                    "blocking time of the first save / plain copy into warm memory",
-                    slowest(found, "first"),
+                    f"blocking time, {size} / plain copy into warm memory",
+                    blocked,
                     slowest(found, "copy"),
                     "s",
-                    note="fresh pages, and the start of the writer process",
+                    limit=COPY,
+                    first=first,
+                    peer_first=first_of(found, "copy"),
+                    note="first: fresh pages, and the start of the writer process",
                 )
                 bench.compare(
                     "from the call to the commit / synchronous save",
-                    slowest(found, "commit"),
+                    slowest(found, "ours commit"),
                     slowest(found, "sync"),
                     "s",
                     limit=COMMIT,
+                    first=first_of(found, "ours commit"),
+                    peer_first=first_of(found, "sync"),
                 )
-            bench.compare(f"blocking time / {which}", blocked, slowest(found, "theirs"), "s", limit=PEERS)
+            bench.compare(
+                f"blocking time / {which}",
+                blocked,
+                slowest(found, "theirs blocked"),
+                "s",
+                limit=PEERS,
+                first=first,
+                peer_first=first_of(found, "theirs blocked"),
+            )
+            bench.compare(
+                f"peak memory above what was resident, worst rank, from the call to the commit / {which}",
+                slowest(found, "ours memory"),
+                slowest(found, "theirs memory"),
+                "MiB",
+                first=first_of(found, "ours memory"),
+                peer_first=first_of(found, "theirs memory"),
+                note="of the ranks, not of processes they start; memory that the first save keeps is resident later",
+            )
         cores = len(os.sched_getaffinity(0))
         alone = attempt(
             bench,
@@ -301,11 +343,13 @@ def run(bench: Bench) -> None:
         )
         if alone:
             bench.compare(
-                f"blocking time, as many ranks ({cores}) as cores, {nbytes // RANKS / 2**20:.0f} MiB each / plain copy",
-                slowest(alone, "blocked"),
+                f"blocking time, as many ranks ({cores}) as cores, {nbytes // RANKS / 2**20:.0f} MiB each / plain copy into warm memory",
+                slowest(alone, "ours blocked"),
                 slowest(alone, "copy"),
                 "s",
                 limit=COPY,
+                first=first_of(alone, "ours blocked"),
+                peer_first=first_of(alone, "copy"),
                 note="the same, where ranks that are done first take no core from those that still copy",
             )
         beside_raw = attempt(

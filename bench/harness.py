@@ -1,15 +1,11 @@
-"""What every benchmark shares: arguments, rows, medians, and a runner for real ranks.
+"""What every benchmark shares: arguments, medians, measured calls, and a runner for real ranks.
 
-A row compares two sides of one measurement. `ratio` above 1 means that ours is better than the peer
-named in the metric; where the peer is a physical limit it is the share of that limit that is reached,
-and where the peer is a target it is target over ours. `limit` is the least ratio the project asks for
-(None: nothing is asked). A side that fails is a row without a figure and makes the benchmark exit 1.
+A side that fails is a row without a figure (`bench.rows`) and makes the benchmark exit 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import resource
@@ -23,11 +19,14 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from bench.machine import commit, this_machine
+from bench.rows import Results, Row, number
 
 MIB = 1024 * 1024
 GB = 1e9
@@ -38,22 +37,6 @@ class RankError(Exception):
 
 
 # ---------------------------------------------------------------------------------------------- rows
-
-
-@dataclass(frozen=True)
-class Row:
-    metric: str
-    ours: float | None
-    peer: float | None
-    ratio: float | None
-    limit: float | None
-    unit: str
-    n: int
-    note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.limit is None or self.ratio is None else self.ratio >= self.limit
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -70,6 +53,8 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     blank: list[str] = field(default_factory=list)  # the sides that gave no figure
+    begun: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    load: float = field(default_factory=lambda: round(os.getloadavg()[0], 1))
 
     @property
     def reps(self) -> int:
@@ -86,8 +71,13 @@ class Bench:
         higher_is_better: bool = False,
         note: str = "",
         peer_optional: bool = False,
+        first: float | None = None,
+        peer_first: float | None = None,
     ) -> None:
-        """Adds a row from the medians of two samples. A missing side is recorded as an error."""
+        """Adds a row from the medians of two samples. A missing side is recorded as an error.
+
+        `first` and `peer_first` are what the first call of this kind took, beside the medians of warm ones.
+        """
         a, b = median(ours), median(peer)
         if a is None:
             self.blank.append(f"ours in '{metric}'")
@@ -97,7 +87,8 @@ class Bench:
         if a is not None and b is not None:
             better, worse = (a, b) if higher_is_better else (b, a)
             ratio = better / worse if worse else None
-        self.rows.append(Row(metric, a, b, ratio, limit, unit, len(ours) or len(peer), note))
+        n = len(ours) or len(peer)
+        self.rows.append(Row(metric, a, b, ratio, limit, unit, n, note, first, peer_first))
 
     def target(
         self,
@@ -108,6 +99,7 @@ class Bench:
         *,
         higher_is_better: bool = False,
         note: str = "",
+        first: float | None = None,
     ) -> None:
         """Adds a row against an absolute target: the peer column is the target itself."""
         self.compare(
@@ -118,6 +110,7 @@ class Bench:
             limit=1.0,
             higher_is_better=higher_is_better,
             note=note,
+            first=first,
         )
 
     def error(self, text: str) -> None:
@@ -127,9 +120,11 @@ class Bench:
     def finish(self) -> int:
         print_rows(self)
         if self.json_path is not None:
-            self.json_path.parent.mkdir(parents=True, exist_ok=True)
-            text = json.dumps([asdict(row) for row in self.rows], indent=1, allow_nan=False)
-            self.json_path.write_text(text + "\n")
+            folders = {kind: scratch_root(kind) for kind in ("tmpfs", "disk")}
+            machine = this_machine(folders)
+            Results(self.name, self.quick, self.begun, commit(), self.load, machine, self.rows).write(
+                self.json_path
+            )
         if self.blank:
             self.error(f"{len(self.blank)} sides gave no figure, the first: {self.blank[0]}")
         for text in self.errors:
@@ -137,13 +132,34 @@ class Bench:
         return 1 if self.errors else 0
 
 
+def attempt(bench: Bench, what: str, call: Callable[[], list[Any]]) -> list[Any]:
+    """Call it; what it raises becomes an error of the benchmark, and the result an empty list."""
+    try:
+        return call()
+    except Exception as error:
+        bench.error(f"{what}: {type(error).__name__}: {error}")
+        return []
+
+
 def print_rows(bench: Bench) -> None:
     from rich.console import Console
     from rich.table import Table
 
     table = Table(title=bench.name + (" (quick)" if bench.quick else ""), title_justify="left")
-    figures = ("ours", "peer", "ratio", "asked", "n")
-    for heading in ("metric", "ours", "peer", "unit", "ratio", "asked", "", "n", "note"):
+    figures = ("ours", "peer", "first", "its first", "ratio", "asked", "n")
+    for heading in (
+        "metric",
+        "ours",
+        "peer",
+        "unit",
+        "first",
+        "its first",
+        "ratio",
+        "asked",
+        "",
+        "n",
+        "note",
+    ):
         table.add_column(heading, justify="right" if heading in figures else "left")
     words = {True: "met", False: "missed", None: ""}
     for row in bench.rows:
@@ -152,6 +168,8 @@ def print_rows(bench: Bench) -> None:
             number(row.ours),
             number(row.peer),
             row.unit,
+            number(row.first),
+            number(row.peer_first),
             number(row.ratio),
             number(row.limit),
             words[row.met],
@@ -162,20 +180,15 @@ def print_rows(bench: Bench) -> None:
     Console(width=width).print(table, markup=False)
 
 
-def number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    if value != 0 and (abs(value) < 0.01 or abs(value) >= 100_000):
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def main(name: str, run: Callable[[Bench], None]) -> int:
     """The command line of one benchmark."""
     parser = argparse.ArgumentParser(prog=f"python -m bench.{name}")
     parser.add_argument("--quick", action="store_true", help="small sizes, three repetitions, under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
     args = parser.parse_args()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that scratch folders go: on tmpfs they are memory
     bench = Bench(name, args.quick, args.json)
     try:
         run(bench)
@@ -188,16 +201,17 @@ def main(name: str, run: Callable[[Bench], None]) -> int:
 # --------------------------------------------------------------------------------------------- places
 
 
+def scratch_root(kind: str) -> Path:
+    """The folder below which `scratch` makes its own: on `tmpfs`, or on `disk` (TMPDIR, else beside the repository)."""
+    if kind == "tmpfs":
+        return Path("/dev/shm")
+    return Path(os.environ["TMPDIR"]) if "TMPDIR" in os.environ else Path(__file__).resolve().parents[2]
+
+
 @contextmanager
 def scratch(kind: str) -> Iterator[Path]:
-    """A fresh folder on `tmpfs` or on `disk` (TMPDIR, else beside the repository), removed afterwards."""
-    if kind == "tmpfs":
-        root: Path | None = Path("/dev/shm")
-    elif "TMPDIR" in os.environ:
-        root = Path(os.environ["TMPDIR"])
-    else:
-        root = Path(__file__).resolve().parents[2]
-    path = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=root))
+    """A fresh folder on `tmpfs` or on `disk`, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="holdfast-bench-", dir=scratch_root(kind)))
     try:
         yield path
     finally:

@@ -13,9 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.harness import Bench, Rank, main, measure, run_ranks, scratch
+from bench.harness import Bench, Rank, attempt, main, measure, run_ranks, scratch
 from bench.peers import mcore_on_cpu
-from bench.planning import attempt
 from bench.scale import large_in_a_process
 
 RANKS, EXPERTS, LAYERS = 8, 128, 48

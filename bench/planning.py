@@ -11,11 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from bench.harness import Bench, main, scratch
+from bench.harness import Bench, attempt, main, scratch
 from bench.shapes import Shape, stacked_fc1_chunks
 
 FASTER, EXPONENT = 1000.0, 1.1
@@ -84,14 +83,6 @@ def chunks_in(layers: int) -> int:
 
 def exponent(small: float, large: float, growth: float) -> float:
     return math.log(large / small) / math.log(growth)
-
-
-def attempt(bench: Bench, what: str, call: Callable[[], list[Any]]) -> list[Any]:
-    try:
-        return call()
-    except Exception as error:
-        bench.error(f"{what}: {type(error).__name__}: {error}")
-        return []
 
 
 def coverage_rows(bench: Bench) -> None:

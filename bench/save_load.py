@@ -1,7 +1,8 @@
 """Eight ranks save and load a mixture-of-experts state with Adam; ours beside the peers and raw I/O.
 
-One job a peer: raw, ours and the peer take turns on the same ranks with the same state, so a figure is
-always compared with what the machine gave at the same time. A load is checked element by element.
+One job a peer: ours and the peer take turns on the same ranks with the same state, so a figure is always
+compared with what the machine gave at the same time. Raw I/O takes turns with DCP, in calls of the size that
+was best for it on that file system just before. A load is checked element by element.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.harness import GB, Bench, Rank, main, run_ranks, scratch
+from bench.harness import GB, MIB, Bench, Rank, main, median, run_ranks, scratch
 from bench.moe_state import Layout, Piece, State, build, pieces, poison, total, unique_bytes, wrong
-from bench.peers import SIDES, Raw
+from bench.peers import BATCHES, SIDES, Raw
+from bench.rows import number
 from bench.shapes import SMALL_MOE, TINY_MOE, Model
 from bench.turns import Figures, Outcome, agree, describe, middle, order, turn
 
@@ -22,6 +24,7 @@ PEERS = ("DCP", "mcore", "torch_checkpointing")
 FASTER = {"DCP": 2.5, "mcore": 4.0, "torch_checkpointing": None}
 FASTER_LOAD = {"DCP": 2.5, "mcore": 2.5, "torch_checkpointing": None}
 SAVE_OVER_RAW, LOAD_OVER_RAW, AMPLIFICATION, PEAK_MIB = 1.35, 1.3, 1.02, 64
+SIZES = ", ".join(str(size // MIB) for size in BATCHES)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,35 @@ class Plan:
     reps: int
     root: Path
     load: bool
+    raw: int  # bytes that a raw call writes
+
+
+def raw_saves(rank: Rank, plan: Plan) -> dict[int, list[float]]:
+    """Seconds of raw saves on this rank, by the size of their calls, in turns."""
+    own = pieces(plan.model, plan.saved, rank.index)
+    state = build(own)
+    sides = {size: Raw(size) for size in BATCHES}
+    for side in sides.values():
+        side.prepare(plan.model, plan.saved, own, state)
+    found: dict[int, list[float]] = {size: [] for size in BATCHES}
+    for rep in range(4):  # the first round warms up
+        for size in (*BATCHES[rep % len(BATCHES) :], *BATCHES[: rep % len(BATCHES)]):
+            path = plan.root / f"raw-{size}"
+            sample, _ = rank.together(lambda: sides[size].save(path))  # noqa: B023
+            found[size] += [sample.wall] if rep else []
+            if rank.index == 0:
+                shutil.rmtree(path)
+    return found
+
+
+def best_raw(plan: Plan, limit_s: float) -> int:
+    """The size of the calls with which raw saves are fastest here: that is the limit to compare with."""
+    found = run_ranks(raw_saves, plan.saved.world, (plan,), limit_s=limit_s)
+    walls = {
+        size: median([max(reps) for reps in zip(*(one[size] for one in found), strict=True)])
+        for size in BATCHES
+    }
+    return min(BATCHES, key=lambda size: walls[size] or 0.0)
 
 
 def job(rank: Rank, plan: Plan) -> Outcome:
@@ -111,7 +143,8 @@ def prepare(
     """The side, ready for this layout; None where it cannot do it."""
     key = ("save", name) if side is None else ("load", name, str(layout))
     try:
-        side = SIDES[name]() if side is None else side
+        if side is None:
+            side = Raw(plan.raw) if name == "raw" else SIDES[name]()
         side.prepare(plan.model, layout, own, state)
         fault = None
     except Exception as error:
@@ -127,13 +160,27 @@ def cpu_note(figures: Figures, *keys: tuple[str, ...]) -> str:
     for key in keys:
         cpu, wall = figures.cpu(*key), figures.wall(*key)
         if cpu:
-            spread = f"[{min(wall):.2f}-{max(wall):.2f}], first {figures.first(key):.2f}"
-            parts.append(f"{key[1]} {spread}, CPU {middle(cpu)} s")
+            parts.append(f"{key[1]} [{min(wall):.2f}-{max(wall):.2f}], CPU {middle(cpu)} s")
     return "; ".join(parts)
 
 
-def save_rows(bench: Bench, place: str, layout: Layout, figures: Figures, peer: str, size: int) -> None:
-    ours, theirs = ("save", "holdfast"), ("save", peer)
+def memory_row(
+    bench: Bench, what: str, figures: Figures, ours: tuple[str, ...], theirs: tuple[str, ...]
+) -> None:
+    bench.target(
+        f"{what}: peak memory above the state, worst rank",
+        figures.peak_mib(*ours),
+        PEAK_MIB,
+        "MiB",
+        first=figures.first_peak_mib(*ours),
+        note=f"DCP {middle(figures.peak_mib(*theirs))} MiB, first {number(figures.first_peak_mib(*theirs))} MiB",
+    )
+
+
+def save_rows(
+    bench: Bench, place: str, layout: Layout, figures: Figures, peer: str, size: int, batch: int
+) -> None:
+    ours, theirs, raw = ("save", "holdfast"), ("save", peer), ("save", "raw")
     report_faults(bench, figures, place, ours, theirs)
     what = f"save {size / GB:.2f} GB, {layout}, {place}"
     reason = figures.excuse(theirs)
@@ -145,29 +192,27 @@ def save_rows(bench: Bench, place: str, layout: Layout, figures: Figures, peer: 
         limit=FASTER[peer],
         note=reason or cpu_note(figures, ours, theirs) + fsync_note(peer),
         peer_optional=reason is not None,
+        first=figures.first_wall(*ours),
+        peer_first=figures.first_wall(*theirs),
     )
     if peer == "DCP":
         bench.compare(
             f"{what} / raw pwritev + fsync",
             figures.wall(*ours),
-            figures.wall("save", "raw"),
+            figures.wall(*raw),
             "s",
             limit=1 / SAVE_OVER_RAW,
-            note=cpu_note(figures, ours, ("save", "raw")),
+            note=f"{cpu_note(figures, ours, raw)}; raw calls of {batch // MIB} MiB, the best of {SIZES}",
+            first=figures.first_wall(*ours),
+            peer_first=figures.first_wall(*raw),
         )
-        bench.target(
-            f"{what}: peak memory above the state, worst rank",
-            figures.peak_mib(*ours),
-            PEAK_MIB,
-            "MiB",
-            note=f"DCP {middle(figures.peak_mib(*theirs))} MiB",
-        )
+        memory_row(bench, what, figures, ours, theirs)
 
 
 def load_rows(bench: Bench, place: str, saved: Layout, layout: Layout, figures: Figures, peer: str) -> None:
     where = str(layout)
     ours, theirs, raw = (("load", name, where) for name in ("holdfast", peer, "raw"))
-    report_faults(bench, figures, place, ours, theirs, raw)
+    report_faults(bench, figures, place, ours, theirs, *([raw] if peer == "DCP" else []))
     size = sum(out.needed.get(where, 0) for out in figures.outcomes)
     what = f"load {size / GB:.2f} GB, {saved} -> {where}, {place}"
     reason = figures.excuse(theirs)
@@ -179,6 +224,8 @@ def load_rows(bench: Bench, place: str, saved: Layout, layout: Layout, figures: 
         limit=FASTER_LOAD[peer],
         note=reason or cpu_note(figures, ours, theirs),
         peer_optional=reason is not None,
+        first=figures.first_wall(*ours),
+        peer_first=figures.first_wall(*theirs),
     )
     if reason is None:
         bench.compare(
@@ -196,15 +243,11 @@ def load_rows(bench: Bench, place: str, saved: Layout, layout: Layout, figures: 
             "s",
             limit=1 / LOAD_OVER_RAW,
             note=cpu_note(figures, ours, raw),
+            first=figures.first_wall(*ours),
+            peer_first=figures.first_wall(*raw),
         )
         bench.target(f"{what}: bytes read / needed", figures.amplification(*ours), AMPLIFICATION, "x")
-        bench.target(
-            f"{what}: peak memory above the state, worst rank",
-            figures.peak_mib(*ours),
-            PEAK_MIB,
-            "MiB",
-            note=f"DCP {middle(figures.peak_mib(*theirs))} MiB",
-        )
+        memory_row(bench, what, figures, ours, theirs)
 
 
 def column_rows(
@@ -250,6 +293,7 @@ def run(bench: Bench) -> None:
     saved = Layout(2, 2) if bench.quick else Layout(2, 4)
     loaded = (saved, Layout(1, 4), Layout(1, 2, 2)) if bench.quick else (saved, Layout(1, 8), Layout(2, 2, 2))
     groups = [PEERS] if bench.quick else [(peer,) for peer in PEERS]
+    limit = 120.0 if bench.quick else 900.0
     for place in ("tmpfs", "disk"):
         for group in groups:
             if place == "disk" and bench.quick:
@@ -258,12 +302,14 @@ def run(bench: Bench) -> None:
             size = unique_bytes(model)
             columns = ("holdfast in columns",) if "DCP" in group and place == "tmpfs" else ()
             with scratch(place) as root:
-                sides = ("raw", "holdfast", *columns, *group)
-                plan = Plan(model, saved, loaded, sides, bench.reps, root, place == "tmpfs")
-                limit = 120.0 if bench.quick else 900.0
+                raw = ("raw",) if "DCP" in group else ()
+                sides = (*raw, "holdfast", *columns, *group)
+                plan = Plan(model, saved, loaded, sides, bench.reps, root, place == "tmpfs", BATCHES[0])
+                if raw:
+                    plan = replace(plan, raw=best_raw(plan, limit))
                 figures = Figures(run_ranks(job, saved.world, (plan,), limit_s=limit))
             for peer in group:
-                save_rows(bench, place, saved, figures, peer, size)
+                save_rows(bench, place, saved, figures, peer, size, plan.raw)
                 for layout in plan.loaded if plan.load else ():
                     load_rows(bench, place, saved, layout, figures, peer)
             if columns:

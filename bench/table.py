@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from bench/results/*.json and says on which machine.
+"""Writes docs/benchmarks.md from bench/results/*.json.
 
 python -m bench.table [RESULTS_DIR] [--out FILE]
 """
@@ -6,52 +6,94 @@ python -m bench.table [RESULTS_DIR] [--out FILE]
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import sys
 from pathlib import Path
 
-from bench.harness import Row, number
+from bench.claims import CLAIMS, Claim
+from bench.machine import Machine
+from bench.rows import Results, Row, number, read_results
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDER = ("save_load", "fsdp", "async_save", "per_tensor", "planning", "megatron")
+ORDER = (
+    "save_load",
+    "small_save",
+    "per_tensor",
+    "async_save",
+    "defaults",
+    "fsdp",
+    "megatron",
+    "planning",
+    "groups",
+)
+INTRODUCTION = """\
+# Benchmarks
+
+`make bench` measures everything and writes this page (`bench/table.py`); `python -m bench.NAME` measures one section.
+Every rank is a process, ranks talk over gloo, and tensors lie in CPU memory.
+
+- Both sides of a row were measured in the same run, in turns, on the same ranks. The peer is what the metric names last,
+  after a slash. Figures are medians of `n`.
+- `first` is what ours took in the first call of its kind in these processes, `its first` the same of the peer. These calls
+  pay for fresh memory, for modules imported on demand and for processes that are started; the medians leave them out.
+- `ratio` above 1: ours is better. Where the peer is a limit of the machine (raw I/O, a plain copy, `floor`), the ratio is
+  the share of the limit that ours reaches. Where the peer is a target, the ratio is target over ours.
+- The limits of the machine are prepared like ours: their buffers and calls are made up before the clock starts. Raw
+  writes use the size of call that was fastest on that file system just before; the note says which.
+- `asked` is the ratio that this project set itself. A row that misses it stays here.
+"""
+BEFORE_AND_AFTER = """\
+## Before and after a change
+
+`python -m bench.before_after OLD [NEW] --benches save_load per_tensor --rounds 3` runs these benchmarks for two commits or
+folders in turns and prints what changed; `--quick` takes small sizes. NEW is the working tree if it is not given. The
+peer's own change from one to the other, which no commit of ours causes, shows how far the machine drifted.
+"""
 
 
-def machine() -> str:
-    import numpy
-    import torch
-
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return (
-        f"{len(os.sched_getaffinity(0))} cores ({processor()}), {pages:.0f} GiB memory, {gpu}, "
-        f"Linux {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}, "
-        f"NumPy {numpy.__version__}"
-    )
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
+def document(results: list[Results]) -> str:
+    """The whole page."""
+    machines = distinct(results)
+    lines = INTRODUCTION.split("\n")
+    lines += [f"Machine {name(at)}: {machine}.\n" for at, machine in enumerate(machines)]
+    lines += ["## What other pages say", "", "| words | page | row |", "|---|---|---|"]
+    lines += [claim_line(claim, results) for claim in CLAIMS]
+    lines += ["", *BEFORE_AND_AFTER.split("\n")]
+    for one in sorted(results, key=place):
+        lines += section(one, name(machines.index(one.machine)))
+    return "\n".join(lines).rstrip() + "\n"
 
 
-def section(path: Path) -> list[str]:
-    rows = [Row(**row) for row in json.loads(path.read_text())]
-    measured = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).date()
-    lines = [
-        f"## {path.stem}",
+def distinct(results: list[Results]) -> list[Machine]:
+    found: list[Machine] = []
+    for one in sorted(results, key=place):
+        if one.machine not in found:
+            found.append(one.machine)
+    return found
+
+
+def name(at: int) -> str:
+    return chr(ord("A") + at)
+
+
+def place(one: Results) -> tuple[int, str]:
+    return (ORDER.index(one.bench) if one.bench in ORDER else len(ORDER), one.bench)
+
+
+def section(one: Results, machine: str) -> list[str]:
+    measured = [f"Measured {one.measured[:10]}", f"machine {machine}"]
+    measured += [f"commit {one.commit}"] if one.commit else []
+    measured += [f"load average {one.load:g} before it began"] if one.load is not None else []
+    measured += ["small sizes (`--quick`)"] if one.quick else []
+    return [
+        f"## {one.bench}",
         "",
-        f"Measured {measured}.",
+        ", ".join(measured) + ".",
         "",
-        "| metric | ours | peer | unit | ratio | asked | | n | note |",
-        "|---|---:|---:|---|---:|---:|---|---:|---|",
+        "| metric | ours | peer | unit | first | its first | ratio | asked | | n | note |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---|---:|---|",
+        *[line(row) for row in one.rows],
+        "",
     ]
-    lines += [line(row) for row in rows]
-    return [*lines, ""]
 
 
 def line(row: Row) -> str:
@@ -61,6 +103,8 @@ def line(row: Row) -> str:
         number(row.ours),
         number(row.peer),
         row.unit,
+        number(row.first),
+        number(row.peer_first),
         number(row.ratio),
         number(row.limit),
         met,
@@ -70,22 +114,23 @@ def line(row: Row) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def document(results: list[Path]) -> str:
-    lines = [
-        "# Benchmarks",
-        "",
-        f"Made by `make bench`, written {datetime.date.today()}. Machine: {machine()}.",
-        "",
-        "Both sides of a row were measured in turns in the same run; figures are medians of n. The peer is",
-        "named after the last slash of the metric. A ratio above 1 means ours is better; against a physical",
-        "limit it is the share of the limit that is reached. `asked` is the ratio this project set itself.",
-        "",
+def rows_of(claim: Claim, results: list[Results]) -> list[Row]:
+    """The rows that a claim rests on."""
+    return [
+        row
+        for one in results
+        if one.bench == claim.bench
+        for row in one.rows
+        if row.metric.startswith(claim.row)
     ]
-    for path in sorted(
-        results, key=lambda p: (ORDER.index(p.stem) if p.stem in ORDER else len(ORDER), p.stem)
-    ):
-        lines += section(path)
-    return "\n".join(lines).rstrip() + "\n"
+
+
+def claim_line(claim: Claim, results: list[Results]) -> str:
+    figures = "; ".join(
+        f"{row.metric}: {number(row.ours)} {row.unit}".strip() for row in rows_of(claim, results)
+    )
+    page = f"[{claim.page}]({'../' if '/' not in claim.page else ''}{Path(claim.page).name})"
+    return f"| {claim.words} | {page} | [{claim.bench}](#{claim.bench}): {figures or 'not measured'} |"
 
 
 def write() -> int:
@@ -93,7 +138,7 @@ def write() -> int:
     parser.add_argument("results", type=Path, nargs="?", default=ROOT / "bench" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "benchmarks.md")
     args = parser.parse_args()
-    results = list(args.results.glob("*.json"))
+    results = [read_results(path) for path in sorted(args.results.glob("*.json"))]
     if not results:
         print(f"error: no JSON files in {args.results}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ class Outcome:
     read: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)  # (read, needed) by report
     needed: dict[str, int] = field(default_factory=dict)  # by layout
     failed: dict[tuple[str, ...], str] = field(default_factory=dict)
-    first: dict[tuple[str, ...], float] = field(default_factory=dict)  # wall of the first call
+    first: dict[tuple[str, ...], Sample] = field(default_factory=dict)  # the call that warmed up
 
 
 def turn(rank: Rank, out: Outcome, key: tuple[str, ...], call: Any, *, keep: bool, check: Any = None) -> bool:
@@ -47,7 +47,7 @@ def turn(rank: Rank, out: Outcome, key: tuple[str, ...], call: Any, *, keep: boo
     if fault is not None:
         out.failed[key] = fault
     elif not keep:
-        out.first[key] = sample.wall
+        out.first[key] = sample
     else:
         out.samples.setdefault(key, []).append(sample)
         if hasattr(report, "bytes_needed"):
@@ -124,8 +124,19 @@ class Figures:
     def samples(self, key: tuple[str, ...]) -> bool:
         return self.fault(key) is None and all(key in out.samples for out in self.outcomes)
 
-    def first(self, key: tuple[str, ...]) -> float:
-        return max(out.first.get(key, 0.0) for out in self.outcomes)
+    def first_wall(self, *key: str) -> float | None:
+        return self._first(key, max, lambda s: s.wall)
+
+    def first_cpu(self, *key: str) -> float | None:
+        return self._first(key, sum, lambda s: s.cpu)
+
+    def first_peak_mib(self, *key: str) -> float | None:
+        return self._first(key, max, lambda s: s.peak / MIB)
+
+    def _first(self, key: tuple[str, ...], reduce: Any, pick: Any) -> float | None:
+        """The same of the call that warmed up, which `per_rep` leaves out; None where no rank has one."""
+        samples = [out.first[key] for out in self.outcomes if key in out.first]
+        return reduce(pick(sample) for sample in samples) if samples else None
 
 
 def middle(values: list[float]) -> str:
