@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.harness import leave
 from bench.rows import number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,8 +199,9 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="for one run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the changes as JSON")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, leave)
     changes: list[Change] = []
+    silent: list[str] = []
     with ExitStack() as stack:
         old, new = (stack.enter_context(source_tree(where)) for where in (args.old, args.new))
         check(old)
@@ -213,12 +215,16 @@ def main() -> int:
                 ):  # neither is always the one that comes later
                     print(f"{bench}, round {at + 1} of {args.rounds}, {tree}", file=sys.stderr)
                     found[tree] = run_once(bench, tree, args.quick, args.limit)
+                    if not found[tree]:
+                        silent.append(f"{bench}, round {at + 1}, {tree}")
                 rounds.append((found[old], found[new]))
             changes += compare(bench, rounds)
     show(changes, f"{args.old} -> {args.new}")
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(one) for one in changes], indent=1, allow_nan=False) + "\n")
-    return 0 if changes else 1
+    for run in silent:
+        print(f"error: no figure from {run}", file=sys.stderr)
+    return 1 if silent else 0
 
 
 if __name__ == "__main__":

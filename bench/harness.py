@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bench.machine import commit, this_machine
 from bench.rows import Results, Row, number
@@ -178,6 +178,12 @@ def print_rows(bench: Bench) -> None:
         )
     width = None if sys.stdout.isatty() else 180
     Console(width=width).print(table, markup=False)
+
+
+def leave(signum: int, frame: Any) -> NoReturn:
+    """End on a signal as on an exception, so that ranks and scratch folders go: on tmpfs they are memory."""
+    signal.signal(signum, signal.SIG_IGN)  # a second one must not stop that
+    sys.exit(128 + signum)
 
 
 def main(name: str, run: Callable[[Bench], None]) -> int:

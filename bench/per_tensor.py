@@ -145,7 +145,10 @@ def run(bench: Bench) -> None:
         for case in (Case("16 KiB", small, 16 << 10, world), Case("4 MiB", large, 4 << 20, world)):
             with scratch("tmpfs") as root:
                 outcomes = run_ranks(
-                    job, world, (case, bench.reps, root, tuple(PLAIN)), limit_s=60.0 if bench.quick else 900.0
+                    job,
+                    world,
+                    (case, bench.reps, root, tuple(PLAIN)),
+                    limit_s=300.0 if bench.quick else 900.0,
                 )
             rows(bench, case, Figures(outcomes))
 

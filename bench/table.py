@@ -55,7 +55,14 @@ def document(results: list[Results]) -> str:
     machines = distinct(results)
     lines = INTRODUCTION.split("\n")
     lines += [f"Machine {name(at)}: {machine}.\n" for at, machine in enumerate(machines)]
-    lines += ["## What other pages say", "", "| words | page | row |", "|---|---|---|"]
+    lines += [
+        "## What other pages say",
+        "",
+        "Each sentence about speed or memory, and the row it rests on.",
+        "",
+        "| words | page | row: ours and the peer |",
+        "|---|---|---|",
+    ]
     lines += [claim_line(claim, results) for claim in CLAIMS]
     lines += ["", *BEFORE_AND_AFTER.split("\n")]
     for one in sorted(results, key=place):
@@ -127,7 +134,8 @@ def rows_of(claim: Claim, results: list[Results]) -> list[Row]:
 
 def claim_line(claim: Claim, results: list[Results]) -> str:
     figures = "; ".join(
-        f"{row.metric}: {number(row.ours)} {row.unit}".strip() for row in rows_of(claim, results)
+        f"{row.metric}: {number(row.ours)} and {number(row.peer)} {row.unit}".strip()
+        for row in rows_of(claim, results)
     )
     page = f"[{claim.page}]({'../' if '/' not in claim.page else ''}{Path(claim.page).name})"
     return f"| {claim.words} | {page} | [{claim.bench}](#{claim.bench}): {figures or 'not measured'} |"
