@@ -130,7 +130,7 @@ def read_rows(path: Path) -> Found:
 def compare(bench: str, rounds: Sequence[tuple[Found, Found]]) -> list[Change]:
     """What changed, once for each figure of ours that all rounds have on both sides, whatever it is compared with."""
     peers: dict[tuple[str, tuple[float, ...]], list[str]] = {}
-    for metric in rounds[0][0]:
+    for metric in rounds[0][0] if rounds else ():
         runs = [found.get(metric) for pair in rounds for found in pair]
         ours = tuple(run.ours for run in runs if run is not None and run.ours)
         if len(ours) == len(runs):
@@ -189,6 +189,23 @@ def show(changes: Sequence[Change], title: str) -> None:
     Console(width=None if sys.stdout.isatty() else 200).print(table, markup=False)
 
 
+def in_turns(
+    bench: str, old: Path, new: Path, args: argparse.Namespace, silent: list[str]
+) -> list[tuple[Found, Found]]:
+    """The rounds of one benchmark; a run that gave no figure is added to `silent`, and its round left out."""
+    rounds = []
+    for at in range(args.rounds):
+        found = {}
+        for tree in (old, new) if at % 2 == 0 else (new, old):  # neither is always the one that comes later
+            print(f"{bench}, round {at + 1} of {args.rounds}, {tree}", file=sys.stderr)
+            found[tree] = run_once(bench, tree, args.quick, args.limit)
+            if not found[tree]:
+                silent.append(f"{bench}, round {at + 1}, {tree}")
+        if all(found.values()):
+            rounds.append((found[old], found[new]))
+    return rounds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.before_after")
     parser.add_argument("old", help="a folder or a commit")
@@ -206,22 +223,14 @@ def main() -> int:
         old, new = (stack.enter_context(source_tree(where)) for where in (args.old, args.new))
         check(old)
         check(new)
-        for bench in args.benches:
-            rounds = []
-            for at in range(args.rounds):
-                found = {}
-                for tree in (
-                    (old, new) if at % 2 == 0 else (new, old)
-                ):  # neither is always the one that comes later
-                    print(f"{bench}, round {at + 1} of {args.rounds}, {tree}", file=sys.stderr)
-                    found[tree] = run_once(bench, tree, args.quick, args.limit)
-                    if not found[tree]:
-                        silent.append(f"{bench}, round {at + 1}, {tree}")
-                rounds.append((found[old], found[new]))
-            changes += compare(bench, rounds)
-    show(changes, f"{args.old} -> {args.new}")
-    if args.json is not None:
-        args.json.write_text(json.dumps([asdict(one) for one in changes], indent=1, allow_nan=False) + "\n")
+        try:
+            for bench in args.benches:
+                changes += compare(bench, in_turns(bench, old, new, args, silent))
+        finally:  # also where it was ended early: a round may have taken an hour
+            show(changes, f"{args.old} -> {args.new}")
+            if args.json is not None:
+                text = json.dumps([asdict(one) for one in changes], indent=1, allow_nan=False)
+                args.json.write_text(text + "\n")
     for run in silent:
         print(f"error: no figure from {run}", file=sys.stderr)
     return 1 if silent else 0

@@ -115,6 +115,7 @@ def test_before_and_after_are_medians_of_rounds_and_peers_show_the_drift() -> No
     assert found.change == pytest.approx(1 / 3)
     assert (found.least, found.most) == (0.25, 0.5)
     assert found.peer == pytest.approx(1.1)
+    assert compare("x", []) == []
 
 
 def test_a_commit_gets_a_tree_which_goes_afterwards() -> None:
