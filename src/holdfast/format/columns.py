@@ -13,6 +13,7 @@ import numpy.typing as npt
 from holdfast.layout.tensor import DTYPES
 
 Array = npt.NDArray[Any]
+"""A column: its dtype differs from one to another, so a type can't say it."""
 
 
 def _int64() -> Array:

@@ -20,7 +20,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -53,7 +52,7 @@ _HEAPS = ("names", "file_names")
 _PLAIN = tuple(f.name for f in fields(Columns) if f.name not in (*_HEAPS, *LATE))
 
 
-def encode(columns: Columns, metadata: dict[str, Any]) -> bytes:
+def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     """The bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
     about = json.dumps(metadata)
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
@@ -118,7 +117,7 @@ class Index:
     def _describe(self, header: Header) -> None:
         """What the header says of the checkpoint and of the columns."""
         try:
-            self.about: dict[str, Any] = json.loads(header.metadata["about"])
+            self.about: dict[str, object] = json.loads(header.metadata["about"])
             if not isinstance(self.about, dict):
                 raise ValueError("'about', which is not an object")
             self.dims = int(header.metadata["dims"])

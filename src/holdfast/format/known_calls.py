@@ -7,7 +7,6 @@ a storage or a tensor of that many bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from holdfast.format.pickle_reader import BadPickle, Global, Record
 
@@ -15,14 +14,14 @@ _TEXT = (str, bytes)
 _BYTES = ("_codecs.encode", "__builtin__.bytes", "builtins.bytes")
 
 
-def check_call(kind: Global, args: tuple[Any, ...]) -> None:
+def check_call(kind: Global, args: tuple[object, ...]) -> None:
     """Refuse a call that no writer writes."""
     known = _never if _is_memory(kind) else _CALLS.get((kind.module, kind.name))
     if known is not None and not known(args):
         raise BadPickle(f"it calls {kind} with arguments that are not its own")
 
 
-def check_state(target: Record, state: Any) -> None:
+def check_state(target: Record, state: object) -> None:
     """Refuse a state that no writer writes."""
     known = _STATES.get((target.kind.module, target.kind.name))
     if known is not None and not known(state):
@@ -35,35 +34,33 @@ def _is_memory(kind: Global) -> bool:
     return torch_class or kind.module == "numpy.dtypes" or (kind.module, kind.name) == ("numpy", "ndarray")
 
 
-def _never(args: tuple[Any, ...]) -> bool:
+def _never(args: tuple[object, ...]) -> bool:
     return False
 
 
-def _content(args: tuple[Any, ...]) -> bool:
+def _content(args: tuple[object, ...]) -> bool:
     """Of bytes: what they hold, not how many there are."""
     return not any(type(value) is int for value in args)
 
 
-def _is(value: Any, *names: str) -> bool:
+def _is(value: object, *names: str) -> bool:
     """Is it a call of one of these, or a reference to one?"""
     kind = value.kind if isinstance(value, Record) else value
     return isinstance(kind, Global) and repr(kind) in names
 
 
-def _whole(values: Any) -> bool:
+def _whole(values: object) -> bool:
     return type(values) is tuple and all(type(value) is int and value >= 0 for value in values)
 
 
-def _dtype(args: tuple[Any, ...]) -> bool:
-    return (
-        len(args) == 3
-        and type(args[0]) in _TEXT
-        and len(args[0]) <= 16
-        and args[1:] in ((False, True), (0, 1))
-    )
+def _dtype(args: tuple[object, ...]) -> bool:
+    if len(args) != 3:
+        return False
+    code, *flags = args
+    return isinstance(code, str | bytes) and len(code) <= 16 and flags in ([False, True], [0, 1])
 
 
-def _dtype_state(state: Any) -> bool:
+def _dtype_state(state: object) -> bool:
     """Of a plain number: no fields, no parts."""
     return (
         type(state) is tuple
@@ -74,12 +71,12 @@ def _dtype_state(state: Any) -> bool:
     )
 
 
-def _reconstruct(args: tuple[Any, ...]) -> bool:
+def _reconstruct(args: tuple[object, ...]) -> bool:
     """An empty array, which gets its content as its state."""
     return len(args) == 3 and isinstance(args[0], Global) and args[1] == (0,)
 
 
-def _array_state(state: Any) -> bool:
+def _array_state(state: object) -> bool:
     return (
         type(state) is tuple
         and len(state) == 5
@@ -89,11 +86,11 @@ def _array_state(state: Any) -> bool:
     )
 
 
-def _attributes(state: Any) -> bool:
+def _attributes(state: object) -> bool:
     return type(state) is dict and all(type(key) is str for key, _ in state.values())
 
 
-def _scalar(args: tuple[Any, ...]) -> bool:
+def _scalar(args: tuple[object, ...]) -> bool:
     return (
         len(args) == 2
         and _is(args[0], "numpy.dtype")
@@ -101,13 +98,13 @@ def _scalar(args: tuple[Any, ...]) -> bool:
     )
 
 
-_CALLS: dict[tuple[str, str], Callable[[tuple[Any, ...]], bool]] = {
+_CALLS: dict[tuple[str, str], Callable[[tuple[object, ...]], bool]] = {
     ("numpy", "dtype"): _dtype,
     **{(module, name): _content for module in ("__builtin__", "builtins") for name in ("bytes", "bytearray")},
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
 }
-_STATES: dict[tuple[str, str], Callable[[Any], bool]] = {
+_STATES: dict[tuple[str, str], Callable[[object], bool]] = {
     ("argparse", "Namespace"): _attributes,
     ("numpy", "dtype"): _dtype_state,
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _array_state for core in ("core", "_core")},

@@ -8,7 +8,7 @@ for: all that it says, shared parts as often as they are said, may be WORTH time
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from holdfast.format.archive import Archive, BadArchive
 from holdfast.format.known_calls import check_call, check_state
@@ -40,26 +40,28 @@ class _Check(Reader):
         super().__init__(data)
         self._archive = archive
         self._left = SOME + WORTH * len(data)
-        self._hashes: dict[int, tuple[Any, dict[int, int]]] = {}
+        self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
         """How many keys of each hash a dict has, by the dict's identity, with the dict so that it keeps
         it."""
 
     def resolve(self, module: str, name: str) -> Global:
         return Global(module, name)  # torch decides
 
-    def call(self, kind: Any, args: Any) -> Any:
-        found = super().call(kind, args)
+    def call(self, kind: object, args: object) -> object:
+        if not isinstance(kind, Global) or not isinstance(args, tuple):
+            return super().call(kind, args)  # which refuses it
         self._charge(args)
         check_call(kind, args)
-        return {} if (kind.module, kind.name) == ("collections", "OrderedDict") and not args else found
+        is_ordered_dict = (kind.module, kind.name) == ("collections", "OrderedDict")
+        return {} if is_ordered_dict and not args else Record(kind, args)
 
-    def build(self, target: Any, state: Any) -> None:
+    def build(self, target: object, state: object) -> None:
         self._charge(state)
         if isinstance(target, Record):
             check_state(target, state)
         super().build(target, state)
 
-    def put(self, target: Any, items: list[Any]) -> None:
+    def put(self, target: object, items: list[object]) -> None:
         if not isinstance(target, dict | Record) or len(items) % 2:
             raise BadPickle("it puts items into what is no dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
@@ -68,7 +70,7 @@ class _Check(Reader):
             if type(target) is dict:
                 target[len(target)] = (key, value)
 
-    def persistent(self, about: Any) -> Record:
+    def persistent(self, about: object) -> Record:
         """A storage, if the archive has all of it."""
         kinds = (str, Global, str, str, int)
         if type(about) is not tuple or len(about) != 5 or tuple(map(type, about)) != kinds:
@@ -80,7 +82,7 @@ class _Check(Reader):
                 raise BadArchive(f"its storage {key[:200]!r} has {stored} bytes, fewer than {count} elements")
         return Record(kind, ())
 
-    def _key(self, target: Any, key: Any) -> None:
+    def _key(self, target: object, key: object) -> None:
         """Charge for hashing a key, and for the keys of its dict that it will be compared with."""
         self._charge(key)
         try:
@@ -96,15 +98,15 @@ class _Check(Reader):
         if self._left < 0:
             raise BadPickle("it says more than its length can pay for, by sharing or nesting its parts")
 
-    def _charge(self, value: Any) -> None:
+    def _charge(self, value: object) -> None:
         """Charge for everything that is in a value, as often as it is there."""
         level = [value]
         for _ in range(DEPTH):
-            below: list[Any] = []
+            below: list[object] = []
             for item in level:
                 parts = _parts(item)
                 self._spend(1 + len(parts))
-                if type(parts) is not str and type(parts) is not bytes:
+                if not isinstance(parts, str | bytes):
                     below.extend(parts)
             if not below:
                 return
@@ -112,11 +114,10 @@ class _Check(Reader):
         raise BadPickle(f"it is nested more than {DEPTH} deep")
 
 
-def _parts(value: Any) -> Any:
+def _parts(value: object) -> Sequence[object]:
     """What is in a value; text and bytes as they are."""
-    kind = type(value)
-    if kind is dict:
+    if isinstance(value, dict):
         return [part for pair in value.values() for part in pair]
     if isinstance(value, Record):
         return value.args, value.state
-    return value if kind in (tuple, list, str, bytes) else ()
+    return value if isinstance(value, tuple | list | str | bytes) else ()

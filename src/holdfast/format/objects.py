@@ -12,11 +12,14 @@ import argparse
 import collections
 import json
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format.limits import OBJECT_BYTES
+
+Json: TypeAlias = Any
+"""What the json module takes and gives. From a file it may be of any shape; who reads it finds out by trying."""
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"
@@ -27,7 +30,8 @@ class _NotPlain(Exception):
     pass
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: Any) -> Json:
+    """A value in JSON. Exact types only: what a subclass adds would be lost."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -52,11 +56,11 @@ def _to_json(value: Any) -> Any:
     raise _NotPlain
 
 
-_NAMED: dict[type, Any] = {
+_NAMED: dict[type, Callable[[Any], Iterable[tuple[object, object]]]] = {
     argparse.Namespace: lambda value: sorted(vars(value).items()),
     collections.OrderedDict: lambda value: value.items(),
 }
-_BUILD: dict[str, Any] = {
+_BUILD: dict[str, Callable[[Json], object]] = {
     "float": float,
     "tuple": lambda v: tuple(_from_json(x) for x in v),
     "set": lambda v: set(_keys(v)),
@@ -66,11 +70,19 @@ _BUILD: dict[str, Any] = {
     "OrderedDict": lambda v: collections.OrderedDict(_items(v)),
     "bytes": bytes.fromhex,
     "bytearray": bytearray.fromhex,
-    "complex": lambda v: complex(_from_json(v[0]), _from_json(v[1])),
+    "complex": lambda v: complex(_number(v[0]), _number(v[1])),
 }
 
 
-def _keys(values: list[Any]) -> list[Any]:
+def _number(value: Json) -> float:
+    """A part of a complex number, which may be infinite or none."""
+    found = _from_json(value)
+    if not isinstance(found, int | float):
+        raise TypeError("a part of a complex number is no number")
+    return found
+
+
+def _keys(values: list[Json]) -> list[object]:
     """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is
     compared with all."""
     found = [_from_json(value) for value in values]
@@ -79,7 +91,7 @@ def _keys(values: list[Any]) -> list[Any]:
     return found
 
 
-def _items(pairs: list[Any]) -> Iterator[tuple[Any, Any]]:
+def _items(pairs: list[Json]) -> Iterator[tuple[object, object]]:
     keys, values = [pair[0] for pair in pairs], [_from_json(pair[1]) for pair in pairs]
     return zip(_keys(keys), values, strict=True)
 
@@ -88,7 +100,7 @@ _UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionErr
 """What JSON that means nothing raises; an OverflowError is a number that no float holds."""
 
 
-def _from_json(value: Any) -> Any:
+def _from_json(value: Json) -> object:
     if isinstance(value, list):
         return [_from_json(v) for v in value]
     if isinstance(value, dict):
@@ -98,7 +110,7 @@ def _from_json(value: Any) -> Any:
     return value
 
 
-def encode(value: Any, name: str) -> bytes:
+def encode(value: object, name: str) -> bytes:
     """The bytes that stand for a value; `name` says in an error whose it is."""
     data = _encode(value, name)
     if len(data) > OBJECT_BYTES:
@@ -109,7 +121,7 @@ def encode(value: Any, name: str) -> bytes:
     return data
 
 
-def _encode(value: Any, name: str) -> bytes:
+def _encode(value: object, name: str) -> bytes:
     try:
         return PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
     except (_NotPlain, ValueError, RecursionError):
@@ -119,7 +131,7 @@ def _encode(value: Any, name: str) -> bytes:
     return TORCH + torch_objects.encode(value, name)
 
 
-def decode(data: bytes, name: str) -> Any:
+def decode(data: bytes, name: str) -> object:
     """The value; a value outside the allow-list is LoadFailed, damaged bytes are CorruptCheckpoint."""
     if data[:1] == PLAIN:
         try:

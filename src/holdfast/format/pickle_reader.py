@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
 
 MARKS = 1000
 BYTES_PER_CONTAINER = 4
@@ -40,7 +39,9 @@ class Global:
 
     __slots__ = ("make", "module", "name")
 
-    def __init__(self, module: str, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None) -> None:
+    def __init__(
+        self, module: str, name: str, make: Callable[[tuple[object, ...]], object] | None = None
+    ) -> None:
         self.module, self.name, self.make = module, name, make
 
     def __repr__(self) -> str:
@@ -52,9 +53,9 @@ class Record:
 
     __slots__ = ("args", "kind", "state")
 
-    def __init__(self, kind: Global, args: tuple[Any, ...]) -> None:
+    def __init__(self, kind: Global, args: tuple[object, ...]) -> None:
         self.kind, self.args = kind, args
-        self.state: Any = None
+        self.state: object = None
 
 
 class Reader:
@@ -63,36 +64,36 @@ class Reader:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._stack: list[Any] = []
+        self._stack: list[object] = []
         """What was built since the last mark."""
-        self._below: list[list[Any]] = []
+        self._below: list[list[object]] = []
         """The stacks below each mark."""
-        self._memo: list[Any] = []
-        self._names: dict[tuple[str, str], Any] = {}
+        self._memo: list[object] = []
+        self._names: dict[tuple[str, str], object] = {}
         self._room = SOME_CONTAINERS + len(data) // BYTES_PER_CONTAINER
         """Containers that may still be made."""
-        self._result: Any = None
+        self._result: object = None
 
     # -- what others may say differently --------------------------------------------------------
 
-    def resolve(self, module: str, name: str) -> Any:
+    def resolve(self, module: str, name: str) -> object:
         """What a name stands for: a Global, or a plain value."""
         raise BadPickle(f"it names {module}.{name}, which is not part of the format")
 
-    def call(self, kind: Any, args: Any) -> Any:
+    def call(self, kind: object, args: object) -> object:
         """The value of `kind(*args)`."""
         if type(kind) is not Global or type(args) is not tuple:
             raise BadPickle("it calls what is no name")
         return Record(kind, args) if kind.make is None else kind.make(args)
 
-    def build(self, target: Any, state: Any) -> None:
+    def build(self, target: object, state: object) -> None:
         """Give an instance its state; attributes of a dict are dropped."""
         if isinstance(target, Record):
             target.state = state
         elif type(target) is not dict:
             raise BadPickle("it gives a state to what has none")
 
-    def put(self, target: Any, items: list[Any]) -> None:
+    def put(self, target: object, items: list[object]) -> None:
         """Keys and values, alternating, into a dict."""
         if type(target) is not dict or len(items) % 2:
             raise BadPickle("it puts items into what is no dict")
@@ -102,13 +103,13 @@ class Reader:
                 _check_key(key)
             target[key] = next(rest)
 
-    def persistent(self, about: Any) -> Any:
+    def persistent(self, about: object) -> object:
         """A value that is kept outside the pickle."""
         raise BadPickle("it refers to values outside it")
 
     # -- the machine ------------------------------------------------------------------------------
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """The value, or BadPickle."""
         table = [getattr(self, name) for name in _NAMES]
         data, at = self._data, 0
@@ -240,7 +241,7 @@ class Reader:
         self._stack = []
         return at
 
-    def _since_mark(self) -> list[Any]:
+    def _since_mark(self) -> list[object]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
@@ -289,7 +290,7 @@ class Reader:
         self._extend(self._since_mark())
         return at
 
-    def _extend(self, items: list[Any]) -> None:
+    def _extend(self, items: list[object]) -> None:
         target = self._stack[-1]
         if type(target) is not list:
             raise BadPickle("it appends to what is no list")
@@ -315,7 +316,7 @@ class Reader:
 
     # names and instances
 
-    def _resolved(self, module: Any, name: Any) -> Any:
+    def _resolved(self, module: object, name: object) -> object:
         if type(module) is not str or type(name) is not str or max(len(module), len(name)) > NAME:
             raise BadPickle("it refers to something by what is no name")
         if (module, name) not in self._names:
@@ -362,11 +363,10 @@ class _Stop(Exception):
     """The pickle is at its end."""
 
 
-def _check_key(key: Any) -> None:
-    kind = type(key)
-    if kind is Record or key is None or kind is bool or (kind is int and -SMALL < key < SMALL):
-        return
-    raise BadPickle(f"a key in it is a {kind.__name__}, or a large number")
+def _check_key(key: object) -> None:
+    small = type(key) is int and -SMALL < key < SMALL
+    if not small and key is not None and type(key) not in (Record, bool):
+        raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
 
 
 _OPERATIONS = range(4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.archive import Archive, BadArchive
@@ -63,10 +63,12 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _tensor(args: tuple[Any, ...]) -> _Tensor:
+def _tensor(args: tuple[object, ...]) -> _Tensor:
     """A call of `_rebuild_tensor_v2` or `_v3`."""
     storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
-    if type(storage) is not _Storage or not _whole((start,)) or not _whole(shape) or not _whole(stride):
+    if type(storage) is not _Storage or not _is_whole(shape) or not _is_whole(stride):
+        raise BadPickle("it makes a tensor of other values")
+    if type(start) is not int or not _is_whole((start,)):
         raise BadPickle("it makes a tensor of other values")
     named = rest[2] if storage.kind == "UntypedStorage" and len(rest) > 2 else storage.kind
     if type(named) is not str or len(shape) != len(stride):
@@ -74,7 +76,8 @@ def _tensor(args: tuple[Any, ...]) -> _Tensor:
     return _Tensor(storage.key, _STORAGES.get(named, named), start, shape, stride)
 
 
-def _whole(values: Any) -> bool:
+def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
+    """Are these few whole numbers, from 0 on, whose products int64 arithmetic can bear?"""
     return (
         type(values) is tuple
         and len(values) <= 64
@@ -82,18 +85,18 @@ def _whole(values: Any) -> bool:
     )
 
 
-def _first(args: tuple[Any, ...]) -> Any:
+def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
 
-def _hooks(args: tuple[Any, ...]) -> dict[Any, Any]:
+def _hooks(args: tuple[object, ...]) -> dict[object, object]:
     return {}
 
 
 class _Plan(Reader):
     """`data.pkl` of one tensor: which storage, where in it, which strides."""
 
-    def resolve(self, module: str, name: str) -> Any:
+    def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
         if make is not None:
             return Global(module, name, make)
@@ -102,7 +105,7 @@ class _Plan(Reader):
             return name
         return super().resolve(module, name)
 
-    def persistent(self, about: Any) -> _Storage:
+    def persistent(self, about: object) -> _Storage:
         if (
             type(about) is not tuple
             or len(about) < 3

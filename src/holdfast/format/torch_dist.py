@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,18 +38,18 @@ _APART = frozenset("/\\\0")
 _MOST_ELEMENTS = 1 << 58
 
 
-def _size(args: tuple[Any, ...]) -> Any:
+def _size(args: tuple[object, ...]) -> object:
     """A torch.Size."""
     if len(args) != 1 or type(args[0]) is not tuple:
         raise BadPickle("it makes a torch.Size of what is no tuple")
     return args[0]
 
 
-def _first(args: tuple[Any, ...]) -> Any:
+def _first(args: tuple[object, ...]) -> object:
     return args[0] if args else None
 
 
-def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+def _empty_dict(args: tuple[object, ...]) -> dict[object, object]:
     if args:
         raise BadPickle("it makes an OrderedDict of other values")
     return {}
@@ -58,7 +58,7 @@ def _empty_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
 class _Metadata(Reader):
     """`.metadata`, in which every class but a few is a record."""
 
-    def resolve(self, module: str, name: str) -> Any:
+    def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
         if make is not None:
             return Global(module, name, make)
@@ -78,6 +78,8 @@ _MADE = {
 
 
 class Entry(NamedTuple):
+    """A tensor or an object of a checkpoint."""
+
     name: str
     kind: int
     dtype: str
@@ -92,38 +94,53 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
             stored = _stored(root.get("storage_data"))
-            return [_entry(name, said, stored.get(name, {}), where) for name, said in described]
+            return [_entry(said, stored.get(said.name, {}), where) for said in described]
     except BadPickle as error:
         raise CorruptCheckpoint(
             f"{where} can't be read as the metadata of a torch_dist checkpoint: {error}."
         ) from None
 
 
-def _described(found: Any, length: int) -> list[tuple[str, dict[str, Any]]]:
+class _Described(NamedTuple):
+    """What `state_dict_metadata` says of a name."""
+
+    name: str
+    fields: dict[str, object]
+    chunks: list[object] | None
+    """Records of its chunks; None for an object."""
+
+
+def _described(found: object, length: int) -> list[_Described]:
     """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is
     long."""
     if type(found) is not dict or not all(type(name) is str for name in found):
         raise BadPickle("it describes no tensors")
-    described = [(name, _state(found[name])) for name in sorted(found)]
-    chunks = [said["chunks"] for _, said in described if "chunks" in said]
-    if not all(type(some) is list for some in chunks) or sum(map(len, chunks)) > length:
-        raise BadPickle("it describes more chunks than its length can pay for, or chunks that are no list")
+    described, count = [], 0
+    for name in sorted(found):
+        fields = _state(found[name])
+        chunks = fields.get("chunks", [])
+        if not isinstance(chunks, list):
+            raise BadPickle("it describes chunks that are no list")
+        count += len(chunks)
+        described.append(_Described(name, fields, chunks if "chunks" in fields else None))
+    if count > length:
+        raise BadPickle("it describes more chunks than its length can pay for")
     return described
 
 
-def _state(record: Any) -> dict[str, Any]:
+def _state(record: object) -> dict[str, object]:
     """The fields of a record."""
     if type(record) is not Record or not (record.state is None or type(record.state) is dict):
         raise BadPickle("a part of it is of another kind than it should be")
     return record.state or {}
 
 
-def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
+def _stored(found: object) -> dict[str, dict[bytes | None, object]]:
     """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to
     collide."""
     if type(found) is not dict:
         raise BadPickle("it does not say where anything is stored")
-    stored: dict[str, dict[bytes | None, Any]] = {}
+    stored: dict[str, dict[bytes | None, object]] = {}
     for key, info in found.items():
         about = _state(key)
         name, offset = about.get("fqn"), about.get("offset")
@@ -133,9 +150,9 @@ def _stored(found: Any) -> dict[str, dict[bytes | None, Any]]:
     return stored
 
 
-def _packed(dims: Any) -> bytes:
+def _packed(dims: object) -> bytes:
     """Dimensions as bytes, once they are whole numbers from 0 on."""
-    if type(dims) not in (tuple, list) or len(dims) >= len(_PACKS):
+    if not isinstance(dims, tuple | list) or len(dims) >= len(_PACKS):
         raise BadPickle("a shape or an offset in it is none")
     try:
         packed = _PACKS[len(dims)].pack(*dims)
@@ -146,21 +163,24 @@ def _packed(dims: Any) -> bytes:
     return packed
 
 
-def _dims(values: Any) -> tuple[int, ...]:
-    _packed(values)
-    return tuple(values)
+def _dims(values: object) -> tuple[int, ...]:
+    """Dimensions, once they are known to be some."""
+    packed = _packed(values)
+    return _PACKS[len(packed) // 8].unpack(packed)
 
 
-def _entry(name: str, said: dict[str, Any], stored: dict[bytes | None, Any], where: str) -> Entry:
-    if "chunks" not in said:
+def _entry(said: _Described, stored: dict[bytes | None, object], where: str) -> Entry:
+    """A name's entry, with where each of its chunks is stored."""
+    name = said.name
+    if said.chunks is None:
         chunk = _chunk(name, (), (), stored.get(None), where)
         check_size(f"The object {_short(name)} of {where}", chunk.length, OBJECT_BYTES)
         return Entry(name, OBJECT, "uint8", (), [chunk])
-    shape, dtype = _dims(said.get("size")), _dtype(said.get("properties"))
+    shape, dtype = _dims(said.fields.get("size")), _dtype(said.fields.get("properties"))
     if math.prod(max(side, 1) for side in shape) > _MOST_ELEMENTS:
         raise BadPickle(f"{_short(name)} has the shape {list(shape)}")
     chunks = []
-    for part in said["chunks"]:
+    for part in said.chunks:
         about = _state(part)
         offset, size = _dims(about.get("offsets")), _dims(about.get("sizes"))
         if 0 in size:
@@ -175,7 +195,7 @@ def _beyond(start: int, size: int, side: int) -> bool:
     return start + size > side
 
 
-def _dtype(properties: Any) -> str:
+def _dtype(properties: object) -> str:
     if type(properties) is not Record:
         raise BadPickle("a tensor has no properties")
     state = properties.state
@@ -189,7 +209,7 @@ def _short(name: str) -> str:
     return repr(name if len(name) <= 200 else name[:199] + "…")
 
 
-def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: Any, where: str) -> Chunk:
+def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: object, where: str) -> Chunk:
     if info is None:
         raise BadPickle(f"it does not say where {_short(name)} is stored at {list(offset)}")
     info = _state(info)

@@ -12,10 +12,9 @@ import argparse
 import collections
 import io
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,9 +25,11 @@ from holdfast.format.archive import BadArchive
 from holdfast.format.pickle_reader import BadPickle
 from holdfast.layout.tensor import listed
 
-_numpy: Any = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
+_numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
-_ALLOWED: list[Any] = [
+Allowed = Callable[..., object]
+"""A class, or a function that a pickle may call."""
+_ALLOWED: list[Allowed] = [
     argparse.Namespace,
     collections.OrderedDict,
     collections.Counter,
@@ -47,12 +48,12 @@ _ALLOWED: list[Any] = [
 
 
 _lock = threading.Lock()
-_allowed: dict[Any, tuple[int, Any]] = {}
+_allowed: dict[Allowed, tuple[int, AbstractContextManager[object]]] = {}
 """What is allowed for now: how many want it, and what takes it back."""
 
 
 @contextmanager
-def allowing(kinds: Iterable[Any]) -> Iterator[None]:
+def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
     """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and
     what another thread wants stays allowed until that one is done."""
     mine = list(kinds)
@@ -63,7 +64,7 @@ def allowing(kinds: Iterable[Any]) -> Iterator[None]:
                 count, ends = _allowed[kind]
                 _allowed[kind] = count + 1, ends
             elif kind not in present:
-                manager: Any = torch.serialization.safe_globals([kind])
+                manager: AbstractContextManager[object] = torch.serialization.safe_globals([kind])
                 manager.__enter__()
                 _allowed[kind] = 1, manager
     try:
@@ -71,15 +72,17 @@ def allowing(kinds: Iterable[Any]) -> Iterator[None]:
     finally:
         with _lock:
             for kind in mine:
-                count, ends = _allowed.get(kind, (0, None))
+                if kind not in _allowed:
+                    continue
+                count, ends = _allowed[kind]
                 if count > 1:
                     _allowed[kind] = count - 1, ends
-                elif count == 1:
+                else:
                     ends.__exit__(None, None, None)
                     del _allowed[kind]
 
 
-def _read(data: bytes) -> Any:
+def _read(data: bytes) -> object:
     object_check.check(data)
     with allowing(_ALLOWED):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -92,7 +95,7 @@ def _reason(error: Exception) -> str:
     return next((line for line in telling if line), lines[0])[:200]
 
 
-def encode(value: Any, name: str) -> bytes:
+def encode(value: object, name: str) -> bytes:
     """torch's bytes for a value, once they were shown to load again."""
     buffer = io.BytesIO()
     try:
@@ -110,7 +113,7 @@ def encode(value: Any, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def decode(data: bytes, name: str) -> Any:
+def decode(data: bytes, name: str) -> object:
     """The value, built by the restricted unpickler."""
     try:
         return _read(data)

@@ -12,12 +12,12 @@ same lane are placed anew, by their lengths.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[Any]
+Array = npt.NDArray[np.int64]
 
 
 class DeferredOffset(NamedTuple):

@@ -18,9 +18,12 @@ Replica = tuple[int, int]
 
 
 class Memory(Protocol):
-    """The bytes of one shard, row-major over its box. `address` is 0 unless they lie so in host memory."""
+    """The bytes of one shard, row-major over its box."""
 
-    address: int
+    @property
+    def address(self) -> int:
+        """Where they lie in host memory; 0 if not there, or not row-major."""
+        ...
 
     def gather(self, box: Box, out: Buffer) -> None:
         """Copy a sub-box (relative to the shard) into a buffer, row-major."""

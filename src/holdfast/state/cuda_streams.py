@@ -7,8 +7,6 @@ to.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from holdfast.plan.shard_table import ShardTable
@@ -19,7 +17,7 @@ class CallerStreams:
     holding."""
 
     def __init__(self, table: ShardTable) -> None:
-        self.streams: list[Any] = []
+        self.streams: list[torch.cuda.Stream] = []
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}

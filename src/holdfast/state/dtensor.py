@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -26,16 +26,23 @@ from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.deferred_offset import DeferredOffset, told
 from holdfast.layout.tensor import TensorSpec
-from holdfast.plan.shard_table import ShardTable
+from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import has_memory, settled, type_name
 from holdfast.state.tensors import spec_of
+
+if TYPE_CHECKING:  # importing DTensor takes seconds; who has one has done so
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 CHUNKS = "__create_chunk_list__"
 """A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
 GET_SHARD = "__get_tensor_shard__"
 """A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec)
 has it."""
+_PLACE, _SPANS = "_holdfast_place", "_holdfast_spans"
+"""Attributes that we give to a mesh, so that what they say is found out once for each mesh."""
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
 Cuts = tuple[tuple[int, int, int], ...]
@@ -117,23 +124,24 @@ class Place(NamedTuple):
     """Mesh dimensions in the order in which they cut, if it is not the placements' own."""
 
 
-def place_in(mesh: Any) -> Place:
-    known: Place | None = getattr(mesh, "_holdfast_place", None)
+def place_in(mesh: DeviceMesh) -> Place:
+    known: Place | None = getattr(mesh, _PLACE, None)
     order = getattr(mesh, "_shard_order", None)  # set anew for every parameter, by Megatron-FSDP
     if known is None or known.order != (order and tuple(order)):
         coordinate = mesh.get_coordinate()
         here = None if coordinate is None else tuple(map(int, coordinate))
         known = Place(tuple(map(int, mesh.mesh.shape)), here, order and tuple(map(int, order)))
-        mesh._holdfast_place = known
+        setattr(mesh, _PLACE, known)
     return known
 
 
-def spans(mesh: Any, everyone: tuple[int, ...]) -> bool:
+def spans(mesh: DeviceMesh, everyone: tuple[int, ...]) -> bool:
     """Does the mesh contain just the participants? The answer is kept for as long as they are the same
     object."""
-    known: tuple[tuple[int, ...], bool] | None = getattr(mesh, "_holdfast_spans", None)
+    known: tuple[tuple[int, ...], bool] | None = getattr(mesh, _SPANS, None)
     if known is None or known[0] is not everyone:
-        known = mesh._holdfast_spans = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
+        known = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
+        setattr(mesh, _SPANS, known)
     return known[1]
 
 
@@ -197,7 +205,7 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
 
 
 def add_dtensor(
-    table: ShardTable, name: str, value: Any, everyone: tuple[int, ...], undeclared: tuple[int, int] | None
+    table: ShardTable, name: str, value: DTensor, everyone: tuple[int, ...], undeclared: Replica | None
 ) -> None:
     """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
 
@@ -253,7 +261,7 @@ def add_dtensor(
         )
 
 
-def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
+def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
     """The parts of a local tensor that is made of several, and where they lie; None for one that has its own
     memory."""
     if not hasattr(local, GET_SHARD):
@@ -283,7 +291,7 @@ def _parts(name: str, local: Any) -> list[tuple[Box, torch.Tensor]] | None:
     return found
 
 
-def _open_axis(name: str, value: Any, shape: Dims, found: Pieces, layout: _Layout) -> int:
+def _open_axis(name: str, value: DTensor, shape: Dims, found: Pieces, layout: _Layout) -> int:
     """The axis along which this rank has another length than an even cut gives, so that its offset is not
     known."""
     if layout.even and value._local_tensor.numel():
@@ -314,10 +322,10 @@ def _add_told(
     table: ShardTable,
     spec: TensorSpec,
     local: torch.Tensor,
-    chunks: Sequence[Any],
+    chunks: Sequence[ChunkStorageMetadata],
     layout: _Layout,
     even: Pieces,
-    declared: Any,
+    declared: Replica | None,
 ) -> None:
     """A local tensor that says itself where it lies, as torch DCP asks it."""
     shape = tuple(local.shape)
@@ -339,7 +347,7 @@ def _add(
     table: ShardTable,
     spec: TensorSpec,
     box: Box,
-    declared: Any,
+    declared: Replica | None,
     local: torch.Tensor,
     late: DeferredOffset | None,
 ) -> None:

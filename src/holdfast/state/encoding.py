@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from holdfast.errors import BadInput
 from holdfast.format import objects
 
 
-def encoded(name: str, value: Any) -> bytes:
+def encoded(name: str, value: object) -> bytes:
     """The bytes that stand for a value; BadInput, in one sentence, for one that has none."""
     try:
         return objects.encode(value, name)
@@ -26,10 +25,10 @@ def encoded(name: str, value: Any) -> bytes:
         ) from None
 
 
-def _odd_array(value: Any) -> np.dtype[Any] | None:
+def _odd_array(value: object) -> str | None:
     """The dtype of a NumPy array in a value that is not of numbers."""
     if isinstance(value, np.ndarray | np.generic):
-        return None if value.dtype.kind in "biufc" else value.dtype
+        return None if value.dtype.kind in "biufc" else str(value.dtype)
     if isinstance(value, Mapping):
         value = value.values()
     elif not isinstance(value, list | tuple | set):

@@ -25,7 +25,7 @@ from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.dtensor import add_dtensor
 from holdfast.state.encoding import encoded
-from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest
+from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast.state.memory import BytesMemory, Part
 from holdfast.state.meta import is_meta, materialize
 from holdfast.state.modules import load_module
@@ -33,6 +33,7 @@ from holdfast.state.optimizer_state import load_optimizer, with_lazy_states
 from holdfast.state.sharded import add_checkpointable, add_sharded, is_checkpointable
 from holdfast.state.structure import (
     STRUCTURE,
+    Stateful,
     describe,
     has_tensors,
     is_empty,
@@ -63,7 +64,7 @@ class Leaf:
     fits: bool = False
     """A load fills what the stored shape and this tensor's have in common, and zeroes the rest: a vocabulary
     that is padded differently."""
-    source: Any = None
+    source: object = None
     """What is told once a load has filled it, if its container is live."""
     outer: torch.Tensor | None = None
     """The wrapper tensor that this one is a part of."""
@@ -86,7 +87,7 @@ class Flat:
     """To be called once everything is loaded: load_state_dict of stateful values, innermost first."""
 
 
-def flatten(state: Mapping[Any, Any], rank: int) -> Flat:
+def flatten(state: StateDict, rank: int) -> Flat:
     """All leaves, in the order of the state. Two leaves under one name are an error."""
     if is_stateful(state):
         state = {"": state}
@@ -110,7 +111,7 @@ def flatten(state: Mapping[Any, Any], rank: int) -> Flat:
 
 
 def _walk(
-    value: Any, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False
+    value: object, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False
 ) -> None:
     leaves = flat.leaves
     first = len(leaves)
@@ -152,7 +153,7 @@ _CALLS_NOTHING = (torch.Tensor, str, int, float, bytes, type(None))
 _AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
 
 
-def _walk_mapping(mapping: Mapping[Any, Any], name: str, flat: Flat, rank: int, private: bool) -> None:
+def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private: bool) -> None:
     """Its leaves are in its own order. If something of the user's may be called on the way, that is done in
     the order of names."""
     leaves, first = flat.leaves, len(flat.leaves)
@@ -193,7 +194,7 @@ def _walk_tensor(
         leaf.outer = value
 
 
-def _walk_stateful(value: Any, name: str, flat: Flat, rank: int, private: bool) -> None:
+def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: bool) -> None:
     state = value.state_dict()
     if isinstance(value, torch.optim.Optimizer):
         state = with_lazy_states(value, state)
@@ -213,7 +214,7 @@ def _walk_stateful(value: Any, name: str, flat: Flat, rank: int, private: bool) 
     flat.after.append(give_back)
 
 
-def _walk_items(value: Any, name: str, flat: Flat, rank: int, private: bool) -> None:
+def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, private: bool) -> None:
     items = list(value)
     if all(isinstance(item, Shard) for item in items):
         flat.leaves += [Leaf(name, item, _fixed) for item in items]
@@ -231,19 +232,19 @@ def _walk_items(value: Any, name: str, flat: Flat, rank: int, private: bool) -> 
         _walk(item, join(name, position), put, flat, rank, private)
 
 
-def _fixed(value: Any) -> None:
+def _fixed(value: object) -> None:
     """What stands here is filled in place; nothing else can be put there."""
 
 
-def _setter(container: Any, key: Any) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
+def _setter(container: Any, key: object) -> Callable[[object], None]:
+    def put(value: object) -> None:
         container[key] = value
 
     return put
 
 
-def _attribute(holder: PerRank) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
+def _attribute(holder: PerRank) -> Callable[[object], None]:
+    def put(value: object) -> None:
         holder.value = value
 
     return put

@@ -11,12 +11,15 @@ give what was found the last time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-State = dict[str, Any]
+State: TypeAlias = dict[str, Any]
+"""A state by names. The values are the user's: only those who know a name know what it stands for."""
+StateDict: TypeAlias = Mapping[Any, Any]
+"""A dict of the user's, or an optimizer's, to be read: its keys may be numbers, too."""
 _GONE = object()
 
 
@@ -28,7 +31,7 @@ class Source(Protocol):
         ...
 
 
-def renew(target: MutableMapping[Any, Any], fresh: Mapping[Any, Any], last: dict[Any, Any]) -> None:
+def renew(target: MutableMapping[Any, Any], fresh: StateDict, last: dict[Any, Any]) -> None:
     """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the
     user's."""
     for key in [key for key in last if key not in fresh]:
@@ -57,7 +60,7 @@ class Rest:
 
     def __init__(
         self,
-        fill: Callable[[Mapping[Any, Any]], None],
+        fill: Callable[[StateDict], None],
         make: Make | None = None,
         parameter: torch.Tensor | None = None,
         takes: Callable[[str], bool] = lambda key: True,
@@ -71,7 +74,7 @@ class OpenDict(dict[Any, Any]):
 
     __slots__ = ("takes",)
 
-    def __init__(self, content: Mapping[Any, Any], takes: Callable[[str], bool] = lambda key: True) -> None:
+    def __init__(self, content: StateDict, takes: Callable[[str], bool] = lambda key: True) -> None:
         super().__init__(content)
         self.takes = takes
 
@@ -87,7 +90,7 @@ class LiveDict(dict[Any, Any]):
 
     def __init__(
         self,
-        fetch: Callable[[], Mapping[Any, Any]],
+        fetch: Callable[[], StateDict],
         source: Source | None = None,
         rest: Callable[[], list[tuple[str, Rest]]] = list,
     ) -> None:
@@ -106,7 +109,7 @@ class LiveDict(dict[Any, Any]):
         fresh = self._fetch()
         self._last |= {key: value for key, value in self.items() if key in fresh}
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         self.look_again()
         return dict, (dict(self),)
 
@@ -122,7 +125,7 @@ class ParameterState(LiveDict):
 
     def __init__(
         self,
-        fetch: Callable[[], Mapping[Any, Any]],
+        fetch: Callable[[], StateDict],
         parameter: torch.Tensor,
         make: Make,
         zeros: Callable[[], State] = dict,
@@ -137,7 +140,7 @@ class ParameterState(LiveDict):
         one of earlier."""
         return bool(self) or self.parameter.requires_grad
 
-    def fill(self, loaded: Mapping[Any, Any]) -> None:
+    def fill(self, loaded: StateDict) -> None:
         """Put a loaded state in the present one's place."""
         self.clear()
         self.update(loaded)
@@ -174,20 +177,20 @@ class LiveList(list[Any]):
         """As a LiveDict's."""
         self._last = [dict(group) if isinstance(group, Mapping) else {} for group in self]
 
-    def replace(self, loaded: Any) -> None:
+    def replace(self, loaded: Iterable[object]) -> None:
         """Put a loaded list in the present one's place."""
         self[:] = loaded
 
-    def plain(self) -> list[Any]:
+    def plain(self) -> list[object]:
         """A list of dicts that is to be stored as one object."""
         return [dict(group) if isinstance(group, Mapping) else group for group in self]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         self.look_again()
         return list, (list(self),)
 
 
-def settle(value: Any) -> None:
+def settle(value: object) -> None:
     """Settle a state and what is in it, and look at it again."""
     if isinstance(value, LiveDict | LiveList):
         value.settle()

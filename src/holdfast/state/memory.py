@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import LoadFailed
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
+from holdfast.plan.shard_table import Memory, Replica
 
 
 class TensorMemory:
@@ -123,8 +124,8 @@ class Part(NamedTuple):
 
     spec: TensorSpec
     box: Box
-    memory: Any
-    replica: tuple[int, int] = (0, 1)
+    memory: Memory
+    replica: Replica = (0, 1)
 
     @staticmethod
     def object(name: str, data: bytes) -> Part:

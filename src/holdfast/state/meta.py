@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -13,14 +13,14 @@ from holdfast.state.subclasses import is_dtensor, is_sharded_tensor, is_wrapper,
 from holdfast.torch_private import devices
 
 
-def is_meta(value: Any) -> bool:
+def is_meta(value: object) -> TypeGuard[torch.Tensor]:
     """Is it a tensor without memory?"""
     if not isinstance(value, torch.Tensor) or is_sharded_tensor(value):
         return False
     return value.device.type == "meta"
 
 
-def materialize(name: str, tensor: Any, fixed: bool = False) -> torch.Tensor:
+def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.Tensor:
     """An uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of the
     default process group.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -22,7 +21,7 @@ _WRAPPERS = {
 
 
 @lru_cache(maxsize=4096)
-def _kinds(kind: Any) -> frozenset[str]:
+def _kinds(kind: type) -> frozenset[str]:
     return frozenset(base.__name__ for base in kind.__mro__)
 
 
@@ -31,7 +30,7 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
     below."""
     wrappers: dict[int, str] = {}
     for path, module in part.named_modules():
-        kind: Any = type(module)
+        kind: type = type(module)
         kinds = _kinds(kind)
         if "FullyShardedDataParallel" in kinds:
             raise BadInput(
@@ -103,7 +102,7 @@ def state_of(parts: Sequence[torch.nn.Module]) -> State:
 
 
 def given_of(
-    parts: Sequence[torch.nn.Module], state: Mapping[str, Any], strict: bool
+    parts: Sequence[torch.nn.Module], state: Mapping[str, object], strict: bool
 ) -> list[tuple[torch.nn.Module, State]]:
     """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
     left, found = set(state), []
@@ -131,7 +130,7 @@ def given_of(
     return found
 
 
-def give(part: torch.nn.Module, given: Mapping[str, Any]) -> None:
+def give(part: torch.nn.Module, given: Mapping[str, object]) -> None:
     """Load some of a module's values; what it has on the meta device is replaced."""
     unmade = _on_meta(part, given) if given else {}
     if unmade:
@@ -139,13 +138,13 @@ def give(part: torch.nn.Module, given: Mapping[str, Any]) -> None:
     part.load_state_dict({path: value for path, value in given.items() if path not in unmade}, strict=False)
 
 
-def load_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+def load_module(module: torch.nn.Module, state: Mapping[str, object]) -> None:
     """`load_state_dict` of a module that had tensors on the meta device, which are replaced."""
     _assign(module, _on_meta(module, state))
     module.load_state_dict(state)
 
 
-def _on_meta(module: torch.nn.Module, state: Mapping[str, Any]) -> State:
+def _on_meta(module: torch.nn.Module, state: Mapping[str, object]) -> State:
     """Of a loaded state what the module has no memory for yet."""
     meta = {
         path

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import BadInput
-from holdfast.state.live import LiveDict, LiveList, ParameterState, Rest, State, settle
+from holdfast.state.live import LiveDict, LiveList, ParameterState, Rest, State, StateDict, settle
 from holdfast.state.modules import ModelView, give, given_of, name_of, names_of
 from holdfast.state.optimizer_state import Given, check_whole, make, zeros_of
 from holdfast.state.structure import is_nested
@@ -34,7 +34,7 @@ def get_state_dict(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizers: Optimizers = (),
     *,
-    options: Any = None,
+    options: object = None,
     missing: str = "skip",
     flatten_optimizer_state_dict: bool = False,
 ) -> tuple[State, State]:
@@ -72,9 +72,9 @@ def set_state_dict(
     model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizers: Optimizers = (),
     *,
-    model_state_dict: Mapping[str, Any],
-    optim_state_dict: Mapping[str, Any],
-    options: Any = None,
+    model_state_dict: Mapping[str, object],
+    optim_state_dict: Mapping[str, object],
+    options: object = None,
     strict: bool = True,
 ) -> None:
     """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this
@@ -124,7 +124,7 @@ def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
     return several
 
 
-def _check(options: Any, call: str) -> None:
+def _check(options: object, call: str) -> None:
     for name in ("full_state_dict", "broadcast_from_rank0", "cpu_offload"):
         if getattr(options, name, False):
             raise BadInput(
@@ -238,7 +238,7 @@ class OptimizerView:
             if path not in self.state and (make_it is None or optimizer.state.get(parameter))
         ]
 
-    def _fill(self, path: str, loaded: Mapping[Any, Any]) -> None:
+    def _fill(self, path: str, loaded: StateDict) -> None:
         self.state.update({f"{path}.{key}": value for key, value in loaded.items()})
 
 
@@ -271,7 +271,7 @@ class _Changes:
         self,
         parts: Sequence[torch.nn.Module],
         optimizers: Sequence[torch.optim.Optimizer],
-        optim_state_dict: Mapping[str, Any],
+        optim_state_dict: StateDict,
     ) -> None:
         names = names_of(parts)
         optim = _nested(optim_state_dict) if "param_groups" not in optim_state_dict else optim_state_dict
@@ -303,10 +303,12 @@ class _Changes:
                 optimizer.state[parameter] = state
         for group, found in self._hypers:
             for key, value in found.items():
-                group[key] = value.to(group[key].device) if _is_tensor(value, group.get(key)) else value
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    value = value.to(group[key].device)
+                group[key] = value
 
 
-def _is_same(present: Any, state: State) -> bool:
+def _is_same(present: object, state: State) -> bool:
     """Are these the optimizer's own values, so that nothing is to be done?"""
     return (
         isinstance(present, dict)
@@ -315,7 +317,7 @@ def _is_same(present: Any, state: State) -> bool:
     )
 
 
-def _now(state: Any) -> Any:
+def _now(state: StateDict | None) -> StateDict | None:
     """A state that is still empty is what the optimizer has by now."""
     if isinstance(state, ParameterState) and not state:
         state.look_again()
@@ -337,23 +339,19 @@ def _one_of(found: dict[str, State]) -> State:
     return first or {}
 
 
-def _is_tensor(*values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
-
-
-def _differ(one: Any, other: Any) -> bool:
+def _differ(one: object, other: object) -> bool:
     if one is other:
         return False
-    if _is_tensor(one, other):
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one.cpu(), other.cpu())
     with suppress(Exception):
         return bool(one != other)
     return True
 
 
-def _nested(flat: Mapping[str, Any]) -> State:
+def _nested(flat: StateDict) -> State:
     """torch's flat layout as the nested one. Names have dots, keys of states and groups have none."""
-    state: dict[str, Any] = {}
+    state: State = {}
     groups: dict[str, State] = {}
     for path, value in flat.items():
         kind, _, rest = path.partition(".")

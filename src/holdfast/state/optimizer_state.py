@@ -18,7 +18,7 @@ import torch
 
 from holdfast.errors import BadInput, MissingTensors
 from holdfast.state.dtensor import CHUNKS
-from holdfast.state.live import OpenDict, ParameterState, State
+from holdfast.state.live import OpenDict, ParameterState, State, StateDict
 from holdfast.state.structure import has_tensors
 from holdfast.state.subclasses import is_dtensor
 
@@ -26,7 +26,7 @@ _STEP = "step"
 
 
 def make(
-    group: Mapping[str, Any], parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
+    group: Mapping[str, object], parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
     """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
     if key != _STEP and tuple(shape) == tuple(parameter.shape):
@@ -45,7 +45,7 @@ def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | Non
     """Zeros that lie as the parameter does."""
     made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if is_dtensor(parameter):  # chunk metadata stands on the local tensor, and would stay behind
-        chunks = getattr(parameter._local_tensor, CHUNKS, None)  # type: ignore[attr-defined]
+        chunks = getattr(parameter._local_tensor, CHUNKS, None)
         if chunks is not None:
             setattr(made._local_tensor, CHUNKS, chunks)  # type: ignore[attr-defined]
     return made
@@ -76,7 +76,7 @@ class Given(NamedTuple):
 
     name: str
     parameter: torch.Tensor
-    state: Mapping[Any, Any] | None
+    state: StateDict | None
 
 
 def check_whole(group: Sequence[Given]) -> list[State]:
@@ -87,7 +87,7 @@ def check_whole(group: Sequence[Given]) -> list[State]:
     parameter has may depend on its size.) Raises MissingTensors for a part, but for one that lacks `step`
     only: no rank had taken one, and all saved zeros.
     """
-    alike: dict[Any, Counter[frozenset[Any]]] = {}
+    alike: dict[object, Counter[frozenset[object]]] = {}
     for _, parameter, state in group:
         if state:
             for kind in (tuple(parameter.shape), parameter.dim()):
@@ -95,7 +95,7 @@ def check_whole(group: Sequence[Given]) -> list[State]:
     return [_whole(given, group, alike) if given.state else {} for given in group]
 
 
-def _whole(given: Given, group: Sequence[Given], alike: Mapping[Any, Counter[frozenset[Any]]]) -> State:
+def _whole(given: Given, group: Sequence[Given], alike: Mapping[object, Counter[frozenset[object]]]) -> State:
     name, parameter, state = given
     assert state is not None
     for key, value in state.items():
@@ -122,8 +122,10 @@ def _whole(given: Given, group: Sequence[Given], alike: Mapping[Any, Counter[fro
 
 
 def _lacking(
-    mine: frozenset[Any], same_shape: Counter[frozenset[Any]], same_dimensions: Counter[frozenset[Any]]
-) -> frozenset[Any]:
+    mine: frozenset[object],
+    same_shape: Counter[frozenset[object]],
+    same_dimensions: Counter[frozenset[object]],
+) -> frozenset[object]:
     """What other states have, and this one should."""
     more = [keys for keys in same_shape if keys > mine]
     others = [keys for keys in same_dimensions if keys != mine]
@@ -135,24 +137,26 @@ def _lacking(
 # -- an optimizer that is in a state as it is ---------------------------------------------------------
 
 
-def with_lazy_states(optimizer: torch.optim.Optimizer, state: Any) -> Any:
+def with_lazy_states(optimizer: torch.optim.Optimizer, state: object) -> object:
     """What `optimizer.state_dict()` gave, in which parameters that have no state yet stand, too: a load can
     make theirs.
 
     One of another layout than torch's is left as it is.
     """
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    if not isinstance(state, Mapping):
+        return state
+    groups = state.get("param_groups")
     if not isinstance(groups, list) or not isinstance(state.get("state"), Mapping):
         return state
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
     if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
         return state
-    found: dict[Any, Any] = dict(state["state"])
+    found = dict(state["state"])
     for group, packed in zip(optimizer.param_groups, numbers, strict=True):
         for parameter, number in zip(group["params"], packed, strict=True):
             there = found.get(number) or {}
             found[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
-    whole = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
+    whole: State = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
     if has_tensors(groups):  # else they are one object
         whole["param_groups"] = [OpenDict(group) for group in groups]
     return whole
@@ -184,7 +188,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
             optimizer.state[parameter] = _in_dtype_of(states[number], now)
 
 
-def _in_dtype_of(loaded: Any, cast: Any) -> Any:
+def _in_dtype_of(loaded: object, cast: object) -> object:
     """What the optimizer has made of a loaded state, with the tensors that it has cast as they were."""
     if isinstance(loaded, torch.Tensor) and isinstance(cast, torch.Tensor):
         return loaded if loaded.dtype != cast.dtype else cast

@@ -8,8 +8,8 @@ each of its boxes lies at a local offset (an empty one: it is all of the tensor)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import is_sharded_tensor
 from holdfast.state.tensors import spec_of
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
@@ -35,9 +38,11 @@ def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
-def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Replica | None) -> None:
+def add_checkpointable(
+    table: ShardTable, name: str, tensor: torch.Tensor, undeclared: Replica | None
+) -> None:
     """The boxes of a CheckpointableTensor. Who else holds the same box is not said."""
-    shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, tensor.global_shape)))
+    shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, getattr(tensor, _FIELDS[0]))))
     starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(
@@ -57,12 +62,12 @@ def add_checkpointable(table: ShardTable, name: str, tensor: Any, undeclared: Re
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
 
 
-def _boxes(found: Any) -> list[tuple[int, ...]]:
+def _boxes(found: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
     return [tuple(map(int, box)) for box in found]
 
 
 def add_sharded(
-    table: ShardTable, name: str, value: Any, everyone: Sequence[int], undeclared: Replica | None
+    table: ShardTable, name: str, value: ShardedTensor, everyone: Sequence[int], undeclared: Replica | None
 ) -> None:
     """This rank's shards of a ShardedTensor. Each shard is one rank's, of those in its group.
 

@@ -9,12 +9,13 @@ stored with a description of its containers, if it has any.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
 from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
-from holdfast.state.live import ParameterState
+from holdfast.format.objects import Json
+from holdfast.state.live import ParameterState, StateDict
 from holdfast.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
 from holdfast.state.tensors import PerRank, Shard
 
@@ -22,10 +23,24 @@ STRUCTURE = "__structure__"
 """What the description of a nested state is called, under the state's own name."""
 LEAF = 0
 """The description of what is stored as it is."""
+Description: TypeAlias = Json
+"""LEAF, or a list that begins with the kind of a container: what `describe` gives, and a checkpoint may claim."""
 _ABSENT = object()
 
 
-def join(name: str, key: Any) -> str:
+class Stateful(Protocol):
+    """What keeps its state to itself: modules, optimizers, schedulers, data loaders."""
+
+    def state_dict(self) -> Any:
+        """Its state, mostly a dict."""
+        ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object:
+        """Take over a loaded one."""
+        ...
+
+
+def join(name: str, key: object) -> str:
     """The name of a part: the path to it, joined by dots."""
     if not isinstance(key, str | int | float | bool | tuple) and key is not None:
         raise BadInput(f"A dict under {name!r} has the key {key!r}; names are made of text and numbers.")
@@ -33,7 +48,7 @@ def join(name: str, key: Any) -> str:
     return f"{name}.{text}" if name and text else name or text
 
 
-def is_stateful(value: Any) -> bool:
+def is_stateful(value: object) -> TypeGuard[Stateful]:
     """Has it `state_dict` and `load_state_dict`?"""
     return (
         not isinstance(value, type)
@@ -42,7 +57,7 @@ def is_stateful(value: Any) -> bool:
     )
 
 
-def has_tensors(value: Any) -> bool:
+def has_tensors(value: object) -> bool:
     """Are there tensors in it? A list is taken apart only then."""
     if isinstance(value, torch.Tensor | Shard | PerRank | ParameterState) or is_stateful(value):
         return True
@@ -51,7 +66,7 @@ def has_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(has_tensors(v) for v in value)
 
 
-def is_nested(state: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
+def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
     """Has a parameter's state more to it than plain names with tensors and values? What is None may become
     anything."""
     return any(
@@ -60,12 +75,12 @@ def is_nested(state: Mapping[Any, Any], parameter: torch.Tensor) -> bool:
     )
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
     """Is it a container with nothing in it? A description says all of it."""
     return isinstance(value, Mapping | list | tuple) and not value
 
 
-def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
+def describe(value: object, parameter: torch.Tensor | None = None) -> Description:
     """The containers of a value, as a plain value: `["dict", [[key, part], ...]]`, `["list", [part, ...]]`,
     and so on.
 
@@ -84,7 +99,7 @@ def describe(value: Any, parameter: torch.Tensor | None = None) -> Any:
     return LEAF
 
 
-def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Any:
+def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Description:
     if type(value) is torch.Tensor:
         if value.layout is not torch.strided or value.is_contiguous() or not _is_dense(value):
             return LEAF
@@ -110,7 +125,7 @@ def _is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def _plain(context: Any) -> Any:
+def _plain(context: object) -> object:
     """torch.Size as a tuple: it is one, and can be stored as one."""
     if isinstance(context, Mapping):
         return {key: _plain(part) for key, part in context.items()}
@@ -119,13 +134,13 @@ def _plain(context: Any) -> Any:
     return [_plain(part) for part in context] if isinstance(context, list) else context
 
 
-def guess(keys: Iterable[str]) -> Any:
+def guess(keys: Iterable[str]) -> Description:
     """A description by names alone, for a checkpoint that has none (torch DCP's): numbers from 0 on without a
     gap are a list's."""
-    root: dict[str, Any] = {}
+    root: dict[str, Description] = {}
     for key in keys:
         *path, last = key.split(".")
-        node: Any = root
+        node: Description = root
         for part in path:
             node = node.setdefault(part, {}) if isinstance(node, dict) else None
         if isinstance(node, dict) and last not in node:
@@ -135,7 +150,7 @@ def guess(keys: Iterable[str]) -> Any:
     return ["dict", [[key, _guessed(node)] for key, node in root.items()]]
 
 
-def _guessed(node: Any) -> Any:
+def _guessed(node: Description) -> Description:
     if node == LEAF:
         return LEAF
     if not all(key.isdecimal() for key in node):
@@ -146,7 +161,9 @@ def _guessed(node: Any) -> Any:
     return ["dict", [[key, part] for key, part in numbered.items()]]
 
 
-def build(description: Any, name: str, values: Mapping[str, Any], present: Any = None) -> Any:
+def build(
+    description: Description, name: str, values: Mapping[str, object], present: object = None
+) -> object:
     """A value of its parts, which are in `values` by their names. What of `present` has the memory of its
     parts stays."""
     try:
@@ -161,7 +178,7 @@ def build(description: Any, name: str, values: Mapping[str, Any], present: Any =
         ) from None
 
 
-def _build(description: Any, name: str, values: Mapping[str, Any], present: Any) -> Any:
+def _build(description: Description, name: str, values: Mapping[str, object], present: object) -> object:
     if description == LEAF:
         return values.get(name, _ABSENT)
     kind, *rest = description
@@ -172,7 +189,7 @@ def _build(description: Any, name: str, values: Mapping[str, Any], present: Any)
         return _build_tensor(name, values, present, *rest)
     if kind == "dict":
         found = {
-            key: _build(part, join(name, key), values, _part_of(present, key, Mapping))
+            key: _build(part, join(name, key), values, _part_of(present, key, isinstance(present, Mapping)))
             for key, part in rest[0]
         }
         there = {key: value for key, value in found.items() if value is not _ABSENT}
@@ -180,7 +197,7 @@ def _build(description: Any, name: str, values: Mapping[str, Any], present: Any)
     if kind not in ("list", "tuple"):
         raise ValueError(f"{kind!r} is no kind of container")
     items = [
-        _build(part, join(name, at), values, _part_of(present, at, list | tuple))
+        _build(part, join(name, at), values, _part_of(present, at, isinstance(present, list | tuple)))
         for at, part in enumerate(rest[0])
     ]
     if items and all(item is _ABSENT for item in items):
@@ -200,16 +217,17 @@ def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return made.copy_(value)
 
 
-def _part_of(value: Any, key: Any, kind: Any) -> Any:
+def _part_of(value: Any, key: object, is_container: bool) -> object:
+    """What is at that place now, if anything is."""
     try:
-        return value[key] if isinstance(value, kind) else None
+        return value[key] if is_container else None
     except LookupError:
         return None
 
 
 def _build_tensor(
-    name: str, values: Mapping[str, Any], present: Any, path: str, parts: Any, *about: Any
-) -> Any:
+    name: str, values: Mapping[str, object], present: object, path: str, parts: Description, *about: Any
+) -> object:
     context, shape, stride = about
     there = dict(inner_tensors(present)) if is_wrapper(present) else {}
     inner = {

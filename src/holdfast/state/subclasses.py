@@ -11,39 +11,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import BadInput, LoadFailed
 
+if TYPE_CHECKING:  # both are known by their names, so that a process without them never imports them
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_dtensor(value: Any) -> bool:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Is it a torch DTensor? Told by name, so that plain tensors never import torch.distributed.tensor."""
     return _is_a(value, "DTensor")
 
 
-def is_sharded_tensor(value: Any) -> bool:
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     """Is it a ShardedTensor, of FSDP1 or torchrec?"""
     return _is_a(value, "ShardedTensorBase")
 
 
-def _is_a(value: Any, name: str) -> bool:
-    kind: Any = type(value)
+def _is_a(value: object, name: str) -> bool:
+    kind: type = type(value)
     return kind not in _ORDINARY and bool(_has_base(kind, name))
 
 
 @lru_cache(maxsize=4096)
-def _has_base(kind: Any, name: str) -> bool:
+def _has_base(kind: type, name: str) -> bool:
     return any(
         base.__name__ == name and base.__module__.startswith("torch.distributed") for base in kind.__mro__
     )
 
 
-def type_name(value: Any) -> str:
+def type_name(value: object) -> str:
     """For messages, and to find the type again."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
@@ -66,7 +70,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
     return done
 
 
-def is_wrapper(value: Any) -> bool:
+def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
     """Is it a tensor that is made of others, which it names?"""
     if type(value) in _ORDINARY or not hasattr(type(value), "__tensor_unflatten__"):
         return False
@@ -83,7 +87,7 @@ def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     return [(name, getattr(wrapper, name)) for name in names]
 
 
-def memory_of(value: Any) -> Iterator[torch.Tensor]:
+def memory_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors that a tensor of any type is made of on this rank."""
     if is_dtensor(value):
         yield from memory_of(value._local_tensor)
@@ -100,7 +104,7 @@ def memory_of(value: Any) -> Iterator[torch.Tensor]:
         yield value
 
 
-def same_memory(one: Any, other: Any) -> bool:
+def same_memory(one: object, other: object) -> bool:
     """Do two values share all of their memory, so that what is loaded into the one is in the other?"""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
@@ -152,7 +156,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def allowed_type(path: str, name: str) -> Any:
+def allowed_type(path: str, name: str) -> type[Any]:
     """A tensor subclass by its type's name, if this process allows it to be built from a file."""
     for found in torch.serialization.get_safe_globals():
         kind, known = found if isinstance(found, tuple) else (found, None)
