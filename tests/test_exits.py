@@ -1,4 +1,5 @@
-"""How a process ends in which something failed that nobody has asked about: its exit code, its handlers, its last words."""
+"""How a process ends in which something failed that nobody has asked about: its exit code, its handlers, its
+last words."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def test_importing_holdfast_imports_neither_torch_nor_numpy() -> None:
 
 def test_looking_for_the_latest_step_needs_no_torch(tmp_path: Path) -> None:
     found = imported_by(
-        f"import holdfast; holdfast.latest({str(tmp_path)!r}); holdfast.errors; holdfast.events; holdfast.Options()"
+        f"import holdfast; holdfast.latest({str(tmp_path)!r});"
+        "holdfast.errors; holdfast.events; holdfast.Options()"
     )
     assert not found & {"torch", "numpy", "pytest"}
 

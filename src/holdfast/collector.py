@@ -9,8 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic garbage collection while much is built and nothing let go: ten thousand rows of a plan set it off
-    again and again, and with torch loaded each pass walks a million objects, which costs more than the planning."""
+    """No cyclic garbage collection while much is built and nothing let go: ten thousand rows of a plan set it
+    off again and again, and with torch loaded each pass walks a million objects, which costs more than the
+    planning."""
     if not gc.isenabled():
         yield
         return

@@ -34,9 +34,10 @@ def clone_store(store: Any) -> Any:
         return store.clone()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+    tcp_store = dist.TCPStore  # type: ignore[attr-defined]
+    if not isinstance(store, tcp_store):
         return store
-    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return tcp_store(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
 class Known(NamedTuple):

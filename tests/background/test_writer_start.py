@@ -1,4 +1,5 @@
-"""What the writer process executes when it starts: Holdfast's own code and the packages of the trainer, whatever lies about."""
+"""What the writer process executes when it starts: Holdfast's own code and the packages of the trainer,
+whatever lies about."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ writer.kill()
 
 
 def train(folder: Path, where: str, python: str = sys.executable, path: str | None = None) -> str:
-    """What a trainer whose writer wrote a file says; raises if something of the hostile folder was executed."""
+    """What a trainer whose writer wrote a file says; raises if something of the hostile folder was
+    executed."""
     hostile, scripts = folder / "hostile", folder / "scripts"
     hostile.mkdir()
     scripts.mkdir()

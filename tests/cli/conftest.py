@@ -22,7 +22,8 @@ EXPERTS = torch.arange(8 * 6 * 10, dtype=torch.float32).reshape(8, 6, 10)
 
 
 def state_of(rank: int, world: int, **changes: Any) -> dict[str, Any]:
-    """Rank `rank`'s part: experts cut along the first axis, a wide matrix along the second, a replica, objects."""
+    """Rank `rank`'s part: experts cut along the first axis, a wide matrix along the second, a replica,
+    objects."""
     each, columns = 8 // world, 1024 // world
     state: dict[str, Any] = {
         "experts": holdfast.Shard(EXPERTS[rank * each : (rank + 1) * each], (8, 6, 10), (rank * each, 0, 0)),

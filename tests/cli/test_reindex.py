@@ -169,7 +169,10 @@ def test_what_is_lost_is_refused(how: str, checkpoint: Path, run: Run) -> None:
 def test_a_lost_file_of_names_that_only_it_held_is_noticed(tmp_path: Path, run: Run) -> None:
     """Without rank 1 the others still tile all they name: its own tensors would vanish silently."""
     board, states = Board(), ({"a": torch.ones(4)}, {"b": torch.ones(5)})
-    save = lambda rank: holdfast.save(states[rank], tmp_path / "c", roster=MemoryRoster(rank, 2, board))  # noqa: E731
+
+    def save(rank: int) -> None:
+        holdfast.save(states[rank], tmp_path / "c", roster=MemoryRoster(rank, 2, board))
+
     threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
     for thread in threads:
         thread.start()

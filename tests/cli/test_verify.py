@@ -89,9 +89,9 @@ def test_quick_sees_headers_and_embedded_indexes(checkpoint: Path, run_json: Jso
 
 def test_truncated_and_missing_files_name_what_is_lost(checkpoint: Path, run_json: Json) -> None:
     first, second = data_files(checkpoint)
+    names, file = ("wide", "norm", "layer0.weight", "experts"), f"data/{first.name}"
     last = max(
-        (part for name in ("wide", "norm", "layer0.weight", "experts") for part in parts_of(run_json, checkpoint, name)
-         if part["file"] == f"data/{first.name}"),
+        (part for name in names for part in parts_of(run_json, checkpoint, name) if part["file"] == file),
         key=lambda part: int(part["stop"]),
     )  # fmt: skip
     first.write_bytes(first.read_bytes()[: last["stop"] - 4])
@@ -245,7 +245,8 @@ def test_no_damage_ends_in_a_traceback(tmp_path: Path, run: Run) -> None:
                 del bad[at:]
             path.write_bytes(bad if draw.random() < 0.6 else data)
         for call in (
-            ("inspect", place, "--chunks"), ("inspect", tmp_path), ("verify", place), ("explain", place, "norm"),
+            ("inspect", place, "--chunks"), ("inspect", tmp_path),
+            ("verify", place), ("explain", place, "norm"),
             ("diff", place, place, "--values"), ("reindex", place, "--dry-run"), ("latest", tmp_path),
             ("reindex", place, "--dry-run", "--force"), ("prune", tmp_path, "--dry-run", "--older-than", "0"),
         ):  # fmt: skip

@@ -1,4 +1,5 @@
-"""The page of the rooms says what is so: its tables name what exists, and its routes are those of traced calls."""
+"""The page of the rooms says what is so: its tables name what exists, and its routes are those of traced
+calls."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def state() -> dict[str, Any]:
 
 
 def plain_routes(rank: int, folder: str) -> dict[str, list[str]]:
-    """What is missing of each route; the last one is traced through another call, so that something must be."""
+    """What is missing of each route; the last one is traced through another call, so that something must
+    be."""
     save, load, save_async = (
         lambda: holdfast.save(state(), f"{folder}/a"),
         lambda: holdfast.load(state(), f"{folder}/a"),

@@ -90,7 +90,8 @@ MALFORMED: list[tuple[str, bytes, str]] = [
     (
         "a name twice",
         raw(
-            b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+            b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},'
+            b'"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
         ),
         "'a' stands twice",
     ),

@@ -38,11 +38,20 @@ def adam() -> dict[str, Any]:
 
 
 SAVED: dict[str, Callable[[], Any]] = {
-    "tensors": lambda: [torch.arange(5), torch.zeros(0), torch.tensor(1.5), torch.zeros(2, dtype=torch.complex64)],
-    "all dtypes": lambda: [torch.zeros(3).to(getattr(torch, name)) for name in ("bfloat16", "float8_e4m3fn", "uint16", "bool")],
+    "tensors": lambda: [
+        torch.arange(5),
+        torch.zeros(0),
+        torch.tensor(1.5),
+        torch.zeros(2, dtype=torch.complex64),
+    ],
+    "all dtypes": lambda: [
+        torch.zeros(3).to(getattr(torch, name)) for name in ("bfloat16", "float8_e4m3fn", "uint16", "bool")
+    ],
     "views of one storage": lambda: [base := torch.zeros(4, 4), base.t(), base[1:, 2], base.expand(2, 4, 4)],
     "a parameter": lambda: torch.nn.Parameter(torch.zeros(2)),
-    "a state dict with its metadata": lambda: torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict(),
+    "a state dict with its metadata": lambda: torch.nn.Sequential(
+        torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)
+    ).state_dict(),
     "an optimizer's state": adam,
     "a sparse tensor": lambda: torch.eye(3).to_sparse(),
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.quint8),
@@ -51,18 +60,36 @@ SAVED: dict[str, Callable[[], Any]] = {
     "a tensor with an attribute": with_attribute,
     "storages": lambda: [torch.zeros(5).untyped_storage()],
     "random states": lambda: [torch.get_rng_state(), np.random.RandomState(1).get_state()],
-    "arrays": lambda: [np.arange(5), np.zeros((2, 3), ">f4"), np.zeros((0, 2)), np.array(True), np.asfortranarray(np.ones((2, 2)))],
+    "arrays": lambda: [
+        np.arange(5),
+        np.zeros((2, 3), ">f4"),
+        np.zeros((0, 2)),
+        np.array(True),
+        np.asfortranarray(np.ones((2, 2))),
+    ],
     "scalars of NumPy": lambda: [np.float32(3), np.bool_(1), np.int64(-1)],
     "bytes": lambda: [b"", b"abc", bytearray(b"xyz"), torch.zeros(1)],
-    "keys of all kinds": lambda: {(1, (2, "a")): torch.zeros(1), None: 1, 1.5: 2, b"k": 3, torch.float32: 4, torch.Size([1]): 5, 1 << 70: 6},
+    "keys of all kinds": lambda: {
+        (1, (2, "a")): torch.zeros(1),
+        None: 1,
+        1.5: 2,
+        b"k": 3,
+        torch.float32: 4,
+        torch.Size([1]): 5,
+        1 << 70: 6,
+    },
     "many equal small keys": lambda: [{at: torch.zeros(1) for at in range(5)} for _ in range(300)],
     "namespaces in namespaces": lambda: argparse.Namespace(a=argparse.Namespace(b=[1, {2: torch.zeros(1)}])),
     "containers of collections": lambda: [collections.OrderedDict(b=1), collections.Counter("abca"), {1, 2}],
-    "one part a hundred thousand times": lambda: argparse.Namespace(parts=[{"a": 1, "b": torch.zeros(1)}] * 100_000),
-    "a list a thousand deep or so": lambda: functools.reduce(lambda inner, _: [inner], range(300), torch.zeros(1)),
+    "one part a hundred thousand times": lambda: argparse.Namespace(
+        parts=[{"a": 1, "b": torch.zeros(1)}] * 100_000
+    ),
+    "a list a thousand deep or so": lambda: functools.reduce(
+        lambda inner, _: [inner], range(300), torch.zeros(1)
+    ),
     "large numbers and odd text": lambda: [10**50, "\ud800", "\0", torch.zeros(1)],
     "a device and a layout": lambda: [torch.device("cpu"), torch.strided, torch.float16],
-}  # fmt: skip
+}
 
 
 def saved(value: Any) -> bytes:

@@ -1,4 +1,5 @@
-"""The format on disk does not change: what earlier code wrote loads. `written_by_dc3f242` was written by that commit."""
+"""The format on disk does not change: what earlier code wrote loads. `written_by_dc3f242` was written by that
+commit."""
 
 from __future__ import annotations
 

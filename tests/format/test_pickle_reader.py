@@ -126,6 +126,11 @@ def chunk(offset: Any, size: Any) -> Any:
     return dcp.metadata.ChunkStorageMetadata(offset, size)
 
 
+def stored_at(*where: Any) -> bytes:
+    """One whole tensor in a file, at a place, of a length, through transforms."""
+    return one_tensor([chunk(S([0]), S([4]))], info=dcp.filesystem._StorageInfo(*where))
+
+
 S = torch.Size
 
 
@@ -141,9 +146,9 @@ S = torch.Size
         (one_tensor([chunk(S([0]), [0] * 100)]), "is none"),
         (one_tensor([], size=(1 << 40, 1 << 40)), "has the shape"),
         (one_tensor(None), "chunks that are no list"),
-        (one_tensor([chunk(S([0]), S([4]))], info=dcp.filesystem._StorageInfo("f", -1, 10)), r"is \[-1, 10\]"),
-        (one_tensor([chunk(S([0]), S([4]))], info=dcp.filesystem._StorageInfo("f" * 300, 0, 10)), "outside the checkpoint's folder"),
-        (one_tensor([chunk(S([0]), S([4]))], info=dcp.filesystem._StorageInfo("f", 0, 10, ["zstd"])), "compressed or encrypted"),
+        (stored_at("f", -1, 10), r"is \[-1, 10\]"),
+        (stored_at("f" * 300, 0, 10), "outside the checkpoint's folder"),
+        (stored_at("f", 0, 10, ["zstd"]), "compressed or encrypted"),
     ],
 )  # fmt: skip
 def test_metadata_that_can_not_be_is_corrupt(data: bytes, words: str) -> None:

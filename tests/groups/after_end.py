@@ -1,4 +1,5 @@
-"""What ranks do after their session: some of it keeps a process alive for ever, some is a program that goes on."""
+"""What ranks do after their session: some of it keeps a process alive for ever, some is a program that goes
+on."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from holdfast.groups.session import exit_bound
 SHORT, LONG = 1.5, 60.0
 """Seconds of `after_end` where something keeps a process, and how long that would."""
 AMPLE, BEYOND = 4.0, 6.5
-"""Seconds of `after_end` where a program goes on, and how long it does: a busy machine is to have time to end it."""
+"""Seconds of `after_end` where a program goes on, and how long it does: a busy machine is to have time to end
+it."""
 kept: list[Any] = []
 
 
@@ -89,7 +91,8 @@ def _hold(mode: str) -> None:
 
 
 def caught_sessions(rank: int, folder: str, limits: dict[str, Any]) -> None:
-    """A session that fails on all ranks in a save and is caught, a life that goes on beyond all bounds, another session."""
+    """A session that fails on all ranks in a save and is caught, a life that goes on beyond all bounds,
+    another session."""
     try:
         with holdfast.session(backend="gloo", after_end=SHORT, **limits) as s:
             dist.all_reduce(torch.ones(1))

@@ -1,7 +1,8 @@
-"""Starts ranks of `tests.groups.exits` as interpreters of their own that need not import torch again: python -m tests.groups.fork.
+"""Starts ranks of `tests.groups.exits` as interpreters of their own that need not import torch again: python
+-m tests.groups.fork.
 
-Reads jobs as lines of JSON, forks a process for each rank, and writes who was started and who has ended. A child goes on to the
-normal end of an interpreter: hooks, `atexit`, exit code.
+Reads jobs as lines of JSON, forks a process for each rank, and writes who was started and who has ended. A
+child goes on to the normal end of an interpreter: hooks, `atexit`, exit code.
 """
 
 from __future__ import annotations

@@ -46,7 +46,8 @@ def open_and_use(rank: int, world: int, layout: dict[str, Any]) -> tuple[dict[st
 
 
 def open_and_close(rank: int, world: int, times: int) -> tuple[list[int], list[int], list[int]]:
-    """Groups known to torch, descriptors and threads, after each of some rounds of opening, warming up, using and closing."""
+    """Groups known to torch, descriptors and threads, after each of some rounds of opening, warming up, using
+    and closing."""
     me = psutil.Process()
     known, files, threads = [], [], []
     for _ in range(times):
@@ -118,7 +119,8 @@ def misbehave(number: int, what: str) -> None:
 def warm_with(
     rank: int, world: int, victim: int, what: str, timeout: float, stall: float
 ) -> tuple[str, float, int | None, list[int]]:
-    """Open and warm up, with one rank that does something bad; what was raised, after how long, and who was named."""
+    """Open and warm up, with one rank that does something bad; what was raised, after how long, and who was
+    named."""
     groups = open_groups(Grid(world, **LAYOUT), timeout=30)
     dist.barrier()
     begun = time.monotonic()
@@ -208,7 +210,8 @@ def _fork_and_train_on(rank: int) -> None:
 def megatron_groups(
     rank: int, layout: dict[str, int], session: bool
 ) -> tuple[int, int, list[tuple[int, ...]], list[str]]:
-    """Real initialize_model_parallel with the hook: groups that Megatron lists for this rank, those warmed up, and hazards."""
+    """Real initialize_model_parallel with the hook: groups that Megatron lists for this rank, those warmed
+    up, and hazards."""
     from megatron.core import parallel_state
 
     import holdfast.megatron as hm
@@ -359,7 +362,8 @@ def two_sessions(rank: int) -> tuple[list[str], list[int]]:
 
 
 def two_to_the_end(rank: int) -> tuple[int, int, str]:
-    """An exception that nobody catches, while two sessions without a block are open: how many are left, ended, and what is printed."""
+    """An exception that nobody catches, while two sessions without a block are open: how many are left,
+    ended, and what is printed."""
     made = [Session(timeout=20, stall_timeout=3, grace=3, warm=False).until_exit() for _ in range(2)]
     printed = io.StringIO()
     error = ValueError("the loss is not a number")

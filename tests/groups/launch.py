@@ -1,4 +1,5 @@
-"""Jobs of processes that are real to their last exit code: what each ended with, and what they wrote on one terminal."""
+"""Jobs of processes that are real to their last exit code: what each ended with, and what they wrote on one
+terminal."""
 
 from __future__ import annotations
 

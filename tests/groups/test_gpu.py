@@ -1,4 +1,5 @@
-"""NCCL, on one GPU: a world of one. What takes two ranks can't be shown so: a communicator that waits, an abort that frees."""
+"""NCCL, on one GPU: a world of one. What takes two ranks can't be shown so: a communicator that waits, an
+abort that frees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Ranks that can start no more threads, as at a limit of processes: all others hear which, and nobody waits for its timeout."""
+"""Ranks that can start no more threads, as at a limit of processes: all others hear which, and nobody waits
+for its timeout."""
 
 from __future__ import annotations
 

@@ -98,7 +98,8 @@ def test_a_rank_that_does_not_come_to_the_closing_is_named(world: ProcessWorld) 
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_groups_of_ranks_with_other_histories(ours: bool) -> None:
-    """With use_local_synchronization torch names a group by how many this rank has: the two ranks never meet. Ours do."""
+    """With use_local_synchronization torch names a group by how many this rank has: the two ranks never meet.
+    Ours do."""
     with ProcessWorld(4) as ranks:
         found = ranks.run(jobs.other_histories, ours, timeout=60)
     for rank, (said, took) in enumerate(found):
@@ -165,7 +166,8 @@ def test_ranks_that_warm_up_otherwise_are_told() -> None:
         (
             64 << 30,
             1 << 30,
-            "2 groups took 1,200 MiB of GPU memory, more than memory_budget (1,024 MiB); the last was group holdfast:",
+            "2 groups took 1,200 MiB of GPU memory, more than memory_budget (1,024 MiB); "
+            "the last was group holdfast:",
         ),
         (64 << 30, 8 << 30, "warm"),
     ],

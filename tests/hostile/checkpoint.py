@@ -29,7 +29,7 @@ def values() -> dict[str, Any]:
         "half": torch.randn(33, generator=generator).to(torch.bfloat16),
         "scalar": torch.tensor(3.5, dtype=torch.float64),
         "empty": torch.zeros(0, 3),
-        "shards": [Shard(big[:50, :7].contiguous(), (100, 7), (0, 0)), Shard(big[50:100, :7].contiguous(), (100, 7), (50, 0))],
+        "shards": [Shard(big[at : at + 50, :7].contiguous(), (100, 7), (at, 0)) for at in (0, 50)],
         "step": 17,
         "args": ["text", (1, 2.5), None],
         "rng": PerRank([torch.arange(9), "x"]),

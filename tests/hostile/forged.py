@@ -1,4 +1,5 @@
-"""Files that ask for far more memory or time than they have bytes, and a child process that reads them with little of both."""
+"""Files that ask for far more memory or time than they have bytes, and a child process that reads them with
+little of both."""
 
 from __future__ import annotations
 

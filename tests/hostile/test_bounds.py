@@ -1,4 +1,5 @@
-"""Files that say more than they can pay for: refused with a sentence, in little memory, in bounded time, by a live process."""
+"""Files that say more than they can pay for: refused with a sentence, in little memory, in bounded time, by a
+live process."""
 
 from __future__ import annotations
 

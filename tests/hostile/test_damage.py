@@ -34,7 +34,7 @@ def regions(folder: Path) -> list[tuple[str, Path, int, int]]:
     found = [("index", index, 0, index.stat().st_size)]
     for path in sorted((folder / "data").iterdir()):
         data = path.read_bytes()
-        header = read_header(lambda at, n, data=data: data[at : at + n], len(data), str(path))  # type: ignore[misc]
+        header = read_header(lambda at, n, data=data: data[at : at + n], len(data), str(path))
         low, high = header.entries["__holdfast__"].data_offsets
         start = header.data_start
         found.append(("header", path, 0, start))

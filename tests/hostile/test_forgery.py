@@ -208,9 +208,17 @@ FORGERIES: list[tuple[str, Callable[[Columns], object], str]] = [
     ("a chunk in file -1", chunk("big", "file", -1), "a file that it does not name"),
     ("a negative size", chunk("big", "size", -600), "impossible size"),
     ("a huge size", chunk("big", "size", HUGE), "impossible size"),
-    ("a size too large", chunk("half", "size", (1, 34)), "digests|outside its file|same bytes|overlap|outside"),
+    (
+        "a size too large",
+        chunk("half", "size", (1, 34)),
+        "digests|outside its file|same bytes|overlap|outside",
+    ),
     ("a size too small", chunk("shards", "size", (49, 7)), "'shards' completely: gap from index \\[49, 0\\]"),
-    ("an overlap", chunk("shards", "offset", (49, 0), 1), "'shards' completely: overlap from index \\[49, 0\\]"),
+    (
+        "an overlap",
+        chunk("shards", "offset", (49, 0), 1),
+        "'shards' completely: overlap from index \\[49, 0\\]",
+    ),
     ("an offset outside", chunk("shards", "offset", (51, 0), 1), "'shards' completely: outside"),
     ("a negative offset", chunk("shards", "offset", (-1, 0)), "'shards' completely: outside"),
     ("an offset that overflows", chunk("shards", "offset", (HUGE, 0)), "'shards' completely: outside"),
@@ -237,9 +245,13 @@ FORGERIES: list[tuple[str, Callable[[Columns], object], str]] = [
     ("chunks that descend", tensor("big", "chunk_end", 0), "do not ascend|completely: gap"),
     ("chunks without end", tensor("turned", "chunk_end", HUGE), "do not ascend"),
     ("digests without end", lambda c: c.digest_end.__setitem__(-1, HUGE), "do not ascend"),
-    ("a file size of 2^63 - 1", lambda c: c.file_size.__setitem__(slice(None), HUGE), "bytes, but was written with 9223372036854775807"),
+    (
+        "a file size of 2^63 - 1",
+        lambda c: c.file_size.__setitem__(slice(None), HUGE),
+        "bytes, but was written with 9223372036854775807",
+    ),
     ("a negative file size", lambda c: c.file_size.__setitem__(slice(None), -1), "outside its file"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("change", "words"), [f[1:] for f in FORGERIES], ids=[f[0] for f in FORGERIES])
@@ -391,7 +403,8 @@ def test_a_float_of_400_digits_is_damage_and_inspect_says_so(
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict"])
 def test_keys_that_all_have_one_hash_are_damage(kind: str) -> None:
-    """A hundred thousand of them would take minutes to put into a dict; all would be compared with each other."""
+    """A hundred thousand of them would take minutes to put into a dict; all would be compared with each
+    other."""
     numbers = [at * ((1 << 61) - 1) for at in range(100_000)]
     values = numbers if kind.endswith("set") else [[number, 1] for number in numbers]
     data = b"J" + json.dumps({"!": kind, "v": values}).encode()

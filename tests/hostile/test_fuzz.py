@@ -1,4 +1,5 @@
-"""Thousands of seeded changes to real files of other formats and to real indexes: CorruptCheckpoint, or a value, and nothing else."""
+"""Thousands of seeded changes to real files of other formats and to real indexes: CorruptCheckpoint, or a
+value, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The `.metadata` beside a checkpoint of `holdfast.dcp`: tools of torch DCP find it, and nobody takes it for DCP's."""
+"""The `.metadata` beside a checkpoint of `holdfast.dcp`: tools of torch DCP find it, and nobody takes it for
+DCP's."""
 
 from __future__ import annotations
 

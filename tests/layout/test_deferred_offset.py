@@ -23,7 +23,8 @@ def placed(
 
 @st.composite
 def lines(draw: st.DrawFn) -> list[Row]:
-    """Lines of shards, each of one tensor, axis and lane; some have replicas, some know (rightly or not) where they begin."""
+    """Lines of shards, each of one tensor, axis and lane; some have replicas, some know (rightly or not)
+    where they begin."""
     rows: list[Row] = []
     for tensor, axis, lane in product(
         range(draw(st.integers(1, 3))), range(2), range(draw(st.integers(1, 2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Seen(NamedTuple):
     digest: int
 
 
-def part(rank: int, chunks: list[Chunk], seen: list[Seen] = [], names: list[Chunk] = []) -> Columns:  # noqa: B006
+def part(rank: int, chunks: list[Chunk], seen: Sequence[Seen] = (), names: Sequence[Chunk] = ()) -> Columns:
     """One rank's embedded index; `names` are listed without a chunk."""
     by_name = {chunk.name: chunk for chunk in [*names, *chunks]}
     order = sorted(by_name)
@@ -146,7 +147,8 @@ def test_a_gap_names_the_tensor_the_place_and_the_ranks() -> None:
         merge(part(0, [w(0, 1)]), part(1, [w(3, 4)]))
     error = caught.value
     assert str(error).startswith(
-        "Tensor 'w' of shape [4, 8] is not covered: from index [1, 0] on no rank wrote it, ranks 0, 1 wrote the rest."
+        "Tensor 'w' of shape [4, 8] is not covered: from index [1, 0] on no rank wrote it, "
+        "ranks 0, 1 wrote the rest."
     )
     assert error.details == {"tensor": "w", "kind": "gap", "place": [1, 0], "ranks": [0, 1]}
 

@@ -1,4 +1,5 @@
-"""Calls that fail, come late, are repeated at once, or run side by side: what they save, what they say, and by when."""
+"""Calls that fail, come late, are repeated at once, or run side by side: what they save, what they say, and
+by when."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def until(there: Path) -> None:
 
 
 def test_a_late_rank_never_joins_a_newer_call(world: ProcessWorld, tmp_path: Path) -> None:
-    """Ranks 0 and 1 give up on rank 2, change their state and save again; rank 2 arrives with its first call."""
+    """Ranks 0 and 1 give up on rank 2, change their state and save again; rank 2 arrives with its first
+    call."""
     ends = world.run(late_job, str(tmp_path), ranks=[0, 1, 2])
     assert [list(end) for end in ends] == [["RankFailed", "saved", "saved"]] * 3
     assert world.run(own_value, str(tmp_path / "a"), ranks=[0, 1, 2]) == [3.0] * 3
@@ -118,7 +120,8 @@ def test_ranks_with_other_arguments_are_told_so(tmp_path: Path) -> None:
 def test_a_good_call_right_after_a_failed_one_succeeds(
     world: ProcessWorld, tmp_path: Path, ranks: int
 ) -> None:
-    """Loads that fail on all ranks, each followed at once by a good one, with nothing between that ranks would wait in."""
+    """Loads that fail on all ranks, each followed at once by a good one, with nothing between that ranks
+    would wait in."""
     group = list(range(ranks))
     world.run(repeat_job, str(tmp_path / "a"), group, 40, ranks=group)
 
@@ -158,7 +161,8 @@ def flaky_job(rank: int, path: str) -> list[bool]:
 def test_a_restore_over_damaged_steps_has_one_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve damaged steps, each of which takes a second to be found so: the call returns by its own deadline of two."""
+    """Twelve damaged steps, each of which takes a second to be found so: the call returns by its own deadline
+    of two."""
     with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
         for step in range(12):
             checkpoints.save(step, {"w": torch.ones(1000)})
@@ -243,7 +247,8 @@ def threadless_job(rank: int, folder: str) -> str:
 def test_a_stuck_save_is_seen_while_its_rank_does_other_things(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 is stuck in a save and goes on agreeing on something else with rank 0: it does not look alive for that."""
+    """Rank 1 is stuck in a save and goes on agreeing on something else with rank 0: it does not look alive
+    for that."""
     stuck, over = threading.Event(), threading.Event()
     write = LocalWriter.write_at
 
@@ -383,7 +388,8 @@ def test_the_futures_of_a_save_can_not_be_cancelled_behind_its_back(tmp_path: Pa
 def test_a_forged_commit_is_no_success(
     tmp_path: Path, when: str, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody who knows all secrets tells rank 1 that its save is committed. No index of it is in storage, maybe an older one."""
+    """Somebody who knows all secrets tells rank 1 that its save is committed. No index of it is in storage,
+    maybe an older one."""
     from holdfast.protocol import core as protocol
 
     monkeypatch.setattr(protocol, "VISIBLE_WITHIN", 0.3)

@@ -37,7 +37,8 @@ def test_the_message_store_does_not_grow_over_a_thousand_calls(tmp_path: Path) -
 
 
 def keys_after(folder: Path, rounds: int) -> int:
-    """Keys in a TCPStore after so many saves of all kinds, restores, choices and turns, a failed call of each kind among them."""
+    """Keys in a TCPStore after so many saves of all kinds, restores, choices and turns, a failed call of each
+    kind among them."""
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -55,7 +55,8 @@ AT_EXIT = """
 import atexit, sys, torch, holdfast
 checkpoints = holdfast.Checkpoints(sys.argv[1])
 checkpoints.save(1, {"w": torch.ones(3)})
-atexit.register(lambda: checkpoints.save(2, {"w": torch.ones(int(sys.argv[2]))}, expected=["w", *sys.argv[3:]]))
+state, expected = {"w": torch.ones(int(sys.argv[2]))}, ["w", *sys.argv[3:]]
+atexit.register(lambda: checkpoints.save(2, state, expected=expected))
 """
 
 
@@ -247,18 +248,18 @@ def test_a_pipe_is_no_index(tmp_path: Path) -> None:
 W = {"w": torch.ones(1)}
 WRONG: dict[str, Any] = {
     "on_failure": lambda at: holdfast.Checkpoints(at, on_failure=None),  # type: ignore[arg-type]
-    "host_memory_budget": lambda at: holdfast.Checkpoints(at, host_memory_budget="1G"),  # type: ignore[arg-type]
-    "bytes from 1 on": lambda at: holdfast.async_save(W, at / "s", host_memory_budget="2"),  # type: ignore[arg-type]
+    "host_memory_budget": lambda at: holdfast.Checkpoints(at, host_memory_budget="1G"),
+    "bytes from 1 on": lambda at: holdfast.async_save(W, at / "s", host_memory_budget="2"),
     "participants=0": lambda at: holdfast.save(W, at / "s", participants=0),  # type: ignore[arg-type]
     "participants='0'": lambda at: holdfast.save(W, at / "s", participants="0"),  # type: ignore[arg-type]
-    r"participants=\['0'\]": lambda at: holdfast.Checkpoints(at, participants=["0"]),  # type: ignore[list-item]
-    r"participants=\[0.0\]": lambda at: holdfast.save(W, at / "s", participants=[0.0]),  # type: ignore[list-item]
+    r"participants=\['0'\]": lambda at: holdfast.Checkpoints(at, participants=["0"]),
+    r"participants=\[0.0\]": lambda at: holdfast.save(W, at / "s", participants=[0.0]),
     "grid must be": lambda at: holdfast.save(W, at / "s", grid={"tp": 2}),  # type: ignore[arg-type]
     "process_group='x'": lambda at: holdfast.save(W, at / "s", process_group="x"),
     "roster='x'": lambda at: holdfast.save(W, at / "s", roster="x"),  # type: ignore[arg-type]
     "model must be": lambda at: holdfast.get_state_dict(W),  # type: ignore[arg-type]
     "optimizers must be": lambda at: holdfast.get_state_dict(model_of(), "adam"),  # type: ignore[arg-type]
-    "options must be": lambda at: holdfast.save(W, at / "s", options={"check_replicas": "off"}),  # type: ignore[arg-type]
+    "options must be": lambda at: holdfast.save(W, at / "s", options={"check_replicas": "off"}),
     "expected must be": lambda at: holdfast.save(W, at / "s", expected=5),  # type: ignore[arg-type]
     "exclude must be": lambda at: holdfast.load(dict(W), at, exclude=[1]),  # type: ignore[list-item]
     "include must be": lambda at: holdfast.save(W, at / "s", include=[1]),  # type: ignore[list-item]

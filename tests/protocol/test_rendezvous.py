@@ -1,4 +1,5 @@
-"""Where the ranks of a call meet: when some are late, skip a call or gave one up; and what stays in the message store."""
+"""Where the ranks of a call meet: when some are late, skip a call or gave one up; and what stays in the
+message store."""
 
 from __future__ import annotations
 

@@ -76,7 +76,8 @@ def test_invariants_of_a_turn_hold() -> None:
 
 
 def test_invariants_of_calls_that_fail_and_are_repeated_hold() -> None:
-    """On some ranks or on all, at once or late: no checkpoint mixes the states of two calls, and the next good call is committed."""
+    """On some ranks or on all, at once or late: no checkpoint mixes the states of two calls, and the next
+    good call is committed."""
     ends = explore_on_all_cores(1500, calls=4)
     assert ends["committed"] > 150
     assert ends["failed"] > 150

@@ -44,7 +44,8 @@ class TestHashStore(RosterContract):
 
 def test_a_store_whose_host_has_gone_is_roster_lost() -> None:
     program = (
-        "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False);"
+        "import sys, torch.distributed as d;"
+        "s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False);"
         "print(s.port, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -105,7 +106,8 @@ def test_a_message_without_the_seal_of_the_job_is_not_read(monkeypatch: pytest.M
 
 
 def test_reading_a_message_that_is_deleted_meanwhile_waits_for_nothing() -> None:
-    """`get` of a store waits for minutes for a key that is not there: ours must not, whoever deletes it when."""
+    """`get` of a store waits for minutes for a key that is not there: ours must not, whoever deletes it
+    when."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = TorchRoster(store, 0, 2), TorchRoster(store, 1, 2)
     stop = threading.Event()
@@ -182,8 +184,10 @@ def test_a_rank_never_heard_of_is_described_so() -> None:
         "operations": {"a": part, "b": {**part, "phase": "written"}},
     }
     heard = describe(4, message, 5.5, "its process has ended", "a")
-    said = "rank 4 (host n1, pid 12), last seen in phase 'save of x: writing' 2.5 s ago: its process has ended; at a wall"
-    assert str(heard) == said
+    assert str(heard) == (
+        "rank 4 (host n1, pid 12), last seen in phase 'save of x: writing' 2.5 s ago: its process has ended; "
+        "at a wall"
+    )
     assert describe(4, message, 5.5, "", "c").phase == "save of x: written"
     gone = {**message, "operations": {}, "last": part}
     assert describe(4, gone, 5.5).phase == "idle since save of x: writing"

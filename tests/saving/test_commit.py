@@ -47,7 +47,8 @@ def save_on_three(
     publish: Publish,
     mend: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], set[str], set[str]]:
-    """Overwrite a checkpoint from three ranks with such a `publish`: what they raised, and files before and after."""
+    """Overwrite a checkpoint from three ranks with such a `publish`: what they raised, and files before and
+    after."""
     monkeypatch.setattr(commit, "LOOK_AGAIN", 0.05)
     monkeypatch.setattr(filesystem, "PATIENCE", 0.05)
 
@@ -161,7 +162,8 @@ class Delayed(MemoryStore):
 def waiting_commit(
     store: MemoryStore, tick: Callable[[Commit], None], monkeypatch: pytest.MonkeyPatch
 ) -> Commit:
-    """A commit of a real save's files, by a clock that only waiting moves; the committer finds that no file is shown."""
+    """A commit of a real save's files, by a clock that only waiting moves; the committer finds that no file
+    is shown."""
     reports: list[dict[int, Any]] = []
     real = Commit.prepare
 

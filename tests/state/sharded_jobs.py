@@ -55,7 +55,8 @@ def rows_of(value: ShardedTensor) -> None:
 
 
 def sharded_round_trip(rank: int, path: str) -> None:
-    """Any cut into any other; a plain tensor into a ShardedTensor and the other way round; without a collective."""
+    """Any cut into any other; a plain tensor into a ShardedTensor and the other way round; without a
+    collective."""
     how = {"timeout": 60, "stall_timeout": 20}
     for cut in ROWS:
         saved, targets = sharded(cut, True), [sharded(other, False) for other in ROWS]
@@ -73,7 +74,8 @@ def sharded_round_trip(rank: int, path: str) -> None:
 
 
 def sharded_over_some(rank: int, path: str) -> None:
-    """Two groups of two ranks, each with a ShardedTensor of its own over the same values: replicas that nobody has declared."""
+    """Two groups of two ranks, each with a ShardedTensor of its own over the same values: replicas that
+    nobody has declared."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = groups[rank // 2]
     parts = [Shard.from_tensor_and_offsets(WHOLE[5 * (rank % 2) :][:5].clone(), [5 * (rank % 2), 0], rank)]
@@ -85,7 +87,8 @@ def sharded_over_some(rank: int, path: str) -> None:
 
 
 def with_boxes(local: torch.Tensor, boxes: list[tuple[Any, Any, Any]], shape: Any = (10, 6)) -> torch.Tensor:
-    """A plain tensor with the attributes of torch 2.15's CheckpointableTensor; boxes: global offset, local offset, size."""
+    """A plain tensor with the attributes of torch 2.15's CheckpointableTensor; boxes: global offset, local
+    offset, size."""
     held: Any = local
     held.global_shape = shape
     held.global_offsets, held.local_offsets, held.local_sizes = (
@@ -123,7 +126,8 @@ def checkpointable_round_trip(rank: int, path: str) -> None:
 
 
 def wrapped_locals(rank: int, path: str) -> str:
-    """torchrec's DTensors, whose local tensor is a LocalShardsWrapper; and one of a quantized local tensor, which is refused."""
+    """torchrec's DTensors, whose local tensor is a LocalShardsWrapper; and one of a quantized local tensor,
+    which is refused."""
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     mesh = init_device_mesh("cpu", (2,))
@@ -153,7 +157,8 @@ def wrapped_locals(rank: int, path: str) -> str:
 
 
 def fsdp1(rank: int, path: str) -> None:
-    """A model under FSDP1 with sharded state dicts: what its own state_dict gives, and the module as it is."""
+    """A model under FSDP1 with sharded state dicts: what its own state_dict gives, and the module as it
+    is."""
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
     def make(seed: int) -> FullyShardedDataParallel:

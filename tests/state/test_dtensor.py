@@ -155,7 +155,8 @@ MESHES: list[tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]] = [
 
 @st.composite
 def any_layout(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """A shape, a mesh of up to 4 x 3 x 2, and placements: strided ones where another cuts the same dimension after it."""
+    """A shape, a mesh of up to 4 x 3 x 2, and placements: strided ones where another cuts the same dimension
+    after it."""
     shape = tuple(draw(st.lists(st.integers(0, 11), min_size=1, max_size=3)))
     mesh = tuple(draw(st.integers(1, most)) for most in (4, 3, 2)[: draw(st.integers(1, 3))])
     one = st.one_of(
@@ -332,9 +333,11 @@ def test_a_length_of_its_own_leaves_the_offset_open() -> None:
         (0, 0, 1, 2, 2),
     )  # takes it for known
     assert late_of((0, 2), (4, 2), 1, (2,), [Cut(0)]) == (((0, 0), (0, 0)), (0, 0, 1, 0, -1))
-    # Rank 3 of a 2 x 2 mesh, (1, 1): the second along axis 0 in the second lane of axis 1, whose offset is known.
+    # Rank 3 of a 2 x 2 mesh, (1, 1): the second along axis 0 in the second lane of axis 1, whose offset is
+    # known.
     assert late_of((3, 2), (4, 4), 3, (2, 2), [Cut(0), Cut(1)]) == (((0, 2), (3, 2)), (0, 1, 1, 3, -1))
-    # Rank 1, (0, 1): both mesh dimensions cut axis 0, the first one first; or the second, if it is strided or the mesh says so.
+    # Rank 1, (0, 1): both mesh dimensions cut axis 0, the first one first; or the second, if it is strided or
+    # the mesh says so.
     assert late_of((3, 2), (8, 2), 1, (2, 2), [Cut(0), Cut(0)])[1] == (0, 0, 1, 3, -1)
     strided = [_StridedShard(0, split_factor=2), Cut(0)]
     assert late_of((3, 2), (8, 2), 1, (2, 2), strided)[1] == (0, 0, 2, 3, -1)

@@ -149,8 +149,8 @@ def test_a_tuple_of_tensors_and_objects_is_refused_while_it_can_be_mended(tmp_pa
 
 @pytest.mark.parametrize(
     "name",
-    ["a/b", "../x", "/etc/passwd", "层.注意力", "e\u0301 é", 'q"uo\'te', "new\nline", "\\", "\0", " ", "\U0001f600",
-     "__metadata__", "__holdfast__", "a@0", "a@0,0", "x" * 5000],
+    ["a/b", "../x", "/etc/passwd", "层.注意力", "e\u0301 é", 'q"uo\'te', "new\nline", "\\", "\0", " ",
+     "\U0001f600", "__metadata__", "__holdfast__", "a@0", "a@0,0", "x" * 5000],
 )  # fmt: skip
 def test_any_text_is_a_name(name: str, tmp_path: Path) -> None:
     state = {name: torch.arange(8.0).reshape(2, 4), name + ".object": [name]}

@@ -1,4 +1,5 @@
-"""A state that is built once, before the first step: each save and each load looks again at what there is by then."""
+"""A state that is built once, before the first step: each save and each load looks again at what there is by
+then."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def test_the_loop_of_the_docs_goes_on_where_it_was(
         return model, optimizer, trained
 
     live(1, 3)
-    assert "optim.state.0.weight.exp_avg" in {f.name for f in describe("run/step-00000002").shown}  # type: ignore[union-attr]
+    assert "optim.state.0.weight.exp_avg" in {f.name for f in describe("run/step-00000002").shown}
     model, optimizer, trained = live(2, STEPS)
     assert trained[-1] == STEPS - 1
     assert trained[0] in (2, 3)

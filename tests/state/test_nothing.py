@@ -59,7 +59,8 @@ def test_loading_into_nothing_is_an_error(state: Any, tmp_path: Path) -> None:
 
 
 def test_one_rank_may_have_nothing_and_not_all(tmp_path: Path) -> None:
-    """A pipeline stage without a part in what is loaded is ordinary; if nobody asks for anything, all ranks are told."""
+    """A pipeline stage without a part in what is loaded is ordinary; if nobody asks for anything, all ranks
+    are told."""
     holdfast.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
     target = torch.zeros(2)
 

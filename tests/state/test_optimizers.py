@@ -1,4 +1,5 @@
-"""Optimizers of every kind go on in a fresh process as if nothing had been: torch's own, and others with other states."""
+"""Optimizers of every kind go on in a fresh process as if nothing had been: torch's own, and others with
+other states."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def matrices(parameters: Any) -> list[nn.Parameter]:
 
 
 class Lists(Optimizer):
-    """Shampoo's layout: lists and dicts of matrices, numbers for keys, a history that grows; and a count in the group."""
+    """Shampoo's layout: lists and dicts of matrices, numbers for keys, a history that grows; and a count in
+    the group."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -72,7 +74,8 @@ class Mixed(Lists):
 
 
 class Growing(Optimizer):
-    """A state that is there from the start, and gets more values at the first step; one that belongs to no parameter."""
+    """A state that is there from the start, and gets more values at the first step; one that belongs to no
+    parameter."""
 
     def __init__(self, parameters: Any, lr: float = 0.1) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -166,7 +169,8 @@ def test_an_optimizer_goes_on_where_it_was(kind: Any, layout: str, tmp_path: Pat
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OTHERS)
 def test_an_optimizer_of_others_goes_on_where_it_was(name: str, layout: str, tmp_path: Path) -> None:
-    """Of the package pytorch_optimizer: one moment, matrices in lists, values that come later, counts in the group."""
+    """Of the package pytorch_optimizer: one moment, matrices in lists, values that come later, counts in the
+    group."""
     zoo = pytest.importorskip("pytorch_optimizer", reason="the Makefile installs it")
     test_an_optimizer_goes_on_where_it_was(getattr(zoo, name), layout, tmp_path)
 
@@ -290,7 +294,8 @@ def test_what_is_made_lies_as_its_parameter_does(layout: str, tmp_path: Path) ->
 
 
 def test_a_nested_state_of_another_length_replaces_the_present_one(tmp_path: Path) -> None:
-    """A history that was longer, or shorter, than the present one; none of it is left over, and none is missing."""
+    """A history that was longer, or shorter, than the present one; none of it is left over, and none is
+    missing."""
     model = model_of(1)
     optimizer = made(Lists, model)
     train(model, optimizer, range(3))
@@ -375,7 +380,8 @@ def test_torch_dcp_loads_what_is_exported(kind: Callable[..., Optimizer], tmp_pa
 def test_what_torch_dcp_saved_is_loaded(
     kind: Callable[..., Optimizer], by_name: bool, tmp_path: Path
 ) -> None:
-    """It does not say which container is which: numbers from 0 on are taken for a list's, as LBFGS has them."""
+    """It does not say which container is which: numbers from 0 on are taken for a list's, as LBFGS has
+    them."""
     model, other = model_of(1), model_of(2)
     optimizer, fresh = made(kind, model), made(kind, other)
     train(model, optimizer, range(3))

@@ -1,4 +1,5 @@
-"""Methods of the user's that issue collectives are called in one order on all ranks, whatever the order of their dicts is."""
+"""Methods of the user's that issue collectives are called in one order on all ranks, whatever the order of
+their dicts is."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tests.support.processes import ProcessWorld
 
 
 class Gathering:
-    """Its methods meet the other ranks, and say which of its kind has met them: a rank in another one would be wrong, or hang."""
+    """Its methods meet the other ranks, and say which of its kind has met them: a rank in another one would
+    be wrong, or hang."""
 
     def __init__(self, name: str, calls: list[str], inner: Any = None) -> None:
         self.name, self.calls, self.inner = name, calls, inner

@@ -1,4 +1,5 @@
-"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, CheckpointableTensor, LocalShardsWrapper."""
+"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, CheckpointableTensor,
+LocalShardsWrapper."""
 
 from __future__ import annotations
 

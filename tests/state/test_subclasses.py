@@ -1,4 +1,5 @@
-"""Tensor subclasses: those that are made of other tensors are stored as these; what has no memory is refused by its name."""
+"""Tensor subclasses: those that are made of other tensors are stored as these; what has no memory is refused
+by its name."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ from holdfast.state.optimizer_state import Given, check_whole
 from holdfast.state.subclasses import has_memory, is_wrapper, same_memory
 
 torch.serialization.add_safe_globals([TwoTensor])
+TWO_TENSOR = "torch.testing._internal.two_tensor.TwoTensor"
 
 
 class Scaled(torch.Tensor):
-    """An int8 weight with a scale a row, as torchao's Int8Tensor is: what is asked of it is answered with a dequantised copy."""
+    """An int8 weight with a scale a row, as torchao's Int8Tensor is: what is asked of it is answered with a
+    dequantised copy."""
 
     q: torch.Tensor
     scale: torch.Tensor
 
     @staticmethod
     def __new__(cls, q: torch.Tensor, scale: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype, device=q.device)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=scale.dtype, device=q.device)
 
     def __init__(self, q: torch.Tensor, scale: torch.Tensor) -> None:
         self.q, self.scale = q, scale
@@ -99,7 +102,7 @@ def test_wrappers_in_wrappers(tmp_path: Path) -> None:
         )
 
     holdfast.save({"w": make(1.0)}, tmp_path, no_dist=True)
-    assert sorted(f.name for f in describe(tmp_path).shown) == ["w.a.a", "w.a.b", "w.b"]  # type: ignore[union-attr]
+    assert sorted(f.name for f in describe(tmp_path).shown) == ["w.a.a", "w.a.b", "w.b"]
     other = make(7.0)
     holdfast.load({"w": other}, tmp_path, no_dist=True)
     assert [float(t[0]) for t in (other.a.a, other.a.b, other.b)] == [1.0, 2.0, 3.0]
@@ -271,7 +274,7 @@ def test_a_wrapper_is_made_only_of_a_type_that_this_process_allows(tmp_path: Pat
         ["dict", 5],
         ["heap", [0]],
         ["dict", [["moment", ["strides", [0, 0]]]]],
-        ["dict", [["moment", ["tensor", "torch.testing._internal.two_tensor.TwoTensor", [["a", 0]], None, [2], [1]]]]],
+        ["dict", [["moment", ["tensor", TWO_TENSOR, [["a", 0]], None, [2], [1]]]]],
         "x",
     ],
 )  # fmt: skip

@@ -16,7 +16,8 @@ FOREVER = 1 << 30
 
 
 class Faults:
-    """Counts the calls on what lies below a folder, from 1 on, and lets `length` of them fail from number `first` on.
+    """Counts the calls on what lies below a folder, from 1 on, and lets `length` of them fail from number
+    `first` on.
 
     after: calls that change names do so, and only then fail, as if the answer of a server were lost.
     only: calls of these names count.

@@ -1,4 +1,5 @@
-"""Run folders as people have them: links, other frameworks' checkpoints, names of any width, what is no step at all."""
+"""Run folders as people have them: links, other frameworks' checkpoints, names of any width, what is no step
+at all."""
 
 from __future__ import annotations
 

@@ -195,7 +195,8 @@ def _serve(
     rank: int, size: int, port: int, port_file: str, stacks: str, pipe: Connection, env: dict[str, str]
 ) -> None:
     """A rank: set up, then run jobs until told to end."""
-    dump = open(os.path.join(stacks, f"rank{rank}"), "w", encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
+    path = os.path.join(stacks, f"rank{rank}")
+    dump = open(path, "w", encoding="utf-8")  # noqa: SIM115 (lives as long as the process)
     faulthandler.register(signal.SIGUSR1, dump, all_threads=True)
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **env})
     import torch

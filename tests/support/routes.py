@@ -1,4 +1,5 @@
-"""Which functions of Holdfast a call enters, in order: what docs/architecture.md lists and a test compares."""
+"""Which functions of Holdfast a call enters, in order: what docs/architecture.md lists and a test
+compares."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _NO_FUNCTIONS = ("<module>", "<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>
 
 
 class Route(NamedTuple):
-    """The functions that a call entered, each once, in the order of their first entry; and how often the file changed."""
+    """The functions that a call entered, each once, in the order of their first entry; and how often the file
+    changed."""
 
     functions: list[str]
     files: set[str]

@@ -1,12 +1,12 @@
 """The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
 
-`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`) on up to
-sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
+`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`)
+on up to sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
 step takes, when a message becomes visible (puts are applied late, or lost with
 their sender), who is late, killed, stopped, stuck or never comes, which write or publish
-fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each rank save n times
-into one folder, each time another state, and go on at once whatever became of it. `check` then holds the outcome
-against the invariants:
+fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each
+rank save n times into one folder, each time another state, and go on at once whatever became of it. `check`
+then holds the outcome against the invariants:
 
 1. an index exists only if every byte that it names is durable, and holds the states of one call of all ranks;
 2. no rank reports success unless the index of that very call exists;
@@ -385,7 +385,7 @@ def simulate(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1)
         if number not in world.faults.absent:
             world.after(rng.random() * 0.3 + world.faults.late.get(number, 0.0), rank.enter)
         if number in world.faults.killed:
-            world.after(world.faults.killed[number], lambda number=number: world.dead.add(number))  # type: ignore[misc]
+            world.after(world.faults.killed[number], lambda number=number: world.dead.add(number))
     world.run()
     return world
 
@@ -430,7 +430,8 @@ def _check_call(world: World, call: int) -> list[str]:
         limit = max(live[rank].entered + world.timeout, start + length if length else 0.0) + SLACK
         if live[rank].at > limit:
             wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late from call {call}")
-    # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss only.
+    # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss
+    # only.
     states = {outcome.state for outcome in ended.values() if not (world.turn and outcome.own)}
     if {"committed", "failed"} <= states:
         wrong.append(f"4: some ranks report success of call {call}, others failure")

@@ -94,7 +94,8 @@ def mishap(
 
 
 def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None]:
-    """A trainer is killed while its writer writes; returns what the others heard. Its writer's pid is in a file."""
+    """A trainer is killed while its writer writes; returns what the others heard. Its writer's pid is in a
+    file."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
     pid = background_of_this_thread()._writer.pid
@@ -208,7 +209,7 @@ def train_demo(rank: int, folder: str | None, steps: int) -> tuple[list[float], 
             losses.append(loss)
 
         def finished(self, trainer: Trainer) -> None:
-            parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]  # type: ignore[operator]
+            parts = [p.to_local() if hasattr(p, "to_local") else p for p in trainer.model.parameters()]
             last.append(hex_digest(digest(b"".join(part.detach().numpy().tobytes() for part in parts))))
 
     small = ModelConfig(dim=32, layers=2, heads=2, kv_heads=1, head_dim=16, experts=8, ffn=32)
@@ -220,12 +221,13 @@ def train_demo(rank: int, folder: str | None, steps: int) -> tuple[list[float], 
 
 
 def stopping(rank: int, asks: int, at_step: int) -> tuple[int, str | None]:
-    """A loop whose ranks drift by a step; one asks for a stop. Returns the step at which this rank stopped."""
+    """A loop whose ranks drift by a step; one asks for a stop. Returns the step at which this rank
+    stopped."""
     with holdfast.Preemption(budget=20, signals=(signal.SIGTERM,) if rank == asks else ()) as preemption:
         for step in range(400):
             time.sleep(0.01 * (rank % 3))
             if step % 5 == 0:
-                dist.barrier()  # a collective of training: a rank that stopped alone would hang the others here
+                dist.barrier()  # as training has: a rank that stopped alone would hang the others here
             if rank == asks and step == at_step:
                 os.kill(os.getpid(), signal.SIGTERM)
             if preemption.should_stop():

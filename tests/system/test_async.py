@@ -325,7 +325,8 @@ def test_the_writer_is_small_and_without_torch(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
-    """The plan of ten thousand tensors does not fit into a socket's buffer: the thread that sends it is stuck."""
+    """The plan of ten thousand tensors does not fit into a socket's buffer: the thread that sends it is
+    stuck."""
     state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
     holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
     writer = background_of_this_thread()._writer.pid

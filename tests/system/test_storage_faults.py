@@ -1,5 +1,5 @@
-"""Storage that fails at any call of a save, for a moment or for good: nothing that is committed is lost, and no save is
-called failed that is committed."""
+"""Storage that fails at any call of a save, for a moment or for good: nothing that is committed is lost, and
+no save is called failed that is committed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ ERRNOS = (
 
 
 class Case(NamedTuple):
-    """`length` calls fail with an errno from number `first` on (see Faults), in a new save or in an overwrite."""
+    """`length` calls fail with an errno from number `first` on (see Faults), in a new save or in an
+    overwrite."""
 
     ranks: int
     overwrite: bool
@@ -106,7 +107,8 @@ class Runner:
         self.seen: Counter[str] = Counter()
 
     def run(self, case: Case, again: bool = True) -> int:
-        """Save step 2, over step 1 or not, while storage fails; how many calls that took. Checks what there is afterwards."""
+        """Save step 2, over step 1 or not, while storage fails; how many calls that took. Checks what there
+        is afterwards."""
         world, place = case.ranks, self.folder / "step"
 
         def save(roster: MemoryRoster, step: int) -> None:

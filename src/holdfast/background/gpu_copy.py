@@ -37,9 +37,10 @@ class DeviceCopies:
         sides = []
         with ExitStack() as stack:
             for training in self._training:
-                if training.device not in _side:
-                    _side[training.device] = torch.cuda.Stream(training.device)  # type: ignore[no-untyped-call]
-                side = _side[training.device]
+                device = training.device
+                if device not in _side:
+                    _side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                side = _side[device]
                 side.wait_stream(training)
                 stack.enter_context(torch.cuda.stream(side))
                 sides.append(side)

@@ -34,10 +34,9 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
     """Length and JSON header for `(name, tag, shape, start, stop)` rows, padded so that data is aligned."""
     quoted = json.encoder.encode_basestring
     rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
-    rows += [
-        f'{quoted(name)}:{{"dtype":"{tag}","shape":[{",".join(map(str, shape))}],"data_offsets":[{start},{stop}]}}'
-        for name, tag, shape, start, stop in entries
-    ]
+    for name, tag, shape, start, stop in entries:
+        sides = ",".join(map(str, shape))
+        rows.append(f'{quoted(name)}:{{"dtype":"{tag}","shape":[{sides}],"data_offsets":[{start},{stop}]}}')
     text = ("{" + ",".join(rows) + "}").encode()
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(

@@ -21,8 +21,9 @@ SOME = 4_000_000
 """What may be said in any pickle; it takes a second to look at."""
 DEPTH = 1000
 _ITEMSIZE = {
-    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "LongStorage": 8, "IntStorage": 4,
-    "ShortStorage": 2, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4,
+    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
+    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2,
+    "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4,
 }  # fmt: skip
 _ITEMSIZE |= {dtype.name: dtype.size for dtype in DTYPES}
 

@@ -19,7 +19,8 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format.limits import OBJECT_BYTES
 
 Json: TypeAlias = Any
-"""What the json module takes and gives. From a file it may be of any shape; who reads it finds out by trying."""
+"""What the json module takes and gives. From a file it may be of any shape; who reads it finds out by
+trying."""
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"

@@ -377,11 +377,13 @@ _OPCODES = {
     b"\x94": "_memoize", b"q": "_binput", b"r": "_long_binput", b"h": "_binget", b"j": "_long_binget",
     b"N": "_none", b"\x88": "_true", b"\x89": "_false",
     b"K": "_binint1", b"M": "_binint2", b"J": "_binint", b"\x8a": "_long1", b"G": "_binfloat",
-    b"\x8c": "_short_text", b"X": "_long_text", b"U": "_short_text", b"C": "_short_bytes", b"B": "_long_bytes",
-    b"(": "_mark", b")": "_empty_tuple", b"t": "_tuple", b"\x85": "_tuple1", b"\x86": "_tuple2", b"\x87": "_tuple3",
+    b"\x8c": "_short_text", b"X": "_long_text", b"U": "_short_text",
+    b"C": "_short_bytes", b"B": "_long_bytes", b"(": "_mark",
+    b")": "_empty_tuple", b"t": "_tuple", b"\x85": "_tuple1", b"\x86": "_tuple2", b"\x87": "_tuple3",
     b"]": "_empty_list", b"a": "_append", b"e": "_appends",
     b"\x8f": "_empty_list", b"\x90": "_appends", b"\x91": "_frozenset",
     b"}": "_empty_dict", b"s": "_setitem", b"u": "_setitems",
-    b"c": "_global", b"\x93": "_stack_global", b"R": "_call", b"\x81": "_call", b"b": "_build", b"Q": "_persistent",
+    b"c": "_global", b"\x93": "_stack_global",
+    b"R": "_call", b"\x81": "_call", b"b": "_build", b"Q": "_persistent",
 }  # fmt: skip
 _NAMES = [_OPCODES.get(bytes([code]), "_unknown") for code in range(256)]

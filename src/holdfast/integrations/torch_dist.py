@@ -279,7 +279,8 @@ class _Writer:
     def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
         if self._file is None or self._file.tell() > PER_FILE:
             self.close()
-            self._file = open(self.folder / f"__0_{self.number}.distcp", "xb")  # noqa: SIM115 (closed by close)
+            path = self.folder / f"__0_{self.number}.distcp"
+            self._file = open(path, "xb")  # noqa: SIM115 (closed by close)
             self.number += 1
         at = self._file.tell()
         self._file.write(archive)

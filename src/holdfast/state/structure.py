@@ -24,7 +24,8 @@ STRUCTURE = "__structure__"
 LEAF = 0
 """The description of what is stored as it is."""
 Description: TypeAlias = Json
-"""LEAF, or a list that begins with the kind of a container: what `describe` gives, and a checkpoint may claim."""
+"""LEAF, or a list that begins with the kind of a container: what `describe` gives, and a checkpoint may
+claim."""
 _ABSENT = object()
 
 

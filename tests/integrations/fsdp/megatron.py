@@ -1,4 +1,5 @@
-"""A real mixture of experts of megatron-core under Megatron-FSDP: its state saved by ours and by stock code; importable by spawned processes."""
+"""A real mixture of experts of megatron-core under Megatron-FSDP: its state saved by ours and by stock code;
+importable by spawned processes."""
 
 from __future__ import annotations
 
@@ -153,8 +154,9 @@ def whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def save_both(rank: int, path: str, layout: Layout) -> tuple[int, int]:
-    """Ours saves what ranks really hold, states on some ranks only; then stock metadata, of states that all ranks were given, says
-    what all values are. Returns how many tensors agree about their place, and how many states this rank did not have."""
+    """Ours saves what ranks really hold, states on some ranks only; then stock metadata, of states that all
+    ranks were given, says what all values are. Returns how many tensors agree about their place, and how many
+    states this rank did not have."""
     begin(layout)
     training = FsdpTraining(layout)
     for _ in range(2):
@@ -190,8 +192,8 @@ def save_both(rank: int, path: str, layout: Layout) -> tuple[int, int]:
 
 
 def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: str = "") -> int:
-    """Into another model, of another layout maybe; `knows`: are our functions given the model, or are offsets left open? `kind`: which of the
-    two checkpoints."""
+    """Into another model, of another layout maybe; `knows`: are our functions given the model, or are offsets
+    left open? `kind`: which of the two checkpoints."""
     begin(layout)
     training = FsdpTraining(layout, seed=7)
     training.step()
@@ -254,7 +256,8 @@ def lose_a_state(rank: int, path: str, layout: Layout) -> tuple[str, list[str]]:
 
 
 def stock_order(rank: int, ordered: bool) -> dict[str, tuple[int, ...]]:
-    """Offsets that stock metadata gives two tensors, whose order in the dict differs from rank to rank, or does not."""
+    """Offsets that stock metadata gives two tensors, whose order in the dict differs from rank to rank, or
+    does not."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
         preprocess_state_dict_for_uneven_dtensor,
     )
@@ -286,7 +289,8 @@ class _Net(torch.nn.Module):
 
 
 def delta_net(rank: int, path: str, tp: int, seed: int) -> dict[str, torch.Tensor]:
-    """Save one whose rows are cut anywhere, zero it, load it; what its parts are, as one process sees them."""
+    """Save one whose rows are cut anywhere, zero it, load it; what its parts are, as one process sees
+    them."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 

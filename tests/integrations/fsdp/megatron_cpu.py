@@ -20,7 +20,8 @@ def _is_cuda(x: Any) -> bool:
 
 
 class _Redirect(TorchFunctionMode):
-    """What tests.integrations.megatron.cpu._OnCpu leaves over: device=0 (an index), x.to(torch.device("cuda:0")), x.to(0)."""
+    """What tests.integrations.megatron.cpu._OnCpu leaves over: device=0 (an index),
+    x.to(torch.device("cuda:0")), x.to(0)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = dict(kwargs or {})
@@ -38,14 +39,14 @@ def use_cpu_fsdp() -> None:
     from tests.integrations.megatron.cpu import use_cpu
 
     use_cpu()
-    # f"cuda:{torch.cuda.current_device()}" must name a device (megatron_fsdp.py:182,184,188, mcore_fsdp_adapter.py:91);
-    # use_cpu() answers torch.device("cpu"), of which "cuda:cpu" is made.
+    # f"cuda:{torch.cuda.current_device()}" must name a device (megatron_fsdp.py:182,184,188,
+    # mcore_fsdp_adapter.py:91); use_cpu() answers torch.device("cpu"), of which "cuda:cpu" is made.
     torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     mode = _Redirect()
     mode.__enter__()
 
-    # A function that a mode handles runs without modes, Tensor.backward too, so FSDP's backward hooks, which allocate
-    # buckets on "cuda:0" (param_and_grad_buffer.py:521), need one of their own.
+    # A function that a mode handles runs without modes, Tensor.backward too, so FSDP's backward hooks, which
+    # allocate buckets on "cuda:0" (param_and_grad_buffer.py:521), need one of their own.
     real_run = torch.autograd._engine_run_backward
 
     def run_backward(*args: Any, **named: Any) -> Any:
@@ -54,8 +55,8 @@ def use_cpu_fsdp() -> None:
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
 
-    # gloo has no ReduceOp.PREMUL_SUM (param_and_grad_buffer.py:3772): take stock's other branch, scale and then sum,
-    # as with gradient_reduce_div_fusion=False (which fully_shard() can't be given).
+    # gloo has no ReduceOp.PREMUL_SUM (param_and_grad_buffer.py:3772): take stock's other branch, scale and
+    # then sum, as with gradient_reduce_div_fusion=False (which fully_shard() can't be given).
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
     real_preprocessing = param_and_grad_buffer.gradient_reduce_preprocessing
@@ -89,14 +90,15 @@ def use_cpu_fsdp() -> None:
 
     fully_shard.init_device_mesh = init_device_mesh  # type: ignore[attr-defined]
 
-    # mcore_fsdp_adapter.py:184 (TP > 1) asks isinstance(x, (TELinear,)), which is no type without Transformer Engine.
+    # mcore_fsdp_adapter.py:184 (TP > 1) asks isinstance(x, (TELinear,)), which is no type without Transformer
+    # Engine.
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
 
-    # Float16Module asks isinstance(x, (torch.FloatTensor, torch.cuda.FloatTensor)), and use_cpu() has made a function of
-    # the latter.
+    # Float16Module asks isinstance(x, (torch.FloatTensor, torch.cuda.FloatTensor)), and use_cpu() has made a
+    # function of the latter.
     from megatron.core.transformer import module
 
     for name in ("_FLOAT_TYPES", "_HALF_TYPES", "_BF16_TYPES"):
@@ -105,10 +107,10 @@ def use_cpu_fsdp() -> None:
 
 
 def state_for_all(optimizer: Any) -> None:
-    """Give parameters whose local shard is empty (their grad is None) a state too, as Transformer Engine's FusedAdam
-    does and PyTorch's AdamW, which megatron-core falls back to, does not. Stock handle_swiglu_in_state_dict and
-    preprocess_state_dict_for_uneven_dtensor run collectives for every state that a rank has, so they hang or fail
-    where ranks have different ones. Call it after the first step."""
+    """Give parameters whose local shard is empty (their grad is None) a state too, as Transformer Engine's
+    FusedAdam does and PyTorch's AdamW, which megatron-core falls back to, does not. Stock
+    handle_swiglu_in_state_dict and preprocess_state_dict_for_uneven_dtensor run collectives for every state
+    that a rank has, so they hang or fail where ranks have different ones. Call it after the first step."""
     some = next(iter(optimizer.state.values()))
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -1,8 +1,9 @@
-"""A mixture of experts under FSDP2 with an expert-parallel mesh, as torchtitan builds it, on gloo; importable by spawned processes.
+"""A mixture of experts under FSDP2 with an expert-parallel mesh, as torchtitan builds it, on gloo; importable
+by spawned processes.
 
-Experts are stacked in one parameter a matrix, cut over the expert-parallel mesh first and by `fully_shard` then, so that they are
-DTensors on a (fsdp, ep) mesh with strided placements. Ranks of one expert-parallel group see the same tokens, each adds what its own
-experts say, and the sum is taken over the group.
+Experts are stacked in one parameter a matrix, cut over the expert-parallel mesh first and by `fully_shard`
+then, so that they are DTensors on a (fsdp, ep) mesh with strided placements. Ranks of one expert-parallel
+group see the same tokens, each adds what its own experts say, and the sum is taken over the group.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def everything(model: MoE, optimizer: torch.optim.Optimizer) -> dict[str, torch.
 
 
 def train_and_save(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
-    """Train, save, train on; the losses after the save. Rank 0 leaves what all values were beside the checkpoint."""
+    """Train, save, train on; the losses after the save. Rank 0 leaves what all values were beside the
+    checkpoint."""
     model, optimizer, _ = build(layout, 1)
     train(model, optimizer, range(steps), rank // layout.ep)
     values = everything(model, optimizer)
@@ -186,7 +188,8 @@ def resume(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
 
 
 def train_and_save_itself(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
-    """As `train_and_save`, with the model and the optimizer in the state as they are, put there before the first step."""
+    """As `train_and_save`, with the model and the optimizer in the state as they are, put there before the
+    first step."""
     model, optimizer, _ = build(layout, 1)
     state = {"model": model, "optim": optimizer}
     train(model, optimizer, range(steps), rank // layout.ep)
@@ -198,7 +201,8 @@ def train_and_save_itself(rank: int, path: str, layout: Layout, steps: int) -> l
 
 
 def resume_by_a_load_alone(rank: int, path: str, layout: Layout, steps: int, itself: bool) -> list[float]:
-    """As `resume`, by a load and nothing else: of the optimizer as it is, or of what get_state_dict gives for it."""
+    """As `resume`, by a load and nothing else: of the optimizer as it is, or of what get_state_dict gives for
+    it."""
     model, optimizer, _ = build(layout, 2)
     state: dict[str, Any] = {"model": model, "optim": optimizer}
     if not itself:
@@ -214,7 +218,8 @@ def resume_by_a_load_alone(rank: int, path: str, layout: Layout, steps: int, its
 
 
 class ByRows(torch.optim.Optimizer):
-    """Keeps a mean square a row, sharded as its parameter's rows are. (torch's Adafactor does not work with DTensors.)"""
+    """Keeps a mean square a row, sharded as its parameter's rows are. (torch's Adafactor does not work with
+    DTensors.)"""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -229,7 +234,8 @@ class ByRows(torch.optim.Optimizer):
 
 
 def states_of_other_shapes(rank: int, path: str) -> str:
-    """What is not shaped as its parameter can't be made, and is filled where it is there; returns the error of the former."""
+    """What is not shaped as its parameter can't be made, and is filled where it is there; returns the error
+    of the former."""
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)
@@ -279,7 +285,8 @@ LOST = "layers.0.experts.w1"
 
 
 def lose_a_state(rank: int, path: str, layout: Layout, missing: str, who: int) -> None:
-    """Save while one rank has no optimizer state of one parameter, as if none of its experts had ever been routed to."""
+    """Save while one rank has no optimizer state of one parameter, as if none of its experts had ever been
+    routed to."""
     model, optimizer, _ = build(layout, 1)
     train(model, optimizer, range(2), rank // layout.ep)
     kept = everything(model, optimizer)[f"optim.{LOST}.exp_avg"]

@@ -1,4 +1,5 @@
-"""FSDP2 with expert parallelism: trained, saved, resumed on other meshes; optimizers by names, without a step or a gather."""
+"""FSDP2 with expert parallelism: trained, saved, resumed on other meshes; optimizers by names, without a step
+or a gather."""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def saved_itself(
 def test_an_optimizer_as_it_is_goes_on(
     eight: ProcessWorld, saved_itself: tuple[str, list[list[float]]]
 ) -> None:
-    """In the state as it is, in a fresh model that has taken no step: on the same mesh as if nothing had been, and on another."""
+    """In the state as it is, in a fresh model that has taken no step: on the same mesh as if nothing had
+    been, and on another."""
     path, losses = saved_itself
     assert eight.run(moe.resume_by_a_load_alone, path, SAVED, STEPS, True) == losses
     eight.run(moe.resume_by_a_load_alone, path, Layout(8, ep=4, replicas=2), STEPS, True)

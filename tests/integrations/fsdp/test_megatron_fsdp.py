@@ -1,4 +1,5 @@
-"""Megatron-FSDP itself, on CPU: what hangs in stock code is saved and loaded by ours, without a collective."""
+"""Megatron-FSDP itself, on CPU: what hangs in stock code is saved and loaded by ours, without a
+collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Unevenly cut DTensors as Megatron-FSDP makes them, and what ranks do with them; importable by spawned processes."""
+"""Unevenly cut DTensors as Megatron-FSDP makes them, and what ranks do with them; importable by spawned
+processes."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def save_and_load(
     asynchronous: bool = False,
     back: list[Uneven] | None = None,
 ) -> int:
-    """Save, load into an equal state (or one that is cut as `back` says), compare; the number of bytes compared."""
+    """Save, load into an equal state (or one that is cut as `back` says), compare; the number of bytes
+    compared."""
     state = state_of(whats, shape, 1, rank, lacking, order)
     if asynchronous:
         holdfast.async_save(state, path, timeout=30, stall_timeout=10).committed(30)
@@ -138,7 +140,8 @@ def by_hand(rank: int, path: str, lengths: list[int], replicas: int = 1) -> None
 
 
 def some_know(rank: int, path: str, what: Uneven, knowing: tuple[int, ...]) -> None:
-    """Ranks that have chunk metadata beside ranks that have none: a save, a load, and a load of an optimizer's state."""
+    """Ranks that have chunk metadata beside ranks that have none: a save, a load, and a load of an
+    optimizer's state."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     def one(step: int) -> DTensor:

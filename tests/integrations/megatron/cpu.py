@@ -1,8 +1,8 @@
-"""Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is replaced,
-but for one call that fails with PyTorch's own Adam (see `_with_step`).
+"""Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is
+replaced, but for one call that fails with PyTorch's own Adam (see `_with_step`).
 
-Every function of a rank's process must call `use_cpu()` first; it changes the process for good, so these ranks
-are a pool of their own.
+Every function of a rank's process must call `use_cpu()` first; it changes the process for good, so these
+ranks are a pool of their own.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def with_a_device() -> Iterator[None]:
 
     before = torch.Tensor.pin_memory
     torch.Tensor.pin_memory = pinned  # type: ignore[assignment,method-assign]
-    torch.Tensor.is_cuda = property(lambda self: not getattr(self, "on_host", False))  # type: ignore[assignment]
+    torch.Tensor.is_cuda = property(lambda self: not getattr(self, "on_host", False))
     try:
         yield
     finally:
@@ -70,8 +70,8 @@ def with_a_device() -> Iterator[None]:
 
 
 def _with_step(original: Any) -> Any:
-    """Stock megatron-core 0.16.1 can't load its own `fully_reshardable` state without Transformer Engine or Apex: the Adam of
-    PyTorch keeps a `step` a parameter, which is not among the tensors to be set."""
+    """Stock megatron-core 0.16.1 can't load its own `fully_reshardable` state without Transformer Engine or
+    Apex: the Adam of PyTorch keeps a `step` a parameter, which is not among the tensors to be set."""
 
     def set_state(self: Any, param: Any, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[param]
@@ -100,7 +100,7 @@ def use_cpu() -> None:
     torch.cuda.Event = _Stream  # type: ignore[assignment,misc]
     torch.cuda.current_stream = lambda *args, **named: _Stream()  # type: ignore[assignment]
     torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.FloatTensor = lambda values: torch.tensor(values, dtype=torch.float)  # type: ignore[assignment,misc]
+    torch.cuda.FloatTensor = lambda values: torch.tensor(values, dtype=torch.float)
     torch.Tensor.cuda = lambda self, *args, **named: self  # type: ignore[assignment]
     torch.nn.Module.cuda = lambda self, *args, **named: self  # type: ignore[assignment]
     mode = _OnCpu()

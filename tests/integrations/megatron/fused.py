@@ -1,8 +1,9 @@
 """An Adam that keeps its state as Transformer Engine's FusedAdam does, on the CPU, with PyTorch's arithmetic.
 
-It counts steps in the parameter group, from its first step on, and only in groups that have parameters; moments, and master
-weights if it has them, are in the state of each parameter; both are read and set through `get_unscaled_state` and
-`set_scaled_state`. megatron-core takes other ways where it has such an optimizer, all of which run here.
+It counts steps in the parameter group, from its first step on, and only in groups that have parameters;
+moments, and master weights if it has them, are in the state of each parameter; both are read and set through
+`get_unscaled_state` and `set_scaled_state`. megatron-core takes other ways where it has such an optimizer,
+all of which run here.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def importable() -> Iterator[None]:
 
 
 def use_fused_adam() -> None:
-    """What megatron-core sets where it can import Transformer Engine's optimizers. For good, in this process."""
+    """What megatron-core sets where it can import Transformer Engine's optimizers. For good, in this
+    process."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

@@ -50,7 +50,8 @@ def children_allowed() -> Iterator[None]:
 
 
 def storable(metadata: dict[str, Any]) -> dict[str, Any]:
-    """What stock megatron-core before 0.16 can pickle of content metadata; Megatron-LM leaves the same out."""
+    """What stock megatron-core before 0.16 can pickle of content metadata; Megatron-LM leaves the same
+    out."""
     return {key: value for key, value in metadata.items() if key != "dp_cp_group"}
 
 
@@ -218,7 +219,8 @@ def save_by_some(rank: int, ranks: tuple[int, ...], folder: str, absent: int | N
 
 
 def save_slowly(rank: int, folder: str, slow: int, seconds: float) -> float:
-    """One rank's storage takes a second for each of its many parts; returns the seconds that the save took."""
+    """One rank's storage takes a second for each of its many parts; returns the seconds that the save
+    took."""
     from holdfast import events, megatron
 
     use_cpu()

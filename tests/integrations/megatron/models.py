@@ -214,7 +214,8 @@ def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
             position_embedding_type="rope",
             vp_stage=stage,
         )
-        model.eval()  # an MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway
+        # An MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway.
+        model.eval()
         chunks.append(model.bfloat16() if recipe.bf16 else model)
     return chunks
 
@@ -248,8 +249,8 @@ def _config(layout: Layout, recipe: Recipe) -> Any:
         "virtual_pipeline_model_parallel_size": layout.vpp,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # Attention that cuts sequences needs Transformer Engine. State lies over the ranks as it does with it,
-        # but such a model can't run here.
+        # Attention that cuts sequences needs Transformer Engine. State lies over the ranks as it does with
+        # it, but such a model can't run here.
         "context_parallel_size": 1,
         "sequence_parallel": layout.tp > 1 and layout.ep > 1,  # older versions insist on it
         "params_dtype": torch.bfloat16 if recipe.bf16 else torch.float32,

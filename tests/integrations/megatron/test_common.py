@@ -1,4 +1,5 @@
-"""Common state that differs between ranks: said as megatron-core says it, without its broadcast, and never a failed save."""
+"""Common state that differs between ranks: said as megatron-core says it, without its broadcast, and never a
+failed save."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Save and load functions of whole frameworks, as they are published, called after `install()`.
 
-What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine, the state of
-a quantized model) is not installed for the tests: `stand_ins` is there in its place. From the functions themselves down to
-megatron-core nothing else is replaced.
+What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine,
+the state of a quantized model) is not installed for the tests: `stand_ins` is there in its place. From the
+functions themselves down to megatron-core nothing else is replaced.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ SMALL = Recipe(layers=2)
 
 
 def file_of(package: str, path: str) -> Any:
-    """A module of an installed package by its file: importing the package itself would want all it depends on."""
+    """A module of an installed package by its file: importing the package itself would want all it depends
+    on."""
     place = importlib.metadata.distribution(package).locate_file(path)
     spec = importlib.util.spec_from_file_location(Path(path).stem, str(place))
     assert spec is not None

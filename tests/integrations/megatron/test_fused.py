@@ -1,4 +1,5 @@
-"""Optimizers that count steps in their parameter groups (Transformer Engine, Apex), where ranks have empty groups."""
+"""Optimizers that count steps in their parameter groups (Transformer Engine, Apex), where ranks have empty
+groups."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def test_an_optimizer_that_has_not_stepped_yet(mcore_world: ProcessWorld, tmp_pa
 
 
 def set_by_hand(rank: int, folder: str) -> None:
-    """Megatron-LM's test_optimizer_common_state_dict: the dense groups have a step, those of experts none on any rank."""
+    """Megatron-LM's test_optimizer_common_state_dict: the dense groups have a step, those of experts none on
+    any rank."""
     from megatron.core.dist_checkpointing.dict_utils import diff
 
     from holdfast import megatron

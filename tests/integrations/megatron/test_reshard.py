@@ -1,4 +1,5 @@
-"""Real MoE models of megatron-core, saved in one layout and loaded in others: every tensor equal, bit for bit."""
+"""Real MoE models of megatron-core, saved in one layout and loaded in others: every tensor equal, bit for
+bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which rank writes what of a model: each element exactly once, in every layout, whatever megatron-core describes."""
+"""Which rank writes what of a model: each element exactly once, in every layout, whatever megatron-core
+describes."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def written(rank: int, state: Any, everyone: tuple[int, ...] | None = None) -> l
 
 
 def of_models(rank: int, layout: Layout, recipes: tuple[Recipe, ...]) -> list[tuple[list[Written], ...]]:
-    """For each model what is written of it as it is, and of it without parameters, as averaged weights are given."""
+    """For each model what is written of it as it is, and of it without parameters, as averaged weights are
+    given."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
     use_cpu()
@@ -178,7 +180,8 @@ def test_slices_of_fsdp2_are_written_by_the_ranks_that_have_them() -> None:
 
 
 def of_users(rank: int, everyone: tuple[int, ...]) -> list[Written]:
-    """Tensors that a user describes: on the main rank alone, cut over all ranks, or copied with all ranks' numbers."""
+    """Tensors that a user describes: on the main rank alone, cut over all ranks, or copied with all ranks'
+    numbers."""
     use_cpu()
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -229,7 +232,8 @@ def absent(rank: int) -> list[Written]:
 
 
 def cut_over_a_part(rank: int) -> tuple[tuple[int, ...], ...]:
-    """Groups as megatron-core 0.19 has them, whose `find` tells whether weights are cut over a part of the data-parallel group."""
+    """Groups as megatron-core 0.19 has them, whose `find` tells whether weights are cut over a part of the
+    data-parallel group."""
     from holdfast.integrations.megatron.mcore import _copies
 
     whole = dist.group.WORLD

@@ -56,9 +56,11 @@ class _Start(CollectiveTask):
         self._device.use()
         self.doing("in init_process_group")
         try:
+            name = f"holdfast-{answer['token']}/default_pg"
+            store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]
             dist.init_process_group(
                 self._backend,
-                store=dist.PrefixStore(f"holdfast-{answer['token']}/default_pg", self._store),  # type: ignore[attr-defined]
+                store=store,
                 rank=self._env.rank,
                 world_size=self._env.world_size,
                 timeout=timedelta(seconds=self._timeout),

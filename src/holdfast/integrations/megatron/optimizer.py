@@ -62,7 +62,8 @@ def sharded_state_dict(
             for number, part in enumerate(parts)
         }
     if not isinstance(optimizer, mcore.DistributedOptimizer):
-        return optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)  # type: ignore[no-any-return]
+        stock: dict[Any, Any] = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
+        return stock
     if _is_stub(optimizer):
         return {}
     allocate(optimizer, is_loading)
