@@ -1,13 +1,19 @@
 """The archives of torch.save: zip files whose members are stored as they are, so a tensor's elements lie in
 one piece.
 
-Read by hand, and only as torch writes them: the directory is the last thing but for its end records, which
-agree, its members are not compressed, do not share a name and are together no longer than the archive. So
-there is one way to read one, torch's reader finds the same members, and nothing can grow when it is read.
-`zipfile` takes more (bytes before the first member, end records that disagree), in which it and torch's
+An archive is: members, each a local header and its bytes; the directory, an entry a member; end records, which
+say where the directory is. All numbers are little-endian. A reader begins at the end.
+
+Read by hand, and only as torch writes them. Refused is what torch does not write:
+- a directory that is not the last thing before the end records, or end records that disagree;
+- members that are compressed, share a name (also in another case), or are together longer than the archive.
+
+So there is one way to read an archive, torch's reader finds the same members, and nothing can grow when it is
+read. `zipfile` takes more (bytes before the first member, end records that disagree), in which it and torch's
 reader find different members.
 
-Source: torch/csrc's inline_container (PyTorch 1.6 to 2.13), PKWARE's APPNOTE.
+Source: torch/csrc's inline_container (PyTorch 1.6 to 2.13), PKWARE's APPNOTE.TXT 6.3.10, whose sections the
+comments name.
 """
 
 from __future__ import annotations
@@ -19,11 +25,17 @@ from typing import NamedTuple
 from holdfast.format.container import Read
 
 DIRECTORY_BYTES = 128 << 20
-"""Of an archive with a million members."""
+"""Of a directory, which is read whole: an archive with a million members has as much."""
 _TAIL = 4096
+"""Bytes that are read at once from the end: of a small archive that is all of the directory."""
+_LOCAL_BYTES, _ENTRY_BYTES, _END_BYTES, _LOCATOR_BYTES, _END64_BYTES = 30, 46, 22, 20, 56
+"""Of records, without names, extra fields and comments."""
+_LOCAL, _ENTRY = b"PK\x03\x04", b"PK\x01\x02"
 _END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _WIDE = 0xFFFFFFFF
+"""Stands where a number does not fit into 32 bits: it is in the zip64 extra field."""
 _EntryFields = struct.Struct("<4s6xH4xIIIHHH8xI")
+"""4.3.12: signature, method, crc, packed and unpacked size, lengths of name, extra and comment, offset."""
 
 
 class BadArchive(ValueError):
@@ -40,7 +52,11 @@ class Member(NamedTuple):
 
 
 class Archive:
-    """An archive that begins at `start` of what `read` reads, and has `length` bytes."""
+    """An archive that begins at `start` of what `read` reads, and has `length` bytes.
+
+    `members` are by their full names; `folder` is the one that torch puts all of them into. Raises BadArchive
+    for what torch would not write.
+    """
 
     def __init__(self, read: Read, start: int, length: int) -> None:
         self._read, self._start, self.length = read, start, length
@@ -59,10 +75,12 @@ class Archive:
 
     def content(self, member: Member) -> int:
         """Where a member's bytes begin, as `read` counts."""
-        head = self._bytes(member.local, 30)
-        if head[:4] != b"PK\x03\x04":
+        head = self._bytes(member.local, _LOCAL_BYTES)
+        if head[:4] != _LOCAL:
             raise BadArchive("a member is not where its directory says")
-        begin: int = member.local + 30 + sum(struct.unpack_from("<HH", head, 26))
+        # 4.3.7: the lengths of the name and of the extra field, with which torch aligns the bytes. Nothing else
+        # of the local header counts: the directory says it, too, and torch's reader believes the directory.
+        begin: int = member.local + _LOCAL_BYTES + sum(struct.unpack_from("<HH", head, 26))
         if begin + member.nbytes > self._directory:
             raise BadArchive("a member overlaps its directory")
         return self._start + begin
@@ -95,7 +113,7 @@ class Archive:
     def _list(self) -> tuple[int, dict[str, Member]]:
         """Where the directory begins, and the members that it lists."""
         count, size, begin = self._end()
-        if size > DIRECTORY_BYTES or not 0 < count <= size // 46:
+        if size > DIRECTORY_BYTES or not 0 < count <= size // _ENTRY_BYTES:
             raise BadArchive(f"its directory says {count} members in {size} bytes")
         listing = self._bytes(begin, size)
         members: dict[str, Member] = {}
@@ -106,25 +124,27 @@ class Archive:
                 name, member, at = _entry(listing, at)
             except struct.error:
                 raise BadArchive("its directory ends too early") from None
-            room += member.nbytes + 30
+            room += member.nbytes + _LOCAL_BYTES
             members[name] = member
-            known.add(name.lower())
+            known.add(name.lower())  # torch's reader looks for names without regard to case
         if at != size or len(known) != count or room > begin:
             raise BadArchive("its directory lists members that can't all be there")
         return begin, members
 
     def _end(self) -> tuple[int, int, int]:
         """Members, bytes and begin of the directory, from the records that end an archive."""
-        at = self.length - 22
-        record = self._bytes(at, 22)
-        if len(record) != 22 or record[:4] != _END or record[20:] != b"\0\0":
+        at = self.length - _END_BYTES
+        record = self._bytes(at, _END_BYTES)
+        # 4.3.16; the last two bytes are the length of a comment, in which another end record could hide.
+        if len(record) != _END_BYTES or record[:4] != _END or record[20:] != b"\0\0":
             raise BadArchive("no zip archive ends there")
         count, size, begin = struct.unpack_from("<HII", record, 10)
-        locator = self._bytes(at - 20, 20)
-        if locator[:4] == _LOCATOR:
-            at -= 76
-            record = self._bytes(at, 56)
-            if len(record) != 56 or record[:4] != _END64 or struct.unpack_from("<Q", locator, 8)[0] != at:
+        locator = self._bytes(at - _LOCATOR_BYTES, _LOCATOR_BYTES)
+        if locator[:4] == _LOCATOR:  # 4.3.15: there is a record with wide numbers (4.3.14), which count
+            at -= _LOCATOR_BYTES + _END64_BYTES
+            record = self._bytes(at, _END64_BYTES)
+            stands_at = struct.unpack_from("<Q", locator, 8)[0]
+            if len(record) != _END64_BYTES or record[:4] != _END64 or stands_at != at:
                 raise BadArchive("the records at its end do not agree")
             count, size, begin = struct.unpack_from("<QQQ", record, 32)
         if begin + size != at:
@@ -135,9 +155,9 @@ class Archive:
 def _entry(listing: bytes, at: int) -> tuple[str, Member, int]:
     """An entry of a directory, and where the next begins."""
     mark, method, crc, packed, nbytes, named, more, comment, local = _EntryFields.unpack_from(listing, at)
-    if mark != b"PK\x01\x02":
+    if mark != _ENTRY:
         raise BadArchive("its directory is damaged")
-    start = at + 46
+    start = at + _ENTRY_BYTES
     name = listing[start : start + named].decode("utf-8", "surrogateescape")
     if _WIDE in (packed, nbytes, local):
         extra = listing[start + named : start + named + more]
@@ -148,7 +168,7 @@ def _entry(listing: bytes, at: int) -> tuple[str, Member, int]:
 
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers over 4 GiB stand in an extra field of the entry, in this order."""
+    """Numbers over 4 GiB: 4.5.3, they stand in extra field 1 of the entry, in this order, and only they."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)

@@ -1,11 +1,13 @@
 """The columns of an index in memory: numbers of a whole checkpoint, or of the part that somebody asked
 for."""
+# ruff: noqa: RUF009 (`_column` gives dataclass fields, which ruff can't see)
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,52 +18,72 @@ Array = npt.NDArray[Any]
 """A column: its dtype differs from one to another, so a type can't say it."""
 
 
-def _int64() -> Array:
-    return np.zeros(0, "<i8")
+def _column(rows: str, dtype: str = "<i8", wide: bool = False) -> Array:
+    """A column of `dtype`, empty until it is given. `rows` says which columns have equally many; a `wide` one
+    has d numbers in each row."""
+    return field(
+        default_factory=partial(np.zeros, (0, 1) if wide else 0, dtype),
+        metadata={"spec": ColumnSpec(rows, np.dtype(dtype), wide)},
+    )
+
+
+class ColumnSpec(NamedTuple):
+    """What each row of a column stands for (a letter, see `Columns`), and how it is stored."""
+
+    rows: str
+    dtype: np.dtype[Any]
+    wide: bool
 
 
 @dataclass
 class Columns:
-    """A whole index in memory. T tensors, C chunks, G block digests, F files, W witnesses, d dims."""
+    """A whole index in memory.
+
+    Its rows: T tensors, C chunks, G block digests, F files, W witnesses, L late shards; d is the largest number
+    of dimensions. Tensors are sorted by name, chunks grouped by tensor, digests by chunk. Wide columns are padded with leading ones to d, so that they
+    are rectangles of numbers.
+    """
 
     names: list[str] = field(default_factory=list)
-    dtype: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    kind: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    ndim: Array = field(default_factory=lambda: np.zeros(0, "u1"))
-    shape: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    """T x d, leading ones."""
-    chunk_end: Array = field(default_factory=_int64)
-    """T: the row after a tensor's last chunk; its first is the previous tensor's end."""
-    offset: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    size: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    """C x d: the chunk's box, its elements row-major in the file."""
-    file: Array = field(default_factory=lambda: np.zeros(0, "<i4"))
-    position: Array = field(default_factory=_int64)
-    """C: bytes from the start of the file."""
-    block: Array = field(default_factory=_int64)
-    """C: bytes a digest block has in this chunk."""
-    digest_end: Array = field(default_factory=_int64)
-    digests: Array = field(default_factory=lambda: np.zeros(0, "<u8"))
+    dtype: Array = _column("T", "u1")
+    """The number of a dtype in `layout.tensor.DTYPES`."""
+    kind: Array = _column("T", "u1")
+    """Tensor or object: a number in `layout.tensor.KINDS`."""
+    ndim: Array = _column("T", "u1")
+    shape: Array = _column("T", wide=True)
+    chunk_end: Array = _column("T")
+    """The row after a tensor's last chunk; its first is the previous tensor's end."""
+    offset: Array = _column("C", wide=True)
+    size: Array = _column("C", wide=True)
+    """The chunk's box, its elements row-major in the file."""
+    file: Array = _column("C", "<i4")
+    position: Array = _column("C")
+    """Bytes from the start of the file."""
+    block: Array = _column("C")
+    """Bytes a digest block has in this chunk."""
+    digest_end: Array = _column("C")
+    """The row after a chunk's last digest; its first is the previous chunk's end."""
+    digests: Array = _column("G", "<u8")
     file_names: list[str] = field(default_factory=list)
-    file_size: Array = field(default_factory=_int64)
-    file_rank: Array = field(default_factory=lambda: np.zeros(0, "<i4"))
-    witness_tensor: Array = field(default_factory=_int64)
-    witness_offset: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    witness_size: Array = field(default_factory=lambda: np.zeros((0, 1), "<i8"))
-    witness_block: Array = field(default_factory=_int64)
-    """W: which block's digest it is, or -1 for the digest of all block digests."""
-    witness_digest: Array = field(default_factory=lambda: np.zeros(0, "<u8"))
-    late_tensor: Array = field(default_factory=_int64)
-    late_axis: Array = field(default_factory=_int64)
-    late_lane: Array = field(default_factory=_int64)
-    late_position: Array = field(default_factory=_int64)
-    late_length: Array = field(default_factory=_int64)
-    late_start: Array = field(default_factory=_int64)
-    """L: shards whose offset others' lengths may tell, as `layout.deferred_offset.DeferredOffset`; only in
-    the index of a data file."""
-    chunk_late: Array = field(default_factory=_int64)
-    witness_late: Array = field(default_factory=_int64)
-    """C and W, if L is not 0: the shard that each is of, or -1."""
+    file_size: Array = _column("F")
+    file_rank: Array = _column("F", "<i4")
+    witness_tensor: Array = _column("W")
+    witness_offset: Array = _column("W", wide=True)
+    witness_size: Array = _column("W", wide=True)
+    witness_block: Array = _column("W")
+    """Which block's digest it is, or -1 for the digest of all block digests."""
+    witness_digest: Array = _column("W", "<u8")
+    late_tensor: Array = _column("L")
+    late_axis: Array = _column("L")
+    late_lane: Array = _column("L")
+    late_position: Array = _column("L")
+    late_length: Array = _column("L")
+    late_start: Array = _column("L")
+    """Shards whose offset others' lengths may tell, as `layout.deferred_offset.DeferredOffset`; only in the
+    index of a data file."""
+    chunk_late: Array = _column("C")
+    witness_late: Array = _column("W")
+    """If L is not 0: the shard that each chunk, or witness, is of, or -1."""
 
     @property
     def dims(self) -> int:
@@ -86,7 +108,9 @@ class Columns:
         return unpad(self.shape[row], int(self.ndim[row]))
 
 
-LATE = tuple(name for name in Columns.__dataclass_fields__ if "late" in name)
+SPECS: dict[str, ColumnSpec] = {f.name: f.metadata["spec"] for f in fields(Columns) if f.metadata}
+"""How each column is stored; names of tensors and of files are stored as text (`index`)."""
+LATE = tuple(name for name in SPECS if "late" in name)
 """Columns that a file has only if there are such shards."""
 ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
 
@@ -114,8 +138,3 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
         if i == len(values) or values[i] != values[i - 1] + 1:
             yield values[start], values[i - 1]
             start = i
-
-
-def row_runs(rows: Array) -> Iterator[tuple[int, int]]:
-    for first, last in runs(rows.tolist()):
-        yield first, last + 1

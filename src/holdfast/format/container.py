@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,22 +42,22 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(
             f"The header of a data file with {len(rows) - 1} parts of tensors would have {len(text)} bytes, "
-            f"more than the "
-            f"{DATA_HEADER_BYTES} that readers take.",
+            f"more than the {DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )
     text += b" " * (-(len(text) + 8) % ALIGN)
     return struct.pack("<Q", len(text)) + text
 
 
-class Header:
-    """A parsed header: `entries`, `metadata`, where data starts, and the raw bytes for digesting."""
+class Header(NamedTuple):
+    """A parsed header."""
 
-    def __init__(self, raw: bytes, entries: dict[str, Entry], metadata: dict[str, str]) -> None:
-        self.raw = raw
-        self.entries = entries
-        self.metadata = metadata
-        self.data_start = len(raw)
+    raw: bytes
+    """With the length before it, for digesting."""
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    data_start: int
+    """Where data begins, in bytes from the start of the file."""
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -92,9 +93,9 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
         if not 0 <= start <= stop <= room:
             raise CorruptCheckpoint(
                 f"{where} places {name!r} at bytes {start} to {stop} of {room}: the file is damaged or "
-                f"truncated."
+                "truncated."
             )
-    return Header(prefix + text, entries, metadata)
+    return Header(prefix + text, entries, metadata, 8 + length)
 
 
 def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dict[str, str]]:

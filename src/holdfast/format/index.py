@@ -18,13 +18,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 
 import numpy as np
 
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.format.columns import LATE, Array, Columns, row_runs, runs
+from holdfast.format.columns import LATE, SPECS, Array, Columns, ColumnSpec, runs
 from holdfast.format.container import Header, Read, encode_header, read_header
 from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.format.index_checks import ascending, check_rows, possible_late
@@ -48,8 +47,17 @@ def _heap(names: Sequence[str]) -> tuple[Array, Array]:
     return np.frombuffer(b"".join(coded), "u1"), ends
 
 
-_HEAPS = ("names", "file_names")
-_PLAIN = tuple(f.name for f in fields(Columns) if f.name not in (*_HEAPS, *LATE))
+_PLAIN = tuple(name for name in SPECS if name not in LATE)
+_TEXT, _ENDS = ColumnSpec("", np.dtype("u1"), False), ColumnSpec("", np.dtype("<i8"), False)
+_STORED = SPECS | {
+    "names": _TEXT,
+    "name_end": _ENDS._replace(rows="T"),
+    "fence": _TEXT,
+    "fence_end": _ENDS._replace(rows="fence"),
+    "file_names": _TEXT,
+    "file_end": _ENDS._replace(rows="F"),
+}
+"""All columns of an index file. Names are one text, with where each of them ends."""
 
 
 def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
@@ -58,8 +66,7 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
             f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
-            f"whole whenever "
-            f"it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
+            f"whole whenever it is opened; there is room for {INDEX_HEADER_BYTES - _HEADER_ROOM}.",
             hint="Keep less in notes=, or save it as a part of the state.",
         )
     arrays: dict[str, Array] = {}
@@ -123,7 +130,8 @@ class Index:
             self.dims = int(header.metadata["dims"])
             if not 1 <= self.dims <= 255:
                 raise ValueError("'dims'")
-            self.tensors, self.chunks = self._rows("dtype"), self._rows("file")
+            self._rows = {name: entry.shape[0] for name, entry in header.entries.items() if entry.shape}
+            self.tensors, self.chunks = self._rows["dtype"], self._rows["file"]
             self._check_shapes()
         except (LookupError, ValueError, RecursionError) as error:
             raise CorruptCheckpoint(
@@ -182,45 +190,26 @@ class Index:
                 self._pages[first] = data
         return data[start - first * PAGE : stop - first * PAGE]
 
-    def _rows(self, name: str) -> int:
-        return int(self._header.entries[name].shape[0])
-
     def _check_shapes(self) -> None:
         """Columns that go together must agree on their number of rows, and have the right types."""
-        t, c = self.tensors, self.chunks
-        empty = Columns(shape=np.zeros((0, self.dims), "<i8"))
-        self._late = LATE if any(name in self._header.entries for name in LATE) else ()
-        expected = {"name_end": t, "kind": t, "ndim": t, "shape": t, "chunk_end": t}
-        expected |= dict.fromkeys(("offset", "size", "position", "block", "digest_end"), c)
-        expected |= {
-            f"witness_{name}": self._rows("witness_digest") for name in ("tensor", "offset", "size", "block")
-        }
-        expected |= {
-            "fence_end": -(-t // FENCE),
-            "file_size": self._rows("file_end"),
-            "file_rank": self._rows("file_end"),
-        }
+        rows = self._rows
+        counts = {"T": self.tensors, "C": self.chunks, "G": rows["digests"], "F": rows["file_end"]}
+        counts |= {"W": rows["witness_digest"], "fence": -(-self.tensors // FENCE)}
+        self._late = LATE if any(name in rows for name in LATE) else ()
         if self._late:
-            expected |= dict.fromkeys(LATE, self._rows("late_tensor"))
-            expected |= {"chunk_late": c, "witness_late": self._rows("witness_digest")}
-        plain = (*_PLAIN, *self._late)
-        for name in (*plain, "name_end", "fence_end", "file_end", "names", "fence", "file_names"):
+            counts["L"] = rows["late_tensor"]
+        for name, spec in _STORED.items():
+            if name in LATE and not self._late:
+                continue
             entry = self._header.entries[name]
-            like: Array = (
-                getattr(empty, name)
-                if name in plain
-                else np.zeros(0, "u1" if name in (*_HEAPS, "fence") else "<i8")
-            )
-            tag = _TAGS[like.dtype.newbyteorder("<").str]
-            rows, wide = entry.shape[0], (self.dims,) if like.ndim == 2 else ()
-            volume = rows * (self.dims if wide else 1)
-            stored = entry.data_offsets[1] - entry.data_offsets[0]
+            count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
+            start, stop = entry.data_offsets
             if (
-                entry.dtype != tag
+                entry.dtype != _TAGS[spec.dtype.str]
                 or (entry.shape[1:] != wide and entry.shape != (0, 1))
-                or stored != volume * like.dtype.itemsize
-                or rows != expected.get(name, rows)
-                or entry.data_offsets[1] > self._body
+                or stop - start != count * math.prod(wide) * spec.dtype.itemsize
+                or count != counts.get(spec.rows, count)
+                or stop > self._body
             ):
                 raise ValueError(f"column {name!r}")
 
@@ -260,7 +249,7 @@ class Index:
     def _strings(self, heap: str, ends: Array, before: int) -> list[str]:
         if len(ends) == 0:
             return []
-        if (np.diff(ends, prepend=before) < 0).any() or ends[-1] > self._rows(heap):
+        if (np.diff(ends, prepend=before) < 0).any() or ends[-1] > self._rows[heap]:
             raise CorruptCheckpoint(f"Column {heap!r} of {self.where} has ends that do not ascend.")
         raw = self.column(heap, before, int(ends[-1])).tobytes()
         try:
@@ -319,11 +308,23 @@ class Index:
             if not is_data_file(name):
                 raise CorruptCheckpoint(
                     f"{self.where} names the file {name!r}, which is not inside its data folder; it was not "
-                    f"opened."
+                    "opened."
                 )
         return found
 
     # -- rows -----------------------------------------------------------------------------
+
+    def _below(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
+        """How many chunks each tensor of `rows` has, or digests each chunk, and in which rows they are."""
+        stop = self.column_rows(ends, rows)
+        start = stop
+        if len(rows):
+            start = np.where(rows > 0, self.column_rows(ends, np.maximum(rows - 1, 0)), 0)
+        if not ascending(start, stop, total):
+            raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
+        counts = stop - start
+        first = np.repeat(start - np.cumsum(counts) + counts, counts)
+        return counts, first + np.arange(int(counts.sum()))
 
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
@@ -332,29 +333,9 @@ class Index:
             rows = np.arange(self.tensors)
             names = self.names()
         else:
-            names = [name for a, b in row_runs(rows) for name in self.names(a, b)]
-        ends = self.column_rows("chunk_end", rows)
-        before = (
-            np.where(rows > 0, self.column_rows("chunk_end", np.maximum(rows - 1, 0)), 0)
-            if len(rows)
-            else ends
-        )
-        counts = ends - before
-        if not ascending(before, ends, self.chunks):
-            raise CorruptCheckpoint(f"{self.where} counts chunks that do not ascend.")
-        chunks = np.repeat(before - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-        digest_end = self.column_rows("digest_end", chunks)
-        digest_before = (
-            np.where(chunks > 0, self.column_rows("digest_end", np.maximum(chunks - 1, 0)), 0)
-            if len(chunks)
-            else digest_end
-        )
-        digest_counts = digest_end - digest_before
-        if not ascending(digest_before, digest_end, self._rows("digests")):
-            raise CorruptCheckpoint(f"{self.where} counts digests that do not ascend.")
-        digests = np.repeat(
-            digest_before - np.cumsum(digest_counts) + digest_counts, digest_counts
-        ) + np.arange(int(digest_counts.sum()))
+            names = [name for first, last in runs(rows.tolist()) for name in self.names(first, last + 1)]
+        counts, chunks = self._below("chunk", "chunk_end", rows, self.chunks)
+        digest_counts, digests = self._below("digest", "digest_end", chunks, self._rows["digests"])
         found = Columns(
             names=names,
             dtype=self.column_rows("dtype", rows),

@@ -17,10 +17,12 @@ from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record
 from holdfast.layout.tensor import DTYPES
 
 WORTH = 8
+"""Parts that a pickle may say for each of its bytes, if parts that are shared count each time."""
 SOME = 4_000_000
-"""What may be said in any pickle; it takes a second to look at."""
+"""Parts that any pickle may say; it takes a second to look at."""
 DEPTH = 1000
-_ITEMSIZE = {
+"""Containers in containers, of what is to be hashed, copied or printed: Python's own limit of recursion."""
+_ITEMSIZE = {  # bytes an element, by the names of storages; of others a byte is taken
     "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
     "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2,
     "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4,

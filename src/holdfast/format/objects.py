@@ -113,23 +113,18 @@ def _from_json(value: Json) -> object:
 
 def encode(value: object, name: str) -> bytes:
     """The bytes that stand for a value; `name` says in an error whose it is."""
-    data = _encode(value, name)
+    try:
+        data = PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
+    except (_NotPlain, ValueError, RecursionError):
+        from holdfast.format import torch_objects
+
+        data = TORCH + torch_objects.encode(value, name)
     if len(data) > OBJECT_BYTES:
         raise BadInput(
             f"{name!r} is an object of {len(data)} bytes, more than the {OBJECT_BYTES} that are read as one.",
             hint="Save its tensors as tensors of the state, or its parts under names of their own.",
         )
     return data
-
-
-def _encode(value: object, name: str) -> bytes:
-    try:
-        return PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
-    except (_NotPlain, ValueError, RecursionError):
-        pass
-    from holdfast.format import torch_objects
-
-    return TORCH + torch_objects.encode(value, name)
 
 
 def decode(data: bytes, name: str) -> object:

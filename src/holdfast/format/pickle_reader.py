@@ -1,8 +1,12 @@
 """Reads a pickle without the pickle module: plain values and inert records, nothing imported, called or
 compared.
 
-A virtual machine over the opcodes that torch and megatron-core write (protocols 2 to 5). What it costs is
-bounded by the length of the input, whatever the input says:
+A pickle is a program for a machine with a stack and a memo (what was built and may be referred to again).
+This is that machine, over the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of
+the standard library says what each of them does. A name becomes a `Global`, an instance or a call a `Record`,
+unless who extends `Reader` says otherwise.
+
+What it costs is bounded by the length of the input, whatever the input says:
 
 - a memo index names an entry that is there or the next one, so that no index makes room by itself;
 - marks are nested MARKS deep at most, and nothing that is built is walked, so depth costs nothing;
@@ -19,7 +23,9 @@ import struct
 from collections.abc import Callable
 
 MARKS = 1000
+"""Nested marks: far more than `.metadata` or a state dict has."""
 BYTES_PER_CONTAINER = 4
+"""Bytes of input that a container costs. What torch writes has more, with what is in it."""
 SOME_CONTAINERS = 1000
 """Containers that any input may have."""
 SMALL = 1 << 60
@@ -111,13 +117,15 @@ class Reader:
 
     def read(self) -> object:
         """The value, or BadPickle."""
+        # An operation is given where its arguments begin, and returns where the next operation is. The loop is
+        # hot: millions of operations for the metadata of a large model.
         table = [getattr(self, name) for name in _NAMES]
         data, at = self._data, 0
         try:
             while True:
                 for _ in _OPERATIONS:
                     at = table[data[at]](at + 1)
-                self._check_room()
+                self._check_room()  # not at each container: thousands too many cost nothing
         except _Stop:
             self._check_room()
             return self._result
@@ -145,7 +153,7 @@ class Reader:
         return at + 1
 
     def _frame(self, at: int) -> int:
-        return at + 8
+        return at + 8  # a frame's length helps who reads from a stream; all of the input is here
 
     # memo
 
@@ -250,6 +258,7 @@ class Reader:
         return at
 
     def _tuple(self, at: int) -> int:
+        """Also a frozenset: nothing in it is hashed."""
         self._room -= 1
         items = tuple(self._since_mark())
         self._stack.append(items)
@@ -296,9 +305,6 @@ class Reader:
             raise BadPickle("it appends to what is no list")
         target.extend(items)
 
-    def _frozenset(self, at: int) -> int:
-        return self._tuple(at)
-
     def _empty_dict(self, at: int) -> int:
         self._room -= 1
         self._stack.append({})
@@ -324,6 +330,7 @@ class Reader:
         return self._names[module, name]
 
     def _line(self, at: int) -> int:
+        """The end of a name that a newline ends, as protocol 2 writes names."""
         stop = self._data.find(b"\n", at, at + NAME)
         if stop < 0:
             raise BadPickle(f"its name at byte {at} has no end")
@@ -364,13 +371,15 @@ class _Stop(Exception):
 
 
 def _check_key(key: object) -> None:
+    """Refuse keys that could be made to have one hash: then each is compared with all, which takes time with
+    the square of the input's length. Text is hashed with a secret of the process."""
     small = type(key) is int and -SMALL < key < SMALL
     if not small and key is not None and type(key) not in (Record, bool):
         raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
 
 
 _OPERATIONS = range(4096)
-"""After which the containers are counted."""
+"""How many are done before the containers are counted."""
 _OPCODES = {
     b".": "_stop",
     b"\x80": "_protocol", b"\x95": "_frame",
@@ -381,7 +390,7 @@ _OPCODES = {
     b"C": "_short_bytes", b"B": "_long_bytes", b"(": "_mark",
     b")": "_empty_tuple", b"t": "_tuple", b"\x85": "_tuple1", b"\x86": "_tuple2", b"\x87": "_tuple3",
     b"]": "_empty_list", b"a": "_append", b"e": "_appends",
-    b"\x8f": "_empty_list", b"\x90": "_appends", b"\x91": "_frozenset",
+    b"\x8f": "_empty_list", b"\x90": "_appends", b"\x91": "_tuple",
     b"}": "_empty_dict", b"s": "_setitem", b"u": "_setitems",
     b"c": "_global", b"\x93": "_stack_global",
     b"R": "_call", b"\x81": "_call", b"b": "_build", b"Q": "_persistent",

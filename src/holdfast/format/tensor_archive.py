@@ -1,4 +1,12 @@
-"""Where a tensor's elements lie in the archive that torch.save made of it."""
+"""Where a tensor's elements lie in the archive that torch.save made of it.
+
+Stock checkpoints store a chunk of a tensor as such an archive: `data.pkl`, which calls `_rebuild_tensor_v2`
+with a storage, an offset, a shape and strides, and `data/<key>`, the storage's bytes. Nothing is unpickled:
+`data.pkl` is read for these numbers, and the elements are read where they lie. Refused is a tensor that is not
+row-major, or is not what the metadata says of it.
+
+Source: torch/_utils.py and torch/serialization.py (PyTorch 2.6 to 2.13).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +22,7 @@ from holdfast.layout.tensor import CODE_OF
 
 _PICKLE_BYTES = 64 << 10
 """Of `data.pkl` in an archive of one tensor, which has a few hundred."""
-_STORAGES = {
+_STORAGES = {  # the classes that torch names in a pickle, by the dtype of their elements
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -64,7 +72,8 @@ class _Tensor(NamedTuple):
 
 
 def _tensor(args: tuple[object, ...]) -> _Tensor:
-    """A call of `_rebuild_tensor_v2` or `_v3`."""
+    """A call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of `_v3`, which
+    has the dtype after these, because its storage has none."""
     storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
     if type(storage) is not _Storage or not _is_whole(shape) or not _is_whole(stride):
         raise BadPickle("it makes a tensor of other values")
@@ -85,16 +94,18 @@ def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
     )
 
 
-def _first(args: tuple[object, ...]) -> object:
+def _parameter(args: tuple[object, ...]) -> object:
+    """A call of `_rebuild_parameter`: the tensor that it is made of."""
     return args[0] if args else None
 
 
 def _hooks(args: tuple[object, ...]) -> dict[object, object]:
+    """The OrderedDict of backward hooks that each tensor is stored with; torch stores none in it."""
     return {}
 
 
 class _Plan(Reader):
-    """`data.pkl` of one tensor: which storage, where in it, which strides."""
+    """Reads `data.pkl` of one tensor: which storage, where in it, which strides."""
 
     def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
@@ -119,7 +130,7 @@ class _Plan(Reader):
 _MADE = {
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _first,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
     ("collections", "OrderedDict"): _hooks,
 }
 

@@ -3,8 +3,8 @@ lie.
 
 `.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names
 become plain values and records, and every other is refused. A `.distcp` file holds one archive of torch.save
-after another, one a chunk (`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, which
-`crc_of` gives to who reads it whole. No torch here.
+after another, one a chunk (`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, for
+who reads it whole. No torch here.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), megatron-core 0.13 to 0.16.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import struct
-import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -228,10 +227,6 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: obje
     return Chunk(offset, size, path, start, length)
 
 
-def crc_of(data: bytes | memoryview, crc: int = 0) -> int:
-    return zlib.crc32(data, crc)
-
-
 def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     """Entries as an index's columns; an object's bytes are one chunk, its whole archive."""
     dims = max((len(entry.shape) for entry in entries), default=1) or 1
@@ -267,4 +262,4 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     )
 
 
-__all__ = ["Chunk", "Entry", "Member", "crc_of", "read_metadata", "to_columns"]
+__all__ = ["Chunk", "Entry", "Member", "read_metadata", "to_columns"]

@@ -12,7 +12,7 @@ import argparse
 import collections
 import io
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 
@@ -25,6 +25,7 @@ from holdfast.format.archive import BadArchive
 from holdfast.format.pickle_reader import BadPickle
 from holdfast.layout.tensor import listed
 
+# NumPy 2 has moved what arrays are pickled by, and warns whoever asks for it in the old place.
 _numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
 Allowed = Callable[..., object]
@@ -102,15 +103,31 @@ def encode(value: object, name: str) -> bytes:
         torch.save(value, buffer)
         _read(buffer.getvalue())
     except Exception as error:
-        reason = _reason(error)
+        odd, reason = _odd_array(value), _reason(error)
+        if odd is not None:
+            raise BadInput(
+                f"{name!r} has a NumPy array of {odd} in it; only arrays of numbers can be stored so that "
+                "loading executes nothing.",
+                hint="Store array.tolist() instead.",
+            ) from None
         raise BadInput(
             f"{name!r} is a {type(value).__module__}.{type(value).__qualname__}, which can't be stored so "
-            f"that loading "
-            f"executes nothing ({reason}).",
+            f"that loading executes nothing ({reason}).",
             hint="Store its state_dict, a dict or a tensor instead, or allow its type with "
             "torch.serialization.add_safe_globals.",
         ) from None
     return buffer.getvalue()
+
+
+def _odd_array(value: object) -> str | None:
+    """The dtype of a NumPy array in a value that is not of numbers."""
+    if isinstance(value, np.ndarray | np.generic):
+        return None if value.dtype.kind in "biufc" else str(value.dtype)
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, list | tuple | set):
+        return None
+    return next((odd for item in value if (odd := _odd_array(item)) is not None), None)
 
 
 def decode(data: bytes, name: str) -> object:

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ class _FileMemory:
         """The CRC over a chunk that is read from front to back."""
         if at != self._next or not self._member.whole:
             return
-        self._crc, self._next = torch_dist.crc_of(view, self._crc), at + len(view)
+        self._crc, self._next = zlib.crc32(view, self._crc), at + len(view)
         if self._next == self._member.nbytes and self._member.crc not in (0, self._crc):
             raise CorruptCheckpoint(
                 f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their "

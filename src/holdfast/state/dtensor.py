@@ -31,7 +31,7 @@ from holdfast.state.memory import TensorMemory
 from holdfast.state.subclasses import has_memory, settled, type_name
 from holdfast.state.tensors import spec_of
 
-if TYPE_CHECKING:  # importing DTensor takes seconds; who has one has done so
+if TYPE_CHECKING:  # a process without DTensors never imports them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -224,8 +224,8 @@ def add_dtensor(
     if isinstance(layout, int):
         raise BadInput(
             f"{name!r} is a DTensor with a pending reduction ({value.placements[layout]}) over mesh "
-            f"dimension {layout}; "
-            "its value is not known on any rank: redistribute it to Shard or Replicate before saving."
+            f"dimension {layout}; its value is not known on any rank: redistribute it to Shard or Replicate "
+            "before saving."
         )
     declared = undeclared
     if undeclared is None and spans(value.device_mesh, everyone):
@@ -269,8 +269,7 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
             return None
         raise BadInput(
             f"{name!r} is a DTensor whose local tensor is a {type_name(local)}, which has no memory of its "
-            f"own: where the tensors that "
-            "it is made of lie in the global one is not known.",
+            "own: where the tensors that it is made of lie in the global one is not known.",
             hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
             "tensors.",
         )
@@ -311,9 +310,8 @@ def _open_axis(name: str, value: DTensor, shape: Dims, found: Pieces, layout: _L
     )
     if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
-            f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} "
-            f"on a mesh of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with "
-            f"holdfast.Shard."
+            f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} on a mesh "
+            f"of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with holdfast.Shard."
         )
     return open_axes[0]
 

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from holdfast.errors import BadInput
+from holdfast.format import objects
 from holdfast.format.names import name_of_rank
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.dtensor import add_dtensor
-from holdfast.state.encoding import encoded
 from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast.state.memory import BytesMemory, Part
 from holdfast.state.meta import is_meta, materialize
@@ -104,7 +104,7 @@ def flatten(state: StateDict, rank: int) -> Flat:
         ):
             raise BadInput(
                 f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); "
-                f"rename one."
+                "rename one."
             )
         seen[leaf.name] = leaf
     return flat
@@ -164,7 +164,8 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
         for _, item in items
     )
     parts: dict[int, tuple[int, int]] = {}
-    for at in sorted(range(len(items)), key=lambda at: str(items[at][0])) if by_name else range(len(items)):
+    names = [str(key) for key, _ in items] if by_name else []
+    for at in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
         key, item = items[at]
         begin = len(leaves) - first
         if type(item) in _AS_IT_IS and type(key) is str:  # the hot path, with no call a leaf
@@ -222,7 +223,7 @@ def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, priva
     if isinstance(value, tuple) and not all(has_tensors(item) for item in items):
         raise BadInput(
             f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; "
-            f"make it a list."
+            "make it a list."
         )
     for position, item in enumerate(items):
         put = _fixed if isinstance(value, tuple) else _setter(value, position)
@@ -367,7 +368,7 @@ def _add(
     elif isinstance(value, Part):
         table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
-        data = b"" if for_load else encoded(name, value)
+        data = b"" if for_load else objects.encode(value, name)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
         table.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
 

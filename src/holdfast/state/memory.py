@@ -38,6 +38,7 @@ class TensorMemory:
             and not tensor.is_neg()
             and self.stored == tensor.dtype
         )
+        # A copy with a raw pointer knows nothing of strides, devices, or bits that say "conjugate me".
         self.address = tensor.data_ptr() if direct else 0
 
     def gather(self, box: Box, out: Buffer) -> None:
@@ -58,8 +59,7 @@ def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
     if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         raise LoadFailed(
             f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in "
-            f"place: indexing it gives a "
-            "copy.",
+            "place: indexing it gives a copy.",
             hint="Load into plain tensors, and make this one of them.",
         )
 
@@ -135,14 +135,11 @@ class Part(NamedTuple):
 
 
 class BytesMemory:
-    """An object's encoded bytes; loading replaces them."""
+    """An object's encoded bytes; a load makes room and reads others in their place."""
 
     __slots__ = ("_keep", "address", "data")
 
     def __init__(self, data: bytes) -> None:
-        self.load(data)
-
-    def load(self, data: bytes) -> None:
         self.data = data
         self._keep = ctypes.create_string_buffer(data, max(len(data), 1))
         self.address = ctypes.addressof(self._keep)

@@ -29,8 +29,8 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
     """
     if fixed:
         raise BadInput(
-            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or in "
-            f"a tensor subclass.",
+            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or "
+            "in a tensor subclass.",
             hint="Materialise it first, or make the tuple a list.",
         )
     if is_wrapper(tensor):

@@ -34,8 +34,8 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
         kinds = _kinds(kind)
         if "FullyShardedDataParallel" in kinds:
             raise BadInput(
-                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose state "
-                f"takes collectives to get.",
+                f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose "
+                "state takes collectives to get.",
                 hint="Use fully_shard (FSDP2), or save what its own state_dict gives.",
             )
         wrappers |= {id(module): inner for kind, inner in _WRAPPERS.items() if kind in kinds}
@@ -94,8 +94,7 @@ def state_of(parts: Sequence[torch.nn.Module]) -> State:
             if name in state:
                 raise BadInput(
                     f"Two values of the model's state have the name {name!r} once the names of wrappers are "
-                    f"taken out of {path!r}; "
-                    "rename one."
+                    f"taken out of {path!r}; rename one."
                 )
             state[name] = value
     return state

@@ -129,7 +129,7 @@ def _check(options: object, call: str) -> None:
         if getattr(options, name, False):
             raise BadInput(
                 f"holdfast.{call} takes no {name}: each rank gives and takes its own part, and any layout "
-                f"loads.",
+                "loads.",
                 hint=f"Leave {name} out; a save copies to the host by itself.",
             )
 
@@ -175,7 +175,7 @@ class OptimizerView:
                     if name in seen:
                         raise BadInput(
                             f"The parameter {name!r} is in two groups, or in two optimizers; its state has "
-                            f"one name."
+                            "one name."
                         )
                     seen.add(name)
                     mine[name] = parameter
@@ -256,7 +256,7 @@ def _check_keys(optimizer: torch.optim.Optimizer) -> None:
         if not isinstance(key, torch.Tensor):
             raise BadInput(
                 f"{type(optimizer).__name__} keeps a state {key!r} that belongs to no parameter, for which "
-                f"torch's layout has no place.",
+                "torch's layout has no place.",
                 hint="Put the optimizer itself into the state instead of what get_state_dict gives for it.",
             )
 
@@ -333,8 +333,7 @@ def _one_of(found: dict[str, State]) -> State:
         elif any(_differ(hyper.get(key), value) for key, value in first.items()):
             raise BadInput(
                 f"{whose!r} and {name!r} are in one parameter group here, and were saved with different "
-                f"hyperparameters; group them as "
-                "they were."
+                "hyperparameters; group them as they were."
             )
     return first or {}
 
@@ -362,7 +361,7 @@ def _nested(flat: StateDict) -> State:
         if kind not in ("state", "param_groups") or not name:
             raise BadInput(
                 f"optim_state_dict has the key {path!r}, which is neither of a parameter's state nor of its "
-                f"group."
+                "group."
             )
         (state if kind == "state" else groups).setdefault(name, {})[key] = value
     return {"state": state, "param_groups": [{**hyper, "params": [name]} for name, hyper in groups.items()]}

@@ -113,10 +113,9 @@ def _whole(given: Given, group: Sequence[Given], alike: Mapping[object, Counter[
     if lacking:
         raise MissingTensors(
             f"The checkpoint has a part of the optimizer's state of {name!r}: {min(map(str, lacking))!r} is "
-            f"not there.",
+            "not there.",
             hint="It was saved by another optimizer, or by missing='zeros', which knows of no such value; "
-            "leave the optimizer's state "
-            "out of the load.",
+            "leave the optimizer's state out of the load.",
         )
     return dict(state)
 

@@ -47,8 +47,7 @@ def add_checkpointable(
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(
             f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} "
-            f"local_sizes; each of its boxes "
-            "has one of each."
+            "local_sizes; each of its boxes has one of each."
         )
     for start, at, size in zip(starts, inner, sizes, strict=True):
         box, part = Box(start, size), Box(at or (0,) * len(shape), size if at else shape)
@@ -56,8 +55,7 @@ def add_checkpointable(
         if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
             raise BadInput(
                 f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} "
-                f"of its own shape {shape}, "
-                "which does not lie inside both."
+                f"of its own shape {shape}, which does not lie inside both."
             )
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
 

@@ -61,8 +61,7 @@ class Shard:
         if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
             raise BadInput(
                 f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
-                f"position says which of the "
-                "ranks along it this is, from 0 on."
+                "position says which of the ranks along it this is, from 0 on."
             )
         lane = 0
         for axis, begin in enumerate(self.offset):
