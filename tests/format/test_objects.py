@@ -175,7 +175,7 @@ def test_what_loading_would_have_to_execute_is_refused_at_save(value: Any, words
 
 def test_an_array_of_objects_is_refused_at_save_and_what_to_store_is_said() -> None:
     with pytest.raises(
-        BadInput, match="'model.it' has a NumPy array of object in it.* executes nothing"
+        BadInput, match=r"'model.it' has a NumPy array of object in it.* executes nothing"
     ) as caught:
         objects.encode({"a": [np.asarray([Thing()], dtype=object)]}, "model.it")
     assert "tolist" in caught.value.hint

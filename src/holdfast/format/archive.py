@@ -1,8 +1,8 @@
 """The archives of torch.save: zip files whose members are stored as they are, so a tensor's elements lie in
 one piece.
 
-An archive is: members, each a local header and its bytes; the directory, an entry a member; end records, which
-say where the directory is. All numbers are little-endian. A reader begins at the end.
+An archive is: members, each a local header and its bytes; the directory, an entry a member; end records,
+which say where the directory is. All numbers are little-endian. A reader begins at the end.
 
 Read by hand, and only as torch writes them. Refused is what torch does not write:
 - a directory that is not the last thing before the end records, or end records that disagree;
@@ -78,8 +78,9 @@ class Archive:
         head = self._bytes(member.local, _LOCAL_BYTES)
         if head[:4] != _LOCAL:
             raise BadArchive("a member is not where its directory says")
-        # 4.3.7: the lengths of the name and of the extra field, with which torch aligns the bytes. Nothing else
-        # of the local header counts: the directory says it, too, and torch's reader believes the directory.
+        # 4.3.7: the lengths of the name and of the extra field, with which torch aligns the bytes. Nothing
+        # else of the local header counts: the directory says it, too, and torch's reader believes the
+        # directory.
         begin: int = member.local + _LOCAL_BYTES + sum(struct.unpack_from("<HH", head, 26))
         if begin + member.nbytes > self._directory:
             raise BadArchive("a member overlaps its directory")

@@ -39,9 +39,10 @@ class ColumnSpec(NamedTuple):
 class Columns:
     """A whole index in memory.
 
-    Its rows: T tensors, C chunks, G block digests, F files, W witnesses, L late shards; d is the largest number
-    of dimensions. Tensors are sorted by name, chunks grouped by tensor, digests by chunk. Wide columns are padded with leading ones to d, so that they
-    are rectangles of numbers.
+    Its rows: T tensors, C chunks, G block digests, F files, W witnesses, L late shards; d is the largest
+    number of dimensions. Tensors are sorted by name, chunks grouped by tensor, digests by chunk. Wide columns
+    are rectangles of numbers: what has fewer dimensions is padded in front, shapes and sizes with ones,
+    offsets with zeros.
     """
 
     names: list[str] = field(default_factory=list)

@@ -45,6 +45,7 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
             f"more than the {DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )
+    # safetensors lets spaces follow the JSON; with them, data begins where its dtypes want it.
     text += b" " * (-(len(text) + 8) % ALIGN)
     return struct.pack("<Q", len(text)) + text
 
@@ -61,6 +62,7 @@ class Header(NamedTuple):
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # Of two equal names json keeps the last one; another reader may take the first, and load something else.
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
@@ -79,6 +81,7 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
             f"{where} is {size} bytes long, too short for a safetensors file: it is truncated."
         )
     length = struct.unpack("<Q", prefix)[0]
+    # Checked before a read of that size is made: eight bytes can say 2^64.
     if length > size - 8:
         raise CorruptCheckpoint(
             f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated."

@@ -83,7 +83,7 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         entries.append((name, _TAGS[array.dtype.newbyteorder("<").str], array.shape, at, at + array.nbytes))
         at += array.nbytes
     body = b"".join(arrays[name].tobytes() for name in order)
-    body += b"\0" * (-len(body) % 8)
+    body += b"\0" * (-len(body) % 8)  # the digests of pages, which follow, are wide
     entries.append(("padding", "U8", (len(body) - at,), at, len(body)))
     at = len(body)
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
@@ -146,6 +146,8 @@ class Index:
         return data
 
     def _check_seal(self, header: Header) -> str:
+        # The last 16 bytes: a digest of the header, and one of the pages' digests. So whoever has checked
+        # them has what each page is to be checked with, and has read no page.
         ending = self._counted(self.size - 16, 16) if self.size >= 16 else b""
         seal = np.frombuffer(ending if len(ending) == 16 else b"", "<u8")
         if len(seal) != 2 or int(seal[0]) != digest(header.raw):
@@ -186,6 +188,7 @@ class Index:
                     raise CorruptCheckpoint(
                         f"Page {page} of {self.where} does not match its digest: the file is damaged."
                     )
+            # A page that is read alone is likely asked for again, by a neighbour; 16 MiB of them are kept.
             if last - first == 1 and len(self._pages) < 1024:
                 self._pages[first] = data
         return data[start - first * PAGE : stop - first * PAGE]
@@ -281,6 +284,8 @@ class Index:
         fence = self._strings("fence", self.column("fence_end"), 0)
         if any(a >= b for a, b in pairwise(fence)):
             raise CorruptCheckpoint(f"The names in the fence of {self.where} do not ascend.")
+        # A wanted name can only be in the group whose first name is the last one that is not above it. Names
+        # are compared as Python's text: NumPy's own would lose NUL characters at the end of one.
         groups: dict[int, list[int]] = {}
         starts = (
             np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right")
@@ -316,6 +321,7 @@ class Index:
 
     def _below(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
         """How many chunks each tensor of `rows` has, or digests each chunk, and in which rows they are."""
+        # A row says where its chunks end, and the row before it, wanted or not, where they begin.
         stop = self.column_rows(ends, rows)
         start = stop
         if len(rows):
@@ -323,6 +329,8 @@ class Index:
         if not ascending(start, stop, total):
             raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
         counts = stop - start
+        # Each row's start, less what rows before it have taken of the arange; so start, start + 1, ... up to
+        # stop.
         first = np.repeat(start - np.cumsum(counts) + counts, counts)
         return counts, first + np.arange(int(counts.sum()))
 

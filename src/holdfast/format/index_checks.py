@@ -56,6 +56,8 @@ def check_rows(found: Columns, where: str) -> None:
     if (np.diff(found.digest_end, prepend=0) != -(-nbytes // found.block)).any():
         raise CorruptCheckpoint(f"{where} has too few or too many digests for a chunk.")
     stop = found.position + nbytes
+    # In order of file and position, if any two overlap then two neighbours do. An empty chunk overlaps
+    # nothing, and would hide the two beside it from each other.
     order = np.lexsort((stop, found.position, found.file))
     order = order[nbytes[order] > 0]
     same = found.file[order][1:] == found.file[order][:-1]
@@ -71,6 +73,7 @@ def ascending(before: Array, ends: Array, rows: int) -> bool:
 
 def _possible(sides: Array) -> bool:
     """Are these sides of boxes whose bytes an int64 can count?"""
+    # In floats, which become infinite where integers would wrap; 16 is more than any element has bytes.
     with np.errstate(over="ignore"):
         volumes = np.prod(np.maximum(sides, 1).astype(float), axis=1)
     return bool((sides >= 0).all() and (volumes * 16 <= float(1 << 62)).all())

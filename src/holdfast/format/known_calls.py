@@ -56,12 +56,14 @@ def _whole(values: object) -> bool:
 def _dtype(args: tuple[object, ...]) -> bool:
     if len(args) != 3:
         return False
-    code, *flags = args
+    code, *flags = args  # as `numpy.dtype.__reduce__` gives them: "f4", align=False, copy=True
     return isinstance(code, str | bytes) and len(code) <= 16 and flags in ([False, True], [0, 1])
 
 
 def _dtype_state(state: object) -> bool:
     """Of a plain number: no fields, no parts."""
+    # Version, byte order, subarray, names, fields, size, alignment, flags. NumPy takes the last three on
+    # trust, and would read and write outside its memory.
     return (
         type(state) is tuple
         and len(state) == 8
@@ -77,6 +79,7 @@ def _reconstruct(args: tuple[object, ...]) -> bool:
 
 
 def _array_state(state: object) -> bool:
+    # Version, shape, dtype, is it in Fortran's order, content. NumPy itself compares content and shape.
     return (
         type(state) is tuple
         and len(state) == 5

@@ -46,7 +46,7 @@ def _to_json(value: Any) -> Json:
         return {_TAG: "dict", "v": [[_to_json(k), _to_json(v)] for k, v in value.items()]}
     if kind is tuple:
         return {_TAG: "tuple", "v": [_to_json(v) for v in value]}
-    if kind in (set, frozenset):
+    if kind in (set, frozenset):  # in order, so that equal sets have equal bytes on all ranks
         return {_TAG: kind.__name__, "v": sorted((_to_json(v) for v in value), key=json.dumps)}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "v": value.hex()}

@@ -117,8 +117,8 @@ class Reader:
 
     def read(self) -> object:
         """The value, or BadPickle."""
-        # An operation is given where its arguments begin, and returns where the next operation is. The loop is
-        # hot: millions of operations for the metadata of a large model.
+        # An operation is given where its arguments begin, and returns where the next operation is. The loop
+        # is hot: millions of operations for the metadata of a large model.
         table = [getattr(self, name) for name in _NAMES]
         data, at = self._data, 0
         try:

@@ -2,8 +2,8 @@
 
 Stock checkpoints store a chunk of a tensor as such an archive: `data.pkl`, which calls `_rebuild_tensor_v2`
 with a storage, an offset, a shape and strides, and `data/<key>`, the storage's bytes. Nothing is unpickled:
-`data.pkl` is read for these numbers, and the elements are read where they lie. Refused is a tensor that is not
-row-major, or is not what the metadata says of it.
+`data.pkl` is read for these numbers, and the elements are read where they lie. Refused is a tensor that is
+not row-major, or is not what the metadata says of it.
 
 Source: torch/_utils.py and torch/serialization.py (PyTorch 2.6 to 2.13).
 """
@@ -72,8 +72,8 @@ class _Tensor(NamedTuple):
 
 
 def _tensor(args: tuple[object, ...]) -> _Tensor:
-    """A call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of `_v3`, which
-    has the dtype after these, because its storage has none."""
+    """A call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of `_v3`,
+    which has the dtype after these, because its storage has none."""
     storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
     if type(storage) is not _Storage or not _is_whole(shape) or not _is_whole(stride):
         raise BadPickle("it makes a tensor of other values")

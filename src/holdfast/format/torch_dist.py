@@ -219,6 +219,7 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: obje
     path = info.get("relative_path")
     if type(path) is not str:
         raise BadPickle(f"it stores {_short(name)} in what is no file")
+    # A name of a file, not a path: what is loaded must lie in the folder that was asked for.
     if not 0 < len(path) <= 255 or path in (".", "..") or not _APART.isdisjoint(path):
         raise CorruptCheckpoint(
             f"{where}: {_short(name)} points at the file {_short(path)}, outside the checkpoint's folder."
@@ -240,6 +241,7 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     ]
     offsets = [(0,) if is_object else chunk.offset for chunk, is_object in zip(chunks, objects, strict=True)]
     shapes = [(entry.chunks[0].length,) if entry.kind == OBJECT else entry.shape for entry in entries]
+    # These formats say nothing of digests, sizes of files or ranks: no digest, -1 and 0 stand for that.
     code = np.asarray([dtype_code(entry.dtype, repr(entry.name)) for entry in entries], "u1")
     nbytes = np.asarray([member.nbytes for member in flat], "<i8")
     return Columns(

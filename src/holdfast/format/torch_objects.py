@@ -58,7 +58,7 @@ def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
     """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and
     what another thread wants stays allowed until that one is done."""
     mine = list(kinds)
-    with _lock:
+    with _lock:  # torch's list is the process's: a load in another thread must not take away what we need
         present = set(torch.serialization.get_safe_globals())
         for kind in mine:
             if kind in _allowed:

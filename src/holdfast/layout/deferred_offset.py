@@ -36,6 +36,7 @@ class DeferredOffset(NamedTuple):
 
 
 def told(offset: int) -> int:
+    """Encode an offset that a rank knows better than an even cut would have it, as `DeferredOffset.start`."""
     return -2 - offset
 
 
@@ -62,6 +63,7 @@ def place(
     shift = np.zeros(len(tensor), np.int64)
     if not (start < 0).any():
         return Placed(shift, None, [])
+    # Rows in order of lanes, and of positions in each; then runs of equal keys are lanes, and positions.
     order = np.lexsort((start, position, lane, axis, tensor))
     keys = np.stack([tensor, axis, lane, position])[:, order]
     new_position = np.ones(len(tensor), bool)
@@ -72,6 +74,7 @@ def place(
     first = np.flatnonzero(new_position)  # replicas stand at one position; the first of them counts
     of = np.cumsum(new_position) - 1
     lengths, starts = length[order], start[order]
+    # A lane is placed anew if a shard of it has no offset, or if some are told and all of it is here.
     ends = np.zeros(len(heads), np.int64)
     np.add.at(ends, lane_of[first], lengths[first])
     is_open, is_told = (np.zeros(len(heads), bool) for _ in range(2))

@@ -188,7 +188,7 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
 
     def number(axes: Sequence[int]) -> int:
         at = 0
-        for axis in axes:
+        for axis in axes:  # coordinates as the digits of one number
             at = at * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
         return at
 

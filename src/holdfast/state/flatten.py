@@ -114,7 +114,7 @@ def _walk(
     value: object, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False
 ) -> None:
     leaves = flat.leaves
-    first = len(leaves)
+    first = len(leaves)  # from here on they are this value's, whichever branch adds them
     if isinstance(value, LiveDict | LiveList):
         value.look_again()
     if isinstance(value, torch.Tensor):
@@ -323,7 +323,7 @@ def build_shard_table(
 ) -> tuple[ShardTable, list[int]]:
     """The leaves as shards; the second list says which leaf each row belongs to."""
     table, owner = ShardTable(rank), []
-    alone = len(everyone) == 1
+    alone = len(everyone) == 1  # nobody else can have a copy, so this is the only one
     for at, leaf in enumerate(leaves):
         if isinstance(leaf.value, Rest):
             continue
@@ -337,7 +337,7 @@ def build_shard_table(
             if for_load:
                 _make_memory(leaf)
             _add(table, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
-            leaf.name.encode()
+            leaf.name.encode()  # raises for half of a surrogate pair, which no file can name
         except UnicodeEncodeError:
             raise BadInput(f"The name {leaf.name!r} is not valid Unicode text.") from None
         except BadInput as error:

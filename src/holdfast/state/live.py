@@ -39,6 +39,7 @@ def renew(target: MutableMapping[Any, Any], fresh: StateDict, last: dict[Any, An
             del target[key]
     for key, value in fresh.items():
         present = target.get(key, _GONE)
+        # By identity: an equal value that the user has put there is the user's all the same.
         if present is last.get(key, _GONE) or present is value:
             target[key] = last[key] = value
 

@@ -141,6 +141,7 @@ class BytesMemory:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
+        # Memory of our own, which a load may write into: bytes never change.
         self._keep = ctypes.create_string_buffer(data, max(len(data), 1))
         self.address = ctypes.addressof(self._keep)
 

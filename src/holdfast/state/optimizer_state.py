@@ -37,6 +37,7 @@ def make(
             f"{tuple(parameter.shape)}.",
             hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
         )
+    # torch's optimizers count steps in host memory, but for those that run inside a CUDA graph or one kernel.
     on_device = key != _STEP or group.get("capturable") or group.get("fused")
     return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device if on_device else "cpu")
 

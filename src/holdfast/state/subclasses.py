@@ -42,6 +42,7 @@ def _is_a(value: object, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _has_base(kind: type, name: str) -> bool:
+    # By name: isinstance would import torch.distributed.tensor, which a process without DTensors never needs.
     return any(
         base.__name__ == name and base.__module__.startswith("torch.distributed") for base in kind.__mro__
     )
@@ -108,6 +109,7 @@ def same_memory(one: object, other: object) -> bool:
     """Do two values share all of their memory, so that what is loaded into the one is in the other?"""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
+    # A DTensor and its local tensor share memory, and yet the one can't stand for the other.
     if is_dtensor(one) != is_dtensor(other) or is_sharded_tensor(one) != is_sharded_tensor(other):
         return False
     mine, theirs = list(memory_of(one)), list(memory_of(other))

@@ -63,6 +63,7 @@ class Shard:
                 f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
                 "position says which of the ranks along it this is, from 0 on."
             )
+        # Shards that share all other offsets share a lane: those offsets as the digits of one number.
         lane = 0
         for axis, begin in enumerate(self.offset):
             if axis != unknown[0]:
