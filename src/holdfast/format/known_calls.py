@@ -63,7 +63,7 @@ def _dtype(args: tuple[object, ...]) -> bool:
 def _dtype_state(state: object) -> bool:
     """Of a plain number: no fields, no parts."""
     # Version, byte order, subarray, names, fields, size, alignment, flags. NumPy takes the last three on
-    # trust, and would read and write outside its memory.
+    # trust.
     return (
         type(state) is tuple
         and len(state) == 8
