@@ -43,14 +43,14 @@ def clone_store(store: Any) -> Any:
 class Known(NamedTuple):
     """A process group that this rank belongs to."""
 
-    group: Any
+    group: dist.ProcessGroup
     name: str
     """torch's own: a count of groups, or a digest of their ranks (`use_local_synchronization`)."""
     ranks: tuple[int, ...]
     description: str
 
 
-_aborted: WeakSet[Any] = WeakSet()
+_aborted: WeakSet[dist.ProcessGroup] = WeakSet()
 """Torch still lists them; nobody can use them."""
 
 
@@ -82,13 +82,13 @@ def groups_made() -> int | None:
     return None if count is None else int(count)
 
 
-def devices(group: Any) -> list[torch.device]:
+def devices(group: dist.ProcessGroup | None) -> list[torch.device]:
     """Of which devices a group takes tensors."""
     kinds = getattr(group, "_device_types", None)
     return [torch.device("cpu")] if kinds is None else [torch.device(kind) for kind in kinds]
 
 
-def _backends(group: Any) -> Iterator[Any]:
+def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
     get = getattr(group, "_get_backend", None)
     for device in devices(group):
         with suppress(RuntimeError):  # a device that this build of torch does not have
@@ -96,7 +96,7 @@ def _backends(group: Any) -> Iterator[Any]:
                 yield get(device)
 
 
-def timeout_of(group: Any) -> float | None:
+def timeout_of(group: dist.ProcessGroup) -> float | None:
     """Seconds after which its collectives fail; None where that can't be known."""
     for backend in _backends(group):
         given = getattr(getattr(backend, "options", None), "_timeout", None)
@@ -105,7 +105,7 @@ def timeout_of(group: Any) -> float | None:
     return None
 
 
-def is_open(group: Any) -> bool | None:
+def is_open(group: dist.ProcessGroup) -> bool | None:
     """Has it a communicator already? None where that can't be known."""
     for backend in _backends(group):
         if type(backend).__name__ == "ProcessGroupNCCL":
@@ -119,7 +119,7 @@ def is_eager() -> bool:
     return dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
-def abort(group: Any) -> None:
+def abort(group: dist.ProcessGroup) -> None:
     """End what a group is doing, here and now, without asking the others."""
     _aborted.add(group)
     with suppress(Exception):  # not every backend can
