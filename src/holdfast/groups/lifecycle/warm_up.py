@@ -286,10 +286,10 @@ def chosen_operations(operations: Sequence[str] | None) -> tuple[str, ...] | Non
     """The operations that `warm_up` is asked for, None for the default. Raises `BadInput` for others."""
     if operations is None:
         return None
-    given = tuple(operations) if isinstance(operations, Iterable) else operations
-    if isinstance(operations, str) or not given or any(name not in OPERATIONS for name in given):
-        shown = operations if isinstance(operations, str) else given
-        raise BadInput(f"operations={shown!r} must be some of {OPERATIONS}, or None.")
+    is_list = isinstance(operations, Iterable) and not isinstance(operations, str)
+    given = tuple(operations) if is_list else ()
+    if not given or any(name not in OPERATIONS for name in given):
+        raise BadInput(f"operations={given or operations!r} must be some of {OPERATIONS}, or None.")
     return given
 
 
