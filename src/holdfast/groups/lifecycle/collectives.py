@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,35 +11,81 @@ import torch.distributed as dist
 
 from holdfast.torch_private import Known
 
-OPERATIONS = ("all_reduce", "all_to_all", "pairs")
+
+class NotSupported(Exception):
+    """A group's backend has no such operation: nothing was issued, on any rank of the group."""
+
+
+_LACKS = re.compile(r"Backend \S+ does not support|No backend type associated with device type")
+"""How torch says that a backend has no such operation: one in C++, and a process group in Python."""
 
 
 def issue(operation: str, known: Known, device: torch.device) -> None:
-    """The smallest collective of a kind."""
-    group, size = known.group, len(known.ranks)
-    if operation == "all_reduce":
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
-    elif operation == "all_to_all":
-        given = torch.zeros(size, device=device)
-        dist.all_to_all_single(torch.empty_like(given), given, group=group)
-    else:
-        _pairs(known, device)
+    """Issue the smallest collective of a kind: "all_reduce", "all_to_all", or "pairs", see `_pairs`.
+
+    Raises `NotSupported` where the group's backend lacks it.
+    """
+    try:
+        if operation == "all_reduce":
+            dist.all_reduce(torch.zeros(1, device=device), group=known.group)
+        elif operation == "all_to_all":
+            given = torch.zeros(len(known.ranks), device=device)
+            dist.all_to_all_single(torch.empty_like(given), given, group=known.group)
+        else:
+            _pairs(known, device)
+    except RuntimeError as error:
+        if isinstance(error, NotImplementedError) or _LACKS.search(str(error)):
+            raise NotSupported(operation) from error
+        raise
 
 
 def _pairs(known: Known, device: torch.device) -> None:
-    """Send and receive between neighbours, also from the last to the first: pipelines do, on communicators of
-    two ranks.
+    """Send and receive between neighbours of a pipeline, also between the last and the first.
 
-    Pairs in a fixed order; in each the lower rank sends first. Every rank meets its pairs in that order, so
-    none waits in a circle.
+    In all ways that Megatron's `p2p_communication` does, for NCCL opens other channels for each: in a batch, on
+    the group's communicator; one by one, on a communicator of two ranks for each pair; and in a pipeline of two
+    in one direction on the default group's, which then has one for the pair, too.
     """
-    group, ranks, me = known.group, known.ranks, dist.get_rank()
-    pairs = list(pairwise(ranks)) + ([(ranks[0], ranks[-1])] if len(ranks) > 2 else [])
-    for one, other in pairs:
-        if me not in (one, other):
+    group, ranks = known.group, known.ranks
+    _batch(group, ranks, device)
+    _one_by_one(group, ranks, device)
+    world = dist.group.WORLD
+    if len(ranks) == 2 and group is not world and device in usable_devices(world):
+        _one_by_one(world, ranks, device)
+
+
+def _batch(group: Any, ranks: Sequence[int], device: torch.device) -> None:
+    """Each rank with both its neighbours at once: all ranks of the group take part, as torch asks for a first
+    call."""
+    me, size = ranks.index(dist.get_rank()), len(ranks)
+    peers = sorted({ranks[(me - 1) % size], ranks[(me + 1) % size]})
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(way, torch.zeros(1, device=device), peer, group)
+            for peer in peers
+            for way in (dist.isend, dist.irecv)
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+def _one_by_one(group: Any, ranks: Sequence[int], device: torch.device) -> None:
+    """Pair after pair; in each the one that is earlier in the pipeline sends first.
+
+    Every second pair first, then those between them, then the last with the first. All ranks meet their pairs
+    in this order, so none waits in a circle, and a long pipeline takes no longer than one of three.
+    """
+    size, me = len(ranks), dist.get_rank()
+    starts = [*range(0, size - 1, 2), *range(1, size - 1, 2)]
+    pairs = [(ranks[at], ranks[at + 1]) for at in starts]
+    if size > 2:
+        pairs.append((ranks[0], ranks[-1]))
+    for pair in pairs:
+        if me not in pair:
             continue
-        tensor, peer = torch.zeros(1, device=device), other if me == one else one
-        for sends in ((me == one), (me != one)):
+        tensor, peer = torch.zeros(1, device=device), pair[pair[0] == me]
+        for sends in (me == pair[0], me != pair[0]):
             if sends:
                 dist.send(tensor, peer, group=group)
             else:

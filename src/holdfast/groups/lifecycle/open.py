@@ -20,7 +20,7 @@ from holdfast.groups.audit.doctor import serve, stop
 from holdfast.groups.lifecycle.close import Closing
 from holdfast.groups.lifecycle.device import Device
 from holdfast.groups.lifecycle.plan import WORLD, Planned, members, plan_groups, shown
-from holdfast.groups.lifecycle.state import facts
+from holdfast.groups.lifecycle.state import facts, opened
 from holdfast.layout.grid import Grid
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
@@ -90,6 +90,8 @@ class Groups(Mapping[str, Any]):
             raise
         finally:
             stop()
+            for group in self.distinct():
+                opened.pop(group, None)
             self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
     def distinct(self) -> list[Any]:
@@ -224,5 +226,7 @@ def open_groups(
             if group is not dist.group.WORLD:
                 abort(group)
         raise
+    for names, group in opening.made.items():
+        opened[group] = (*opened.get(group, ()), *names)  # of two layouts that both have the default group
     known = {name: group for names, group in opening.made.items() for name in names}
     return Groups(grid, opening.roster, members(grid, dist.get_rank()), known)

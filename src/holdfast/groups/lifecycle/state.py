@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,10 @@ from holdfast.torch_private import is_eager, is_open, known_groups, timeout_of
 
 warm: WeakSet[Any] = WeakSet()
 """Groups that this process has warmed up."""
+
+opened: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+"""Groups that `open_groups` gave, with their names there. The default group, which it did not make, says so
+nowhere else."""
 
 
 def facts() -> ProcessFacts:

@@ -3,8 +3,8 @@
 NCCL makes a communicator at a group's first collective. That takes memory, half a GB or more, and it waits
 for every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some
 groups are first used in the first optimizer step, when memory is full and ranks are apart. So: ask over the
-roster who is here and what it has, then one tiny collective a group, in rounds of groups that have no rank in
-common, and watch from outside of NCCL.
+roster who is here and what it has, then the smallest collective of each kind that a group is used for, in
+rounds of groups that have no rank in common, and watch from outside of NCCL.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed
 from holdfast.groups.audit.doctor import serve
 from holdfast.groups.lifecycle.claims import agreed, claim, label, listed
-from holdfast.groups.lifecycle.collectives import OPERATIONS, issue, usable_devices
+from holdfast.groups.lifecycle.collectives import NotSupported, issue, usable_devices
 from holdfast.groups.lifecycle.device import Device, MiB
 from holdfast.groups.lifecycle.open import Groups
 from holdfast.groups.lifecycle.plan import rounds
-from holdfast.groups.lifecycle.state import facts, warm
+from holdfast.groups.lifecycle.report import IssuedOperation, WarmedGroup, WarmUpReport
+from holdfast.groups.lifecycle.state import facts, opened, warm
+from holdfast.groups.lifecycle.uses import OPERATIONS, uses
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
@@ -38,42 +40,11 @@ DYING = 1.0
 """Seconds that a process takes to end, at most, after its connections have broken."""
 
 
-class WarmedGroup(msgspec.Struct, frozen=True):
-    """What warming up one group took on this rank."""
-
-    name: str
-    """torch's."""
-    description: str
-    ranks: tuple[int, ...]
-    round: int
-    seconds: float
-    bytes_taken: int
-    """Of the GPU's memory, as the driver counts it; 0 without one."""
-    was_warm: bool
-    """Had it a communicator before?"""
-
-
-class WarmUpReport(msgspec.Struct, frozen=True):
-    """What `warm_up` did on this rank."""
-
-    groups: tuple[WarmedGroup, ...]
-    """In the order in which they were warmed up."""
-    rounds: int
-    groups_in_world: int
-    """Different groups, over all ranks."""
-    seconds: float
-
-    @property
-    def bytes_taken(self) -> int:
-        """Of this rank's GPU, by all groups."""
-        return sum(group.bytes_taken for group in self.groups)
-
-
 class _WarmUp(CollectiveTask):
     def __init__(
         self,
         groups: list[Known],
-        operations: tuple[str, ...],
+        operations: tuple[str, ...] | None,
         budget: int | None,
         call: Call,
     ) -> None:
@@ -90,12 +61,22 @@ class _WarmUp(CollectiveTask):
         self.rounds = self.groups_in_world = 0
 
     def contribute(self) -> Message:
-        rank = self.roster.rank
+        rank, there = self.roster.rank, known_groups()
+        uses_here = uses(
+            {
+                known.name: (known.description, *opened.get(known.group, ()))
+                for known in there
+                if len(known.ranks) > 1
+            }
+        )
         return {
-            "operations": list(self._operations),
+            "operations": self._operations and list(self._operations),
+            "uses": {  # as the lowest rank of a group sees it, lest its ranks do different things
+                name: uses_here[name] for name, known in self._groups.items() if rank == min(known.ranks)
+            },
             "budget": self._budget,
             "free": self._device.free(),
-            "has": [known.name for known in known_groups()],
+            "has": [known.name for known in there],
             "groups": [
                 claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
             ],
@@ -103,11 +84,14 @@ class _WarmUp(CollectiveTask):
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         self._everyone = agreed(said)
+        used: dict[str, Sequence[str]] = {}
+        asked = said[self.roster.rank]["operations"]
         for rank, message in sorted(said.items()):
-            if message["operations"] != list(self._operations):
+            used.update(message["uses"])
+            if message["operations"] != asked:
                 raise BadInput(
-                    f"Rank {rank} warms up with {message['operations']}, rank {self.roster.rank} with "
-                    f"{list(self._operations)}.",
+                    f"Rank {rank} warms up with {message['operations'] or 'the default operations'}, rank "
+                    f"{self.roster.rank} with {asked or 'the default operations'}.",
                     rank=rank,
                 )
             budget, free = message["budget"], message["free"]
@@ -126,25 +110,29 @@ class _WarmUp(CollectiveTask):
         for rank, message in said.items():
             self._order[rank] = sorted((name for name, *_ in message["groups"]), key=of.__getitem__)
         return {
-            rank: {"order": order, "at": [of[name] for name in order], **total}
+            rank: {
+                "order": order,
+                "at": [of[name] for name in order],
+                "operations": [asked or used[name] for name in order],
+                **total,
+            }
             for rank, order in self._order.items()
         }
 
     def execute(self, answer: Message) -> Message:
         self._device.use()
         self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
-        order = list(zip(answer["order"], answer["at"], strict=True))
-        for position, (name, number) in enumerate(order):
-            known = self._groups[name]
+        order = list(zip(answer["order"], answer["at"], answer["operations"], strict=True))
+        for position, (name, number, operations) in enumerate(order):
             self._position = position
-            self.doing(f"in {label(name, known.description, known.ranks)}, {position + 1} of {len(order)}")
-            self.warmed.append(self._warm_one(known, number))
+            where = f"{position + 1} of {len(order)}"
+            self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
         self._position = len(order)
         self.doing("warmed up all its groups")
         return {}
 
-    def _warm_one(self, known: Known, number: int) -> WarmedGroup:
-        before, begun = self._device.free(), time.perf_counter()
+    def _warm_one(self, known: Known, number: int, operations: Sequence[str], where: str) -> WarmedGroup:
+        begun = time.perf_counter()
         was_warm = bool(is_open(known.group)) or known.group in warm
         places = usable_devices(known.group)
         if not places:
@@ -154,28 +142,64 @@ class _WarmUp(CollectiveTask):
                 "for which no tensor can be made here; it was not warmed up.",
                 hint="Give groups= without it.",
             )
+        issued: list[IssuedOperation] = []
+        left_out: list[str] = []
+        for operation in operations:
+            self.doing(f"in {label(known.name, known.description, known.ranks)}, {where}, with {operation}")
+            found = self._issue(operation, known, places)
+            if found is None:
+                left_out.append(operation)
+                continue
+            issued.append(found)
+            self._check_budget(known, sum(one.bytes_taken for one in issued))
+        if issued:
+            warm.add(known.group)
+        warmed = WarmedGroup(
+            known.name,
+            known.description,
+            known.ranks,
+            number,
+            time.perf_counter() - begun,
+            sum(one.bytes_taken for one in issued),
+            was_warm,
+            tuple(issued),
+            tuple(left_out),
+        )
+        fields = msgspec.structs.asdict(warmed)
+        fields["operations"] = {one.operation: one.seconds for one in issued}
+        events.emit("groups.warmed", rank=self.roster.rank, group=fields.pop("name"), **fields)
+        return warmed
+
+    def _issue(self, operation: str, known: Known, places: Sequence[torch.device]) -> IssuedOperation | None:
+        """Issue one operation; None if the backend does not have it, and nobody asked for it."""
+        before, begun = self._device.free(), time.perf_counter()
         try:
             for device in places:
-                for operation in self._operations:
-                    issue(operation, known, device)
+                issue(operation, known, device)
             self._device.settle()
+        except NotSupported as error:
+            if self._operations is None:
+                return None
+            raise GroupsFailed(
+                f"{label(known.name, known.description, known.ranks)} has the backend "
+                f"{dist.get_backend_config(known.group)}, which has no {operation}.",
+                hint="Leave operations= out: then each group is warmed up as far as its backend can.",
+            ) from error
         except Exception as error:
             free = self._device.free()
             left = "" if free is None else f"; {free / MiB:,.0f} MiB of GPU memory are free"
             raise GroupsFailed(
-                f"The first collective of {label(known.name, known.description, known.ranks)} met "
+                f"The first {operation} of {label(known.name, known.description, known.ranks)} met "
                 f"{type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}{left}",
                 details={"group": known.name},
             ) from error
         after = self._device.free()
         taken = 0 if before is None or after is None else max(before - after, 0)
-        warm.add(known.group)
-        found = WarmedGroup(
-            known.name, known.description, known.ranks, number, time.perf_counter() - begun, taken, was_warm
-        )
-        fields = msgspec.structs.asdict(found)
-        events.emit("groups.warmed", rank=self.roster.rank, group=fields.pop("name"), **fields)
+        return IssuedOperation(operation, time.perf_counter() - begun, taken)
+
+    def _check_budget(self, known: Known, taken: int) -> None:
+        """Raise if the groups that are warm, and what one more has taken so far, are more than was allowed."""
         total = taken + sum(group.bytes_taken for group in self.warmed)
         if self._budget is not None and total > self._budget:
             raise GroupsFailed(
@@ -186,7 +210,6 @@ class _WarmUp(CollectiveTask):
                 f"{taken / MiB:,.0f} MiB.",
                 hint="Open fewer groups, or set NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS lower.",
             )
-        return found
 
     def now(self) -> Message:
         return {"position": self._position, "free": self._device.free()}
@@ -259,10 +282,21 @@ class _WarmUp(CollectiveTask):
         return None
 
 
+def chosen_operations(operations: Sequence[str] | None) -> tuple[str, ...] | None:
+    """The operations that `warm_up` is asked for, None for the default. Raises `BadInput` for others."""
+    if operations is None:
+        return None
+    is_list = isinstance(operations, Iterable) and not isinstance(operations, str)
+    given = tuple(operations) if is_list else ()
+    if not given or any(name not in OPERATIONS for name in given):
+        raise BadInput(f"operations={given or operations!r} must be some of {OPERATIONS}, or None.")
+    return given
+
+
 def warm_up(
     groups: Groups | Iterable[Any] | str = "all",
     *,
-    operations: Sequence[str] = ("all_reduce",),
+    operations: Sequence[str] | None = None,
     timeout: float = 300.0,
     stall_timeout: float = 60.0,
     memory_budget: int | None = None,
@@ -274,21 +308,26 @@ def warm_up(
     groups: "all" of more than one rank that torch knows, whoever made them (Megatron's `parallel_state`, a
         DeviceMesh), those of `open_groups`, or a list of groups, the same groups on all ranks that are in
         them.
-    operations: "all_reduce"; "all_to_all", for what NCCL opens at first use of point-to-point channels;
-        "pairs", the communicators of two ranks that unbatched send and receive between pipeline neighbours
-        use.
+    operations: what is issued on every group: some of "all_reduce"; "all_to_all"; and "pairs", send and
+        receive between neighbours of the group, the last and the first included, in a batch and one by one,
+        for which NCCL makes a communicator of two ranks each. Default: what each group is used for in Megatron.
+        All have all_reduce; the groups of experts (EP, and expert TP with EP) also all_to_all; those of
+        pipelines also pairs. These are known by their names in `open_groups`, by the descriptions of
+        `parallel_state`, and by the dimensions "ep" and "pp" of a DeviceMesh. What a backend does not have is
+        then left out, and the report says so.
     timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who
         arrived in it, who did not, and where that rank is. stall_timeout: seconds that a rank may be silent.
     memory_budget: bytes of GPU memory that all groups together may take on this rank. A rank that has less
         free is named before anything is done.
 
+    Returns what was issued on this rank, with the seconds and bytes of each operation. Raises `BadInput`,
+    `GroupsFailed`, `RankFailed` or `DeadlineExceeded`, the same on all ranks.
+
     Collectives run on a thread; if one never returns, the call does, and the process should end: see
     `holdfast.session`.
     """
     check_seconds("timeout", timeout)
-    wrong = [operation for operation in operations if operation not in OPERATIONS]
-    if wrong or not operations:
-        raise BadInput(f"operations={tuple(operations)!r} must be some of {OPERATIONS}.")
+    chosen = chosen_operations(operations)
     if not isinstance(groups, str | Groups) and not isinstance(groups, Iterable):
         raise BadInput(f"groups={groups!r}: give 'all', what open_groups returned, or a list of groups.")
     if memory_budget is not None and memory_budget < 1:
@@ -313,7 +352,7 @@ def warm_up(
             )
         known = [group for group in known if any(value is group.group for value in asked)]
     call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
-    turn = _WarmUp(known, tuple(operations), memory_budget, call)
+    turn = _WarmUp(known, chosen, memory_budget, call)
     begun = time.perf_counter()
     turn.run()
     return WarmUpReport(tuple(turn.warmed), turn.rounds, turn.groups_in_world, time.perf_counter() - begun)

@@ -24,8 +24,9 @@ from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit, given_code
 from holdfast.groups.lifecycle.close import Closing
 from holdfast.groups.lifecycle.open import Groups, open_groups
+from holdfast.groups.lifecycle.report import WarmUpReport
 from holdfast.groups.lifecycle.start import start_world
-from holdfast.groups.lifecycle.warm_up import WarmUpReport, warm_up
+from holdfast.groups.lifecycle.warm_up import chosen_operations, warm_up
 from holdfast.groups.session.exit_bound import bound_exit
 from holdfast.groups.session.shutdown import TOLD, Leaving
 from holdfast.layout.grid import Grid
@@ -66,7 +67,7 @@ class Session:
         grace: float = 10.0,
         after_end: float | None = 120.0,
         warm: bool = True,
-        operations: Sequence[str] = ("all_reduce",),
+        operations: Sequence[str] | None = None,
         memory_budget: int | None = None,
         owns_world: bool | None = None,
     ) -> None:
@@ -79,7 +80,8 @@ class Session:
         self.groups: Groups | None = None
         self.warmed: WarmUpReport | None = None
         self._backend, self._timeout, self._stall, self._grace = backend, timeout, stall_timeout, grace
-        self._warm, self._operations, self._budget = warm, tuple(operations), memory_budget
+        self._warm, self._budget = warm, memory_budget
+        self._operations = chosen_operations(operations)
         self._after_end, self._owns_world = after_end, owns_world
         self._pid = os.getpid()
         self._leaving: Leaving | None = None
@@ -240,7 +242,7 @@ def session(
     grace: float = 10.0,
     after_end: float | None = 120.0,
     warm: bool = True,
-    operations: Sequence[str] = ("all_reduce",),
+    operations: Sequence[str] | None = None,
     memory_budget: int | None = None,
 ) -> Session:
     """Process groups for the length of a `with` block, on all ranks: opened, warmed up, watched, closed.

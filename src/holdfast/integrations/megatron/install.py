@@ -49,7 +49,7 @@ def install(
     guard: dotted names of functions, a framework's own save and load, in which barriers and object
         collectives wait over the roster with these deadlines (`guarded`). Only functions that are looked up
         by that name when they are called can be replaced.
-    warm_up: `parallel_state.initialize_model_parallel` issues the first collective of every group that there
+    warm_up: `parallel_state.initialize_model_parallel` issues the first collectives of every group that there
         is, at its end, with these deadlines and `memory_budget` bytes of GPU memory (`holdfast.warm_up`).
     session: from there to the end of the process ranks watch each other, and groups are closed in order
         (`holdfast.session`).
