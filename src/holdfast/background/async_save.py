@@ -11,8 +11,8 @@ from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_budget
-from holdfast.protocol.call import begin_call, one_folder
+from holdfast.protocol.arguments import check_arguments, one_folder
+from holdfast.protocol.call import begin_call
 from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
@@ -113,5 +113,5 @@ def async_save_into(
     its own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
-    check_budget(host_memory_budget)
+    check_arguments(host_memory_budget=host_memory_budget)
     return background_of_this_thread().save(make, store.url, step, host_memory_budget, retries)

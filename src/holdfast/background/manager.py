@@ -168,7 +168,7 @@ class Background:
                 log.warning("%s; it is tried again (%d left).", error.message, left)
                 deadline.clock.sleep(min(pause, deadline.left()))
                 pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
-                job.begin_again()
+                job.begin()
                 pending.attempt(job)
         raise AssertionError("unreachable")
 

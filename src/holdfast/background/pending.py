@@ -180,7 +180,7 @@ class Pending:
         save = self._save
         if save is None:
             return self._last
-        return Progress(save.operation.at.phase, save.operation.presence.progress, save.bytes_total)
+        return Progress(save.operation.at.phase, save.operation.presence.progress, save.operation.bytes_total)
 
     def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
         try:

@@ -66,7 +66,7 @@ class WaveSink:
             self.copying = True
             staged = stage_wave(table, plan, cut, self._arena, self._into)
             staged.witnessed = digests
-            job.operation.still_wanted()
+            job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
                 forget_copied(job)
@@ -110,12 +110,12 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list
     """Files from the arena, by the writer process; by this thread where only this process sees the store."""
 
     def planned(total: int) -> None:
-        job.bytes_total = total
+        job.operation.bytes_total = total
 
     if not isinstance(job.store, LocalStore):
-        return write_job(order, arena, job.store, planned, job.moved)
+        return write_job(order, arena, job.store, planned, job.operation.progress)
     try:
-        return writer.write(arena, order, planned, job.moved, job.operation.still_wanted)
+        return writer.write(arena, order, planned, job.operation.progress, job.operation.cancel.check)
     except BaseException:
         writer.kill()  # it may be stuck, and what it still wrote would be left behind
         if not job.options.keep_failed:

@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -120,8 +121,7 @@ class _Job:
         for file in np.unique(columns.file[order]).tolist():
             mine = order[columns.file[order] == file]
             name = columns.file_names[file]
-            reader = self.store.open(name)
-            try:
+            with closing(self.store.open(name)) as reader:
                 if reader.size != int(columns.file_size[file]):
                     raise CorruptCheckpoint(
                         f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
@@ -130,8 +130,6 @@ class _Job:
                         details={"file": name},
                     )
                 done += self._file(reader, name, mine, threads)
-            finally:
-                reader.close()
         return done
 
     def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:

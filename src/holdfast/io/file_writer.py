@@ -126,7 +126,8 @@ def embedded_columns(
     """The embedded index, but for positions and digests; and the chunks' order in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
     if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
-        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(table, plan)]))
+        empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
     else:
         listed = np.unique(chunks.row)
     by_name: dict[str, int] = {}
@@ -187,11 +188,6 @@ def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
     number = np.full(len(table), -1, "<i8")
     number[deferred[:, 0]] = np.arange(len(deferred))
     return number, deferred
-
-
-def _silent(table: ShardTable, plan: SavePlan) -> Array:
-    """Rows that have neither chunk nor witness but must be listed: empty tensors."""
-    return np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
 
 
 def _entries(

@@ -41,8 +41,8 @@ from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, p
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
-from holdfast.protocol.arguments import check_options, check_texts
-from holdfast.protocol.call import Call, begin_call, one_folder
+from holdfast.protocol.arguments import check_arguments, one_folder
+from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
 from holdfast.protocol.messages import Chosen, HaveRead
 from holdfast.protocol.operation import Operation, read_state
@@ -91,9 +91,7 @@ class LoadRequest:
     signature: object = None
 
     def __post_init__(self) -> None:
-        check_options(self.options)
-        check_texts("include", self.include)
-        check_texts("exclude", self.exclude)
+        check_arguments(options=self.options, include=self.include, exclude=self.exclude)
 
     def run(self) -> LoadReport:
         """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""
@@ -162,7 +160,7 @@ class LoadJob:
 
     def run(self) -> None:
         """Run the protocol to its end."""
-        self.operation.run(lambda: load_steps(self.operation.at, self), self.trouble)
+        self.operation.run(load_steps(self.operation.at, self), self.trouble)
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -232,7 +230,7 @@ class LoadJob:
             self._take(wanted, row, columns, int(position[place]))
         plan = plan_read(wanted, position, columns, index.where)
         check_filled(wanted, plan)
-        self.bytes_needed = plan.bytes_needed
+        self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
         announce(wanted, [self.leaves[self.owner[row]] for row in keep])
         self.streams.wait()
         read = read_into(
@@ -241,7 +239,7 @@ class LoadJob:
             columns,
             plan,
             self.request.options.writer_threads,
-            lambda moved: self.operation.progress(moved, self.bytes_needed),
+            self.operation.progress,
         )
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
@@ -275,10 +273,10 @@ class LoadJob:
                     return
                 created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
-                if at.leads or newer:
+                if at.is_committer or newer:
                     raise self._replaced()
-            self.operation.still_wanted()
-            if at.leads or at.clock.now() >= ends:
+            self.operation.cancel.check()
+            if at.is_committer or at.clock.now() >= ends:
                 raise self._replaced()
             at.clock.sleep(0.05)
 

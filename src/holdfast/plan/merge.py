@@ -239,6 +239,8 @@ def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -
 
 def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
     """Give shards their offsets that only all lengths together tell; boxes change in place."""
+    if not len(rows.late_tensor):
+        return
     pad_of = shapes.shape[1] - ndim.astype(np.int64)
     found = place(
         rows.late_tensor,

@@ -83,7 +83,12 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
         ):
             if writes or check != "off":
                 (written if writes else seen).add(row, part)
-    wide = _to_cut(table, options.columns)
+    patterns = options.columns
+    wide = (
+        np.asarray([any(matches(spec.name, one) for one in patterns) for spec in table.specs], bool)
+        if patterns
+        else np.zeros(0, bool)
+    )
     chunks = _panels(*written.arrays(), tables.itemsize, wide)
     witnesses = _panels(*seen.arrays(), tables.itemsize, wide)
     complete = (
@@ -91,7 +96,9 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
         if options.check_replicas == "auto"
         else np.full(len(witnesses.row), options.check_replicas == "full")
     )
-    return SavePlan(tables.dims, _in_order(chunks, tables.itemsize), witnesses, complete)
+    # File order: widest elements first, so that every chunk is aligned without holes.
+    order = np.argsort(-tables.itemsize[chunks.row], kind="stable")
+    return SavePlan(tables.dims, Planned(*(column[order] for column in chunks)), witnesses, complete)
 
 
 class _Rows:
@@ -116,14 +123,6 @@ class _Rows:
         )
 
 
-def _to_cut(table: ShardTable, patterns: tuple[str, ...]) -> Array:
-    """Rows of the shard table whose matrices the options want in column panels."""
-    found = (
-        [any(matches(spec.name, pattern) for pattern in patterns) for spec in table.specs] if patterns else ()
-    )
-    return np.asarray(found, bool)
-
-
 def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Array) -> Planned:
     """Cut wide matrices that are to be cut into column panels; everything else stays one chunk."""
     nbytes = np.prod(size, axis=1) * itemsize[row] if len(row) else np.zeros(0, np.int64)
@@ -140,9 +139,3 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
         size[:, -1] //= parts[at]
         offset[:, -1] += panel * size[:, -1]
     return Planned(row, offset, size, nbytes, block_sizes(nbytes, first_axis_bytes(size, nbytes)))
-
-
-def _in_order(chunks: Planned, itemsize: Array) -> Planned:
-    """File order: widest elements first, so that every chunk is aligned without holes."""
-    order = np.argsort(-itemsize[chunks.row], kind="stable")
-    return Planned(*(column[order] for column in chunks))

@@ -97,15 +97,12 @@ class ShardTable:
 
     def tables(self) -> Tables:
         """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
-        if self._tables is None or len(self._tables.nbytes) != len(self):
-            self._tables = self._make_tables()
-        return self._tables
-
-    def _make_tables(self) -> Tables:
+        if self._tables is not None and len(self._tables.nbytes) == len(self):
+            return self._tables
         dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
         dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
         size = pad([box.shape for box in self.boxes], dims, 1)
-        return Tables(
+        self._tables = Tables(
             dims=dims,
             shape=pad([spec.shape for spec in self.specs], dims, 1),
             offset=pad([box.offset for box in self.boxes], dims, 0),
@@ -113,6 +110,7 @@ class ShardTable:
             itemsize=ITEMSIZE[dtype],
             nbytes=np.prod(size, axis=1) * ITEMSIZE[dtype] if len(self) else np.zeros(0, np.int64),
         )
+        return self._tables
 
 
 @dataclass

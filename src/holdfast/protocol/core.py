@@ -75,15 +75,16 @@ def save_steps(at: Context, work: SaveWork) -> Steps:
         if len(at.participants) > 1 or mine is not None:
             assigned = yield from _agree_on_claims(at, mine, work)
         at.enter("writing")
-        message = yield Do("write", lambda: work.write(assigned))
+        message = yield Do("write", partial(work.write, assigned))
         at.enter("written")
-        if at.leads:
+        if at.is_committer:
             written = yield from _collect_typed(at, "written", message, at.participants)
             at.enter("committing")
-            yield Do("prepare", lambda: work.prepare(written))
+            yield Do("prepare", partial(work.prepare, written))
             yield from _claim_agreed(at)
             final = yield from _publish(at, work)
-            yield from _tidy(work.tidy)
+            with suppress(HoldfastError):  # the save has succeeded: an interruption changes nothing
+                yield Do("tidy", work.tidy)
             return final
         yield at.say("written", message)
         return (yield from _await_final(at, work))
@@ -108,18 +109,18 @@ def load_steps(at: Context, work: LoadWork) -> Steps:
     """One rank's load; all ranks load the same version, and none succeeds unless all do."""
     try:
         yield from _refuse_late(at)
-        if at.leads:
+        if at.is_committer:
             chosen = yield Do("choose", work.choose)
             yield Put(f"{at.key}/chosen", to_message(chosen))
         else:
             message = yield from _await(at, f"{at.key}/chosen", "name the checkpoint")
             chosen = from_roster(message, Chosen, at.committer)
         at.enter("reading")
-        message = yield Do("read", lambda: work.read(chosen))
+        message = yield Do("read", partial(work.read, chosen))
         at.enter("read")
-        if at.leads:
+        if at.is_committer:
             reports = yield from _collect_typed(at, "read", message, at.participants)
-            yield Do("check", lambda: work.check(reports))
+            yield Do("check", partial(work.check, reports))
             yield from _claim_agreed(at)
         else:
             yield at.say("read", message)
@@ -144,10 +145,10 @@ def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any
     asked = False
     try:
         yield from _refuse_late(at)
-        if at.leads:
+        if at.is_committer:
             heard = yield from _collect(at, "asked", {"mine": mine}, at.participants)
             said = {rank: message["mine"] for rank, message in heard.items()}
-            value = yield Do("choose", lambda: choose(said))
+            value = yield Do("choose", partial(choose, said))
             yield from _claim_agreed(at, value=value)
         else:
             yield at.say("asked", {"mine": mine})
@@ -176,9 +177,9 @@ def task_steps(at: Context, work: TaskWork) -> Steps:
     try:
         yield from _refuse_late(at)
         mine = yield Do("mine", work.contribute)
-        if at.leads:
+        if at.is_committer:
             asked = yield from _collect(at, "asked", mine, at.participants)
-            answers = yield Do("choose", lambda: work.decide(asked))
+            answers = yield Do("choose", partial(work.decide, asked))
             for rank in at.participants:
                 if rank != at.rank:
                     yield at.tell("answer", rank, answers[rank])
@@ -188,13 +189,13 @@ def task_steps(at: Context, work: TaskWork) -> Steps:
             at.own.add(at.said("answer", at.rank))
             answer = yield from _await(at, at.said("answer", at.rank), "answer")
         at.enter("acting")
-        yield Do("begin", lambda: work.begin(answer))
-        yield Do("rest", lambda: work.wait(min(UNDISTURBED, at.deadline.left())))
-        if at.leads:
+        yield Do("begin", partial(work.begin, answer))
+        yield Do("rest", partial(work.wait, min(UNDISTURBED, at.deadline.left())))
+        if at.is_committer:
             reports = yield from _collect(at, "acted", {}, at.participants, work.poll)
             reports[at.rank] = yield from _act(at, work)
             at.enter("acted")
-            value = yield Do("finish", lambda: work.finish(reports))
+            value = yield Do("finish", partial(work.finish, reports))
             yield from _claim_agreed(at, value=value)
         else:
             report = yield from _act(at, work)
@@ -207,8 +208,7 @@ def task_steps(at: Context, work: TaskWork) -> Steps:
         at.enter("failed")
         raise
     except HoldfastError as error:
-        met = error
-        better = yield Do("explain", lambda: work.explain(met))
+        better = yield Do("explain", partial(work.explain, error))
         abandoned = yield from _abandon(at, better)
         if abandoned is None and at.phase == "acted":  # all ranks had done their part
             at.enter("done")
@@ -242,19 +242,13 @@ def _not_ours(at: Context) -> HoldfastError:
     )
 
 
-def _tidy(tidy: Callable[[], None]) -> Steps:
-    """The call has succeeded: an interruption of what is left to do changes nothing."""
-    with suppress(HoldfastError):
-        yield Do("tidy", tidy)
-
-
 def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     """Which replica this rank is of what nobody declared.
 
     Mostly every rank holds the same names, and one round of fingerprints shows it; only where
     they differ does everyone send its list. Ranks without such tensors say so and go on.
     """
-    if not at.leads:
+    if not at.is_committer:
         yield at.say("claims", Claims(mine))
         if mine is None:
             return None
@@ -279,7 +273,7 @@ def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
     yield Put(f"{at.key}/assigned", to_message(Assigned(lists_wanted=True)))
     own = Listed([], []) if mine is None else (yield Do("tell", work.tell))
     told = yield from _collect_typed(at, "told", own, tuple({at.rank, *holders}))
-    assigned = yield Do("assign", lambda: work.assign({rank: told[rank] for rank in holders}))
+    assigned = yield Do("assign", partial(work.assign, {rank: told[rank] for rank in holders}))
     for rank, message in assigned.items():
         if rank != at.rank:
             yield at.tell("assigned", rank, message)
@@ -296,14 +290,13 @@ def _act(at: Context, work: TaskWork) -> Steps:
             at.on_wait(None)
             return report
         yield from _raise_if_abandoned(at)
-        if not at.leads:
+        if not at.is_committer:
             yield from watch.look([at.committer], "do its part")
         elif at.deadline.passed():
             raise DeadlineExceeded(
                 f"{at.who} did not do its part in {at.deadline.seconds:g} s.", rank=at.rank
             )
-        pause = watch.patience()
-        yield Do("rest", lambda: work.wait(pause))  # noqa: B023
+        yield Do("rest", partial(work.wait, watch.patience()))
 
 
 def _collect(
@@ -315,6 +308,8 @@ def _collect(
     """
     found = {at.rank: mine}
     missing = sorted(rank for rank in ranks if rank != at.rank)
+    if not missing:
+        return found
     watch = PeerMonitor(at)
     while missing:
         at.on_wait(missing[:QUOTED])
@@ -456,7 +451,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    judging = at.leads and at.phase in ("claims", "committing", "read")  # of what others said
+    judging = at.is_committer and at.phase in ("claims", "committing", "read")  # of what others said
     if error.rank is None and not error.missing and not judging:
         error.rank = at.rank
     if error.rank == at.rank and not error.missing and not error.phase:
@@ -470,7 +465,7 @@ def _abandon(at: Context, error: HoldfastError) -> Steps:
             {"state": "abandoned", "rank": at.rank, "error": error.to_message()},
         )
     except RosterLost:
-        if at.phase == "written" and not at.leads:  # the others may commit what this rank has written
+        if at.phase == "written" and not at.is_committer:  # the others may commit what this rank has written
             at.enter("unconfirmed")
             return _unconfirmed(at, error)
         at.enter("failed")
@@ -486,7 +481,7 @@ def _without_roster(at: Context, work: SaveWork, error: RosterLost) -> Steps:
     """The message store is gone. What is in storage is all there is to know."""
     error.step, error.phase = at.step, error.phase or at.phase
     if at.phase in ("written", "committing"):
-        if at.leads:  # the committer alone creates the index, and it has not
+        if at.is_committer:  # the committer alone creates the index, and it has not
             at.enter("failed")
             raise error
         try:

@@ -99,16 +99,13 @@ class Context:
     def __post_init__(self) -> None:
         self.clock = self.deadline.clock
         self.committer = min(self.participants)
+        self.is_committer = self.rank == self.committer
         self.who = self.who or f"rank {self.rank}"
         self.meet(self.key)
 
     def meet(self, key: str) -> None:
         """Set the key under which the ranks of this operation meet."""
         self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.committer
 
     def enter(self, phase: str) -> None:
         """Move to a phase that the table allows."""

@@ -58,8 +58,8 @@ class PeerMonitor:
                 lost.append(self._describe(rank, message, self._where(message) or quiet))
         if lost:
             raise self._failed(lost, what, RankFailed)
-        if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
-            waits_for = self._waits_for(here.get(at.committer)) if not at.leads else []
+        if at.deadline.passed() and (at.is_committer or now >= at.deadline.at + COURTESY):
+            waits_for = self._waits_for(here.get(at.committer)) if not at.is_committer else []
             if waits_for:  # the committer itself only waits: name those that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
                 here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"

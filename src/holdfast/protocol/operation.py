@@ -16,7 +16,7 @@ from holdfast.protocol.core import choice_steps
 from holdfast.protocol.effects import Context, Steps
 from holdfast.protocol.phases import CHOICE_TRANSITIONS, Table
 from holdfast.protocol.rendezvous import Site, history_of, leave, meet
-from holdfast.protocol.runner import Cancel, Stages, run
+from holdfast.protocol.runner import CallSteps, Cancel, run
 from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
@@ -48,6 +48,8 @@ class Operation:
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
+        self.bytes_total = 0
+        """How many bytes `progress` will have noted at the end, once that is known."""
         self.alone = len(call.participants) == 1
         # What nobody else takes part in needs no message store, and leaves nothing there.
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
@@ -81,23 +83,20 @@ class Operation:
         self.clocks[phase] = time.monotonic()
         self.presence.phase = phase
         with suppress(HoldfastError):  # a beat that is late is no reason to fail
-            self.presence.send()
+            self.presence.beacon.send()
         with self.presence.working():
             self.emit(phase)
 
-    def progress(self, moved: int, total: int = 0) -> None:
+    def progress(self, moved: int) -> None:
         """Note `moved` bytes; raises if the operation was given up meanwhile."""
-        self.still_wanted()
+        self.cancel.check()
         self.presence.progress += moved
-        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=total)
+        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
 
     def tick(self) -> None:
         """Progress that is not bytes."""
-        self.still_wanted()
-        self.presence.progress += 1
-
-    def still_wanted(self) -> None:
         self.cancel.check()
+        self.presence.progress += 1
 
     def _meet(self) -> Steps:
         """Find the others, and show this rank to them."""
@@ -114,9 +113,7 @@ class Operation:
         with suppress(RosterLost):
             yield from leave(self.at, self._history)
 
-    def run(
-        self, make: Callable[[], Steps], trouble: HoldfastError | None = None, beside_training: bool = False
-    ) -> Any:
+    def run(self, steps: Steps, trouble: HoldfastError | None = None, beside_training: bool = False) -> Any:
         """Run the protocol to its end; returns or raises by the deadline. `trouble` is what reading the
         state met: the protocol tells it to the others, and Ctrl-C among it goes on from here.
 
@@ -124,9 +121,8 @@ class Operation:
         """
         try:
             with nullcontext() if beside_training else collector_paused():
-                return run(
-                    Stages(self._meet, make, self._leave), self.at, self.roster, self.presence, self.cancel
-                )
+                whole = CallSteps(self._meet(), steps, self._leave())
+                return run(whole, self.at, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
                 self.emit("raised", error=type(error).__name__, message=str(error))
@@ -167,4 +163,4 @@ def agree(
     """The lowest participant's answer, a JSON value, on every participant; it is given what each says
     (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
-    return operation.run(lambda: choice_steps(operation.at, choose, mine))
+    return operation.run(choice_steps(operation.at, choose, mine))

@@ -84,8 +84,8 @@ class History:
         self._left_over: list[tuple[float, str]] = []
         """When and where a call was abandoned."""
 
-    def begin(self, site: str) -> str:
-        """The key of this call."""
+    def begin(self, site: str) -> tuple[str, dict[str, int]]:
+        """The key of this call, and the calls that were abandoned since the last good end."""
         with self._lock:
             number = self._next.pop(site, 0)
             self._next[site] = number + 1
@@ -93,7 +93,7 @@ class History:
                 self._next.popitem(last=False)
             key = f"{site}/{self.life}.{number}"
             self._open[key] = site, False
-            return key
+            return key, dict(self._abandoned)
 
     def give_up(self, key: str) -> None:
         """This rank went on although the call has not come to its end here: a thread of it is stuck."""
@@ -104,10 +104,6 @@ class History:
     def given_up(self) -> list[str]:
         with self._lock:
             return [key for key, (_, gone) in self._open.items() if gone]
-
-    def abandoned(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._abandoned)
 
     def end(self, key: str, outcome: Message, now: float) -> list[str] | None:
         """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end
@@ -137,7 +133,10 @@ _lock = threading.Lock()
 
 def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
     with _lock:
-        return _histories.setdefault(roster, {}).setdefault(participants, History())
+        known = _histories.setdefault(roster, {})
+        if participants not in known:
+            known[participants] = History()
+        return known[participants]
 
 
 def meet(at: Context, site: Site, history: History) -> Steps:
@@ -146,8 +145,8 @@ def meet(at: Context, site: Site, history: History) -> Steps:
         yield from _settle(at, history, key)
     if history.life is None:
         history.life = yield from _count_lives(at, history.token)
-    at.meet(history.begin(site.key))
-    at.abandoned = history.abandoned()
+    key, at.abandoned = history.begin(site.key)
+    at.meet(key)
     opened = yield Claim(f"{at.key}/open", {"rank": at.rank, "attempt": secrets.token_hex(6)})
     return str(opened["attempt"])
 
@@ -164,7 +163,7 @@ def leave(at: Context, history: History) -> Steps:
     if mine:
         yield Delete(sorted(mine))
     yield from _one_less(at, at.key)
-    if old and at.leads:
+    if old and at.is_committer:
         yield Delete(old)
 
 

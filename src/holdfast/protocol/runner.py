@@ -10,8 +10,8 @@ in the caller is thrown into the protocol, which tells the other ranks, and is t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.deadline import REAL_CLOCK
@@ -106,45 +106,41 @@ def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
                 return action()
 
 
-class Stages(NamedTuple):
-    """A call from its beginning to its end."""
+class CallSteps(NamedTuple):
+    """The protocols of one call, in their order."""
 
-    meet: Callable[[], Steps]
+    meet: Steps
     """Finds the meeting place, and begins the beat."""
-    body: Callable[[], Steps]
-    leave: Callable[[], Steps]
+    body: Steps
+    leave: Steps
     """Deletes messages; what it meets changes nothing."""
 
-    def perform(self, roster: Roster, presence: Presence, cancel: Cancel, ended: _Ended) -> None:
-        """How the call ended is in `ended` before this rank leaves, which may take its time."""
-        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
-        try:
-            perform(self.meet(), roster, presence, never)
-            ended.value = perform(self.body(), roster, presence, cancel)
-        except BaseException as error:
-            ended.error = error
-        ended.known.set()
-        with suppress(HoldfastError):
-            perform(self.leave(), roster, presence, never)
 
-
+@dataclass
 class _Ended:
     """How a call ended on this rank: with a value or an error, once it is `known`."""
 
-    def __init__(self) -> None:
-        self.known = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
+    known: threading.Event = field(default_factory=threading.Event)
+    value: Any = None
+    error: BaseException | None = None
 
 
-def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def run(steps: CallSteps, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
     ended = _Ended()
 
     def work() -> None:
+        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
         try:
-            stages.perform(roster, presence, cancel, ended)
+            perform(steps.meet, roster, presence, never)
+            ended.value = perform(steps.body, roster, presence, cancel)
+        except BaseException as error:
+            ended.error = error
+        try:
+            ended.known.set()  # before this rank leaves, which may take its time
+            with suppress(HoldfastError):
+                perform(steps.leave, roster, presence, never)
         finally:
             done.set()
             presence.leave()

@@ -51,7 +51,7 @@ class CollectiveTask:
     def run(self) -> Message:
         """Raises the error that all ranks raise."""
         try:
-            result: Message = self.operation.run(lambda: task_steps(self.operation.at, self))
+            result: Message = self.operation.run(task_steps(self.operation.at, self))
             return result
         finally:
             _started[:] = [thread for thread in _started if thread.is_alive()]

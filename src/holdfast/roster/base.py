@@ -63,10 +63,6 @@ class Roster(Protocol):
         ...
 
 
-def encode(message: Message) -> bytes:
-    return msgspec.json.encode(message)
-
-
 def decode(data: bytes, key: str) -> Message:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 from holdfast.errors import RankInfo, RosterLost
@@ -46,12 +47,18 @@ def _machine() -> str:
     return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
 
 
+@cache
+def _process(pid: int) -> tuple[str, str, str]:
+    """Host, machine and start time of this process, whose pid is given because a fork is another one."""
+    return socket.gethostname(), _machine(), _started(pid)
+
+
 class Identity:
     """What does not change while the process lives."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
-        self.host, self.machine, self.started = socket.gethostname(), _machine(), _started(os.getpid())
+        self.host, self.machine, self.started = _process(self.pid)
 
     def alive(self, message: Message) -> bool | None:
         """Is the process behind a message alive? None where that can't be seen from here."""
@@ -125,25 +132,18 @@ class Presence:
             **self.more(),
         }
 
-    def message(self) -> Message:
-        """The rank's whole message."""
-        return self.beacon.message()
-
-    def send(self) -> None:
-        self.beacon.send()
-
     def begin(self, operation: str, watched: str | None) -> None:
         """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
         self.operation, self.watched = operation, watched
         self.beacon.add(self)
-        self.send()
+        self.beacon.send()
 
     def leave(self) -> None:
         """Show that the operation is over here; whoever misses this rank later can quote how it ended."""
         if self.operation:
             self.beacon.remove(self)
             with suppress(RosterLost):
-                self.send()
+                self.beacon.send()
 
     def stop(self) -> None:
         """End the beat, if no other operation needs it; one that is stuck in the message store is left to end

@@ -16,11 +16,12 @@ from datetime import timedelta
 from typing import Any
 from weakref import ref
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import RosterLost
 from holdfast.options import read_environment
-from holdfast.roster.base import Message, decode, encode
+from holdfast.roster.base import Message, decode
 from holdfast.roster.seal import Seal
 from holdfast.torch_private import clone_store, default_store
 
@@ -105,7 +106,7 @@ class TorchRoster:
         return self._connections.client(self._name)
 
     def _signed(self, key: str, message: Message) -> bytes:
-        return self._connections.seal(self._store).sign(key, encode(message))
+        return self._connections.seal(self._store).sign(key, msgspec.json.encode(message))
 
     def _read(self, key: str, sealed: bytes) -> Message:
         return decode(self._connections.seal(self._store).check(key, sealed), key)

@@ -12,7 +12,8 @@ from msgspec.structs import replace
 
 from holdfast.background.pending import Pending
 from holdfast.loading.job import LoadReport, LoadRequest
-from holdfast.protocol.call import Call, whole_step
+from holdfast.protocol.arguments import whole_step
+from holdfast.protocol.call import Call
 from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest

@@ -25,8 +25,8 @@ from holdfast.errors import (
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_budget, check_grid
-from holdfast.protocol.call import Call, begin_call, check_participants, whole_step
+from holdfast.protocol.arguments import check_arguments, whole_step
+from holdfast.protocol.call import Call, begin_call, check_participants
 from holdfast.protocol.operation import agree
 from holdfast.roster.base import Roster
 from holdfast.run.owner import lease_of
@@ -103,8 +103,7 @@ class RunFolder:
         tries = _RETRY.fullmatch(on_failure) if isinstance(on_failure, str) else None
         if on_failure not in ("raise", "warn") and tries is None:
             raise BadInput(f"on_failure must be 'raise', 'warn' or 'retry(n)', not {on_failure!r}.")
-        check_budget(host_memory_budget)
-        check_grid(grid)
+        check_arguments(grid=grid, host_memory_budget=host_memory_budget)
         self.store = open_store(run)
         self.keep = keep
         self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from weakref import WeakSet, finalize
@@ -181,10 +181,8 @@ class Lease:
             reader = self.store.open(OWNER)
         except NotFound:
             return None, None
-        try:
+        with closing(reader):
             data = reader.read(0, 1 << 16)
-        finally:
-            reader.close()
         try:
             return msgspec.json.decode(data, type=Owner), data[-TAIL:]
         except msgspec.MsgspecError:

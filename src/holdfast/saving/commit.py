@@ -6,7 +6,7 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -22,49 +22,20 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.columns import Columns
-from holdfast.format.index import Index, encode
+from holdfast.format.index import encode
 from holdfast.format.names import INDEX, is_data_file
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.plan.save import WrittenFile
 from holdfast.protocol.core import VISIBLE_WITHIN
 from holdfast.protocol.messages import Written
 from holdfast.roster.base import Message
-from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
+from holdfast.store.base import TAIL, NotFound, Store, Unsettled, tail_of
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
 LOOK_AGAIN = 10.0
 """Seconds that a commit which failed for no reason of the store's looks whether its index is there."""
-
-
-def present_tail(store: Store) -> bytes | None:
-    """What tells the index that is there now from another, or None."""
-    try:
-        reader = store.open(INDEX)
-    except NotFound:
-        return None
-    try:
-        return reader.read(max(reader.size - TAIL, 0), TAIL)
-    finally:
-        reader.close()
-
-
-def embedded_index(store: Store, file: WrittenFile) -> Columns:
-    """The index that a data file carries of itself, read back from storage and verified."""
-    reader = store.open(file.name)
-    try:
-        where = f"{store.url}/{file.name}"
-        if reader.size != file.size:
-            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
-        index = Index(_part(reader, file.index_start), file.index_size, f"the embedded index of {where}")
-        return index.embedded()
-    finally:
-        reader.close()
-
-
-def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
-    return lambda at, length: reader.read(start + at, length)
 
 
 @cache
@@ -168,7 +139,7 @@ class Commit:
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                return embedded_index(self.store, file)
+                return self._embedded(file)
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -187,6 +158,15 @@ class Commit:
             except (CorruptCheckpoint, StorageError) as error:
                 error.rank = rank
                 raise
+
+    def _embedded(self, file: WrittenFile) -> Columns:
+        """What a data file says of itself, read back from storage and verified."""
+        where = f"{self.store.url}/{file.name}"
+        with closing(self.store.open(file.name)) as reader:
+            if reader.size != file.size:
+                raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
+            stop = file.index_start + file.index_size
+            return embedded_index(reader, file.index_start, stop, where).embedded()
 
     def publish(self) -> Message:
         """The index comes into being, at once and durably; from here on the checkpoint exists.
@@ -236,7 +216,7 @@ class Commit:
         ends = clock.now() + seconds
         while True:
             try:
-                return present_tail(self.store) == self.data[-TAIL:]
+                return tail_of(self.store, INDEX) == self.data[-TAIL:]
             except Exception as error:
                 log.debug("%s: the index can't be looked at: %s", self.title, error)
             if clock.now() >= ends:

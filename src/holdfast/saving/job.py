@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.errors import CommitUnconfirmed, HoldfastError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
 from holdfast.io.file_writer import WriteRequest, discard, write_files
@@ -23,18 +23,20 @@ from holdfast.options import Options
 from holdfast.plan.merge import disagreement
 from holdfast.plan.save import WrittenFile, plan_save
 from holdfast.plan.shard_table import Replica, ShardTable, describe
-from holdfast.protocol.call import begin_call, one_folder
+from holdfast.protocol.arguments import one_folder
+from holdfast.protocol.call import begin_call
 from holdfast.protocol.core import save_steps
 from holdfast.protocol.messages import Assigned, Listed, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
 from holdfast.roster.base import Message, Roster
 from holdfast.saving.begin_commit import begin_commit
-from holdfast.saving.cleanup import clean_up, makes_folder
+from holdfast.saving.cleanup import clean_up
 from holdfast.saving.commit import Commit, is_of_attempt
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.store.base import Kind
 from holdfast.store.local import open_store
 
 
@@ -68,8 +70,10 @@ class DirectSink:
     def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
         plan = plan_save(job.table, replicas, job.options)
         job.streams.wait()
-        job.bytes_total = int(plan.chunks.nbytes.sum())
-        return write_files(WriteRequest(job.store, job.table, plan, about, job.options, job.moved))
+        job.operation.bytes_total = int(plan.chunks.nbytes.sum())
+        return write_files(
+            WriteRequest(job.store, job.table, plan, about, job.options, job.operation.progress)
+        )
 
 
 class SaveJob:
@@ -86,11 +90,11 @@ class SaveJob:
         """What collecting the state met. The protocol tells it to the other ranks."""
         self.makes_folder = False
         """Was the folder not there when this rank began?"""
-        self._begin()
+        self.begin()
         self.trouble = read_state(self._collect, self.rank)
 
-    def _begin(self) -> None:
-        """Begin an attempt."""
+    def begin(self) -> None:
+        """Begin an attempt: the first one or, after a failure, another with the same rows and deadline."""
         request = self.request
         self.operation = Operation(
             "save",
@@ -102,20 +106,15 @@ class SaveJob:
             include=request.include,
             exclude=request.exclude,
         )
-        self.leads = self.operation.at.leads
+        self.is_committer = self.operation.at.is_committer
         self.commit: Commit | None = None
         self.files: list[WrittenFile] = []
-        self.bytes_total = 0
-
-    def begin_again(self) -> None:
-        """After a failure: begin another attempt with the same rows, under the same deadline."""
-        self._begin()
 
     def run(self, beside_training: bool = False) -> SaveReport:
         """Run the protocol to its end. Raises the error that all ranks raise."""
         operation = self.operation
         try:
-            operation.run(lambda: save_steps(operation.at, self), self.trouble, beside_training)
+            operation.run(save_steps(operation.at, self), self.trouble, beside_training)
         except CommitUnconfirmed:
             raise
         except HoldfastError:
@@ -146,9 +145,10 @@ class SaveJob:
         folder."""
         if self.trouble is not None:
             raise self.trouble
-        self.makes_folder = makes_folder(self.store) or self.makes_folder
-        if self.leads:
-            self.request.permit(self.operation.tick)
+        self._check_folder()
+        if self.is_committer:
+            if self.request.permit is not None:
+                self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
         rows = self._undeclared()
         if not rows:
@@ -175,6 +175,15 @@ class SaveJob:
             rank: Assigned(replicas=[(holders[key].index(rank), len(holders[key])) for key in message.keys])
             for rank, message in told.items()
         }
+
+    def _check_folder(self) -> None:
+        """Note whether the folder is there. Raises StorageError for what nothing can be saved into."""
+        found = self.store.stat()
+        if found is None:
+            self.makes_folder = True
+        elif found.kind is not Kind.FOLDER:
+            what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
+            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
 
     def _undeclared(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]
@@ -220,27 +229,27 @@ class SaveJob:
             "ranks": len(request.call.participants),
         }
         self.files = self.sink.write(self, self._replicas(assigned), about)
-        return Written(request.step, self.grid, self.files, request.report())
-
-    def moved(self, nbytes: int) -> None:
-        """Note that so many bytes more were written."""
-        self.operation.progress(nbytes, self.bytes_total)
+        return Written(
+            request.step, self.grid, self.files, request.report() if request.report is not None else {}
+        )
 
     # -- commit -----------------------------------------------------------------------------------
 
     def prepare(self, written: dict[int, Written]) -> None:
         """Committer: check what all ranks have written, and make the index."""
         assert self.commit is not None
-        merged = self.request.merge_reports({rank: told.report for rank, told in written.items()})
-        if merged:
-            self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
+        if self.request.merge_reports is not None:
+            merged = self.request.merge_reports({rank: file.report for rank, file in written.items()})
+            if merged:
+                self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
         self.commit.prepare(written)
 
     def publish(self) -> Message:
         """Committer: put the index in place."""
         assert self.commit is not None
-        self.request.permit(self.operation.tick)
-        self.operation.still_wanted()
+        if self.request.permit is not None:
+            self.request.permit(self.operation.tick)
+        self.operation.cancel.check()
         return self.commit.publish()
 
     def is_committed(self) -> bool:
@@ -254,8 +263,9 @@ class SaveJob:
         with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):
                 self.store.delete(name)
-        with suppress(HoldfastError):
-            self.request.after()
+        if self.request.after is not None:
+            with suppress(HoldfastError):
+                self.request.after()
 
     def discard(self) -> None:
         """After a failure: delete this rank's files, if it is known that no index names them."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -146,16 +146,17 @@ class Store(Protocol):
 
 def replace_file(store: Store, path: str, data: bytes) -> None:
     """Put a small file in place at once, whatever stands there; a link is replaced, not followed."""
+    store.publish(path, data, tail_of(store, path))
+
+
+def tail_of(store: Store, path: str) -> bytes | None:
+    """The last bytes of a file, which tell one published version from another; None if it is not there."""
     try:
         reader = store.open(path)
     except NotFound:
-        before = None
-    else:
-        try:
-            before = reader.read(max(reader.size - TAIL, 0), TAIL)
-        finally:
-            reader.close()
-    store.publish(path, data, before)
+        return None
+    with closing(reader):
+        return reader.read(max(reader.size - TAIL, 0), TAIL)
 
 
 def checked(path: str) -> str:
