@@ -11,7 +11,7 @@ from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError, from_message
 from holdfast.protocol.effects import Context, Steps
 from holdfast.protocol.phases import CHOICE_TRANSITIONS
-from holdfast.protocol.rendezvous import SWEEP_AFTER, History, Site, history_of, leave, meet
+from holdfast.protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
 from holdfast.protocol.runner import Cancel, perform
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.roster.presence import Presence
@@ -33,9 +33,15 @@ class Rank:
         return perform(steps, self.roster, Presence(self.roster, "test", 1.0), Cancel())
 
     def enter(self, kind: str = "load", **arguments: object) -> Context:
-        site = Site(kind, "memory:run", arguments, self.world)
+        site = CallSignature(kind, "memory:run", arguments, self.world)
         at = Context(
-            self.roster.rank, self.world, "", kind, Deadline(60.0, self.clock), 5.0, table=CHOICE_TRANSITIONS
+            self.roster.rank,
+            self.world,
+            "",
+            kind,
+            Deadline(60.0, self.clock),
+            5.0,
+            transitions=CHOICE_TRANSITIONS,
         )
         self.attempt = self._do(meet(at, site, self.history))
         return at
@@ -43,7 +49,7 @@ class Rank:
     def end(self, at: Context, state: str = "agreed") -> None:
         """Claim the outcome, and leave; the first one is everyone's."""
         mine = at.agreed() if state == "agreed" else {"state": state, "error": LATE.to_message()}
-        at.settled = self.roster.claim(at.outcome, mine)
+        at.known_outcome = self.roster.claim(at.outcome, mine)
         self._do(leave(at, self.history))
 
 
@@ -66,7 +72,7 @@ def together(*ranks: Rank, kind: str = "save") -> None:
     """A call that all bring to a good end; the lowest hears of what the others have seen abandoned."""
     calls = [rank.enter(kind) for rank in ranks]
     for call in calls[1:]:
-        calls[0].hear({"abandoned": call.abandoned})
+        calls[0].note_abandoned({"abandoned": call.abandoned})
     for rank, call in zip(ranks, calls, strict=True):
         rank.end(call)
 
@@ -133,7 +139,7 @@ def test_a_call_that_a_rank_gave_up_is_settled_before_its_next(two: tuple[Rank, 
     assert outcome is not None
     assert outcome["state"] == "abandoned"
     first.end(one)  # what it claims now is no more than a claim
-    assert one.settled == outcome
+    assert one.known_outcome == outcome
     assert first.enter().key == after.key
 
 
@@ -191,7 +197,7 @@ def test_counts_of_long_ago_are_forgotten() -> None:
     history = History()
     history.life = 0
     for number in range(5000):
-        key = history.begin(f"save/{number}")
+        key, _ = history.begin(f"save/{number}")
         history.end(key, {"state": "agreed"}, 0.0)
     assert len(history._next) < 2000
     assert not history._open

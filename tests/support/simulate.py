@@ -37,7 +37,7 @@ from holdfast.errors import (
 from holdfast.protocol.core import save_steps, task_steps
 from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
 from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
-from holdfast.protocol.rendezvous import History, Site, leave, meet
+from holdfast.protocol.rendezvous import CallSignature, History, leave, meet
 from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
@@ -159,7 +159,7 @@ class _Rank:
         self.progress, self.doing = 0, ""
         self.waiting_for: list[int] | None = None
         self.entered = world.clock.time
-        site = Site("save", "memory:x", {}, tuple(range(world.ranks)))
+        signature = CallSignature("save", "memory:x", {}, tuple(range(world.ranks)))
         self.context = Context(
             self.rank,
             tuple(range(world.ranks)),
@@ -167,35 +167,35 @@ class _Rank:
             "save of x",
             Deadline(world.timeout, world.clock),
             world.stall_timeout,
-            table=TASK_TRANSITIONS if world.turn else TRANSITIONS,
+            transitions=TASK_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
-            about=site.about,
+            about=signature.about,
         )
-        self.steps = self._whole(site)
+        self.steps = self._whole(signature)
         call = self.call
         self.beat(call)
         world.after(world.timeout + GRACE, lambda: self.give_up(call))
         self.resume(call, lambda: self.steps.send(None))
 
-    def _whole(self, site: Site) -> Steps:
+    def _whole(self, signature: CallSignature) -> Steps:
         """A call as `flow.run` drives it."""
-        at, world = self.context, self.world
-        attempt = yield from meet(at, site, self.history)
+        context, world = self.context, self.world
+        attempt = yield from meet(context, signature, self.history)
         try:
             if world.turn:
-                yield from task_steps(at, SimulatedTask(world, self.rank, self.call))
+                yield from task_steps(context, SimulatedTask(world, self.rank, self.call))
             else:
-                yield from save_steps(at, SimulatedSave(world, self.rank, self.call, attempt))
+                yield from save_steps(context, SimulatedSave(world, self.rank, self.call, attempt))
         except HoldfastError as error:
             self.error = error
-            yield from self._leave(at)
+            yield from self._leave(context)
             raise
-        yield from self._leave(at)
+        yield from self._leave(context)
 
-    def _leave(self, at: Context) -> Steps:
+    def _leave(self, context: Context) -> Steps:
         with contextlib.suppress(RosterLost):
-            yield from leave(at, self.history)
+            yield from leave(context, self.history)
 
     def stopped_for(self) -> float:
         """Seconds until a stopped process runs again; 0 if it runs."""

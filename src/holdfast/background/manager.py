@@ -75,7 +75,7 @@ class Background:
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
             # from then on.
-            job.trouble = job.trouble or read_state(self._writer.start, job.rank)
+            job.collect_error = job.collect_error or read_state(self._writer.start, job.rank)
             into = DeviceCopies(job.streams).into
             staged = self._stage(job, budget, into)
             pending.attempt(job)
@@ -96,7 +96,7 @@ class Background:
             except BaseException:
                 pending.cancel()
                 raise
-        interrupt = job.trouble.__cause__ if job.trouble is not None else None
+        interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
         if is_over():
@@ -151,8 +151,8 @@ class Background:
                 seconds = time.monotonic() - begun
                 job.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
 
-        if job.trouble is None:
-            job.trouble = read_state(copy, job.rank)
+        if job.collect_error is None:
+            job.collect_error = read_state(copy, job.rank)
         return results[0] if results else Staged([])
 
     def _run(self, pending: Pending, job: SaveJob, retries: int) -> SaveReport:
@@ -174,7 +174,7 @@ class Background:
 
     def _run_once(self, job: SaveJob) -> SaveReport:
         try:
-            return job.run(beside_training=True)
+            return job.run(pause_collector=False)
         except BaseException:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
             if self._writer.busy or copying:

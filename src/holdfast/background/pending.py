@@ -103,7 +103,7 @@ class Pending:
 
     def attempt(self, save: SaveJob) -> None:
         """It is this save that goes on now."""
-        self._save, self._who = save, save.operation.at.who
+        self._save, self._who = save, save.operation.context.who
         if self.cancelled is not None:
             save.operation.cancel.set(self.cancelled)
 
@@ -180,7 +180,9 @@ class Pending:
         save = self._save
         if save is None:
             return self._last
-        return Progress(save.operation.at.phase, save.operation.presence.progress, save.operation.bytes_total)
+        return Progress(
+            save.operation.context.phase, save.operation.presence.progress, save.operation.bytes_total
+        )
 
     def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
         try:

@@ -36,8 +36,8 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     specs: list[TensorSpec]
     boxes: list[Box]
     replicas: list[tuple[int, int]]
-    plain: list[bool]
-    lates: list[DeferredOffset | None]
+    unsharded: list[bool]
+    deferred: list[DeferredOffset | None]
     base: list[int]
     """Where in the arena each row begins."""
     witnessed: list[tuple[int, bytes, int, int]]

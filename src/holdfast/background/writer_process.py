@@ -100,7 +100,9 @@ def write_job(
 
 def _shard_table(job: Job, arena: Arena) -> ShardTable:
     """The rank's rows, over what was copied of them."""
-    table = ShardTable(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
+    table = ShardTable(
+        job.rank, job.specs, job.boxes, list(job.replicas), job.unsharded, deferred=job.deferred
+    )
     for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):
         memory: Memory = ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
         table.memory.append(memory)

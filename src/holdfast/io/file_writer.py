@@ -141,17 +141,17 @@ def embedded_columns(
         tensor_of_row[row] = place[names[row]]
     tensor = tensor_of_row[chunks.row]
     order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
-    tables = table.tables()
+    arrays = table.arrays()
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
-    late_of_row, late = _late(table, np.flatnonzero(tensor_of_row >= 0))
+    late_of_row, late = _deferred_rows(table, np.flatnonzero(tensor_of_row >= 0))
     columns = Columns(
         names=sorted_names,
         dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
         kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
         ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
-        shape=tables.shape[rows].astype("<i8"),
+        shape=arrays.shape[rows].astype("<i8"),
         chunk_end=np.cumsum(counts, dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
         size=chunks.size[order].astype("<i8"),
@@ -180,10 +180,10 @@ def embedded_columns(
     return columns, order
 
 
-def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """For each row of the shard table its number among the late ones of `rows`, or -1; and these: row, then
-    as in `DeferredOffset`."""
-    late = [(row, *found) for row in rows.tolist() if (found := table.lates[row]) is not None]
+def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
+    """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows: the
+    row, then as in `DeferredOffset`."""
+    late = [(row, *found) for row in rows.tolist() if (found := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
     number[deferred[:, 0]] = np.arange(len(deferred))
@@ -206,7 +206,7 @@ def _entries(
         name = spec.name
         if shape != spec.shape:
             begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
-            late = table.lates[row]
+            late = table.deferred[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
             name = name_of_chunk(name, begin)

@@ -99,7 +99,7 @@ class LoadRequest:
         try:
             job.run()
         except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
-            offsets = exchange_offsets(self.store, self.call, job.table, job.trouble)
+            offsets = exchange_offsets(self.store, self.call, job.table, job.collect_error)
             job = LoadJob(self, offsets)
             job.run()
         return job.apply()
@@ -153,14 +153,14 @@ class LoadJob:
             signature=request.signature,
             lengths=offsets is not None,
         )
-        self.trouble = read_state(self._collect, self.rank)
+        self.collect_error = read_state(self._collect, self.rank)
         """What collecting the state met. The protocol tells it to the other ranks."""
-        if offsets is None and self.trouble is None:
-            self.trouble = unplaced(self.table, self.operation.at.title)
+        if offsets is None and self.collect_error is None:
+            self.collect_error = unplaced(self.table, self.operation.context.title)
 
     def run(self) -> None:
         """Run the protocol to its end."""
-        self.operation.run(load_steps(self.operation.at, self), self.trouble)
+        self.operation.run(load_steps(self.operation.context, self), self.collect_error)
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -179,14 +179,14 @@ class LoadJob:
     # -- choose a version and read it -------------------------------------------------------------
 
     def choose(self) -> Chosen:
-        if self.trouble is not None:
-            raise self.trouble
+        if self.collect_error is not None:
+            raise self.collect_error
         with open_source(self.store) as index:
             return Chosen(index.identity, index.about.get("created"))
 
     def read(self, chosen: Chosen) -> HaveRead:
-        if self.trouble is not None:
-            raise self.trouble
+        if self.collect_error is not None:
+            raise self.collect_error
         self._wait_for(chosen)
         with open_source(self.store) as index:
             if index.identity != chosen.identity:
@@ -265,20 +265,20 @@ class LoadJob:
     def _wait_for(self, chosen: Chosen) -> None:
         """Until the version that the committer chose is visible here; a network file system may show it
         late. Another version that is newer, or that the committer itself sees, has replaced it."""
-        at = self.operation.at
-        ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
+        context = self.operation.context
+        ends = context.clock.now() + min(VISIBLE_WITHIN, context.deadline.left())
         while True:
             with suppress(NotCommitted), open_source(self.store) as index:
                 if index.identity == chosen.identity:
                     return
                 created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
-                if at.is_committer or newer:
+                if context.is_committer or newer:
                     raise self._replaced()
             self.operation.cancel.check()
-            if at.is_committer or at.clock.now() >= ends:
+            if context.is_committer or context.clock.now() >= ends:
                 raise self._replaced()
-            at.clock.sleep(0.05)
+            context.clock.sleep(0.05)
 
     def _check_missing(self, rows: Any, index: Source) -> list[int]:
         """Rows of the shard table that the checkpoint has; the others are an error unless excused."""
@@ -360,13 +360,13 @@ class LoadJob:
     def apply(self) -> LoadReport:
         """Put what was read into the state. What fails here is not known to other ranks."""
         give_back(self.leaves, self.filled, self.values, self.built)
-        at = self.operation.at
+        context = self.operation.context
         for finish in self.after:
             try:
                 finish()
             except Exception as error:
                 raise LoadFailed(
-                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: "
+                    f"{context.title}: all was read, but load_state_dict failed on {context.who}: "
                     f"{type(error).__name__}: {error}",
                     rank=self.rank,
                     hint="Other ranks don't know of this.",

@@ -52,9 +52,15 @@ class LazyStates:
     """Adds leaves, their rows and their owners to those of a load."""
 
     def __init__(
-        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, everyone: tuple[int, ...]
+        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, participants: tuple[int, ...]
     ) -> None:
-        self.url, self.leaves, self.owner, self.table, self.everyone = url, leaves, owner, table, everyone
+        self.url, self.leaves, self.owner, self.table, self.participants = (
+            url,
+            leaves,
+            owner,
+            table,
+            participants,
+        )
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
@@ -152,7 +158,7 @@ class LazyStates:
                 made.parts[name] = tensor
             new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
         self.made.append(made)
-        table, owner = build_shard_table(new, self.table.rank, self.everyone, for_load=True)
+        table, owner = build_shard_table(new, self.table.rank, self.participants, for_load=True)
         parameter = getattr(value, "parameter", None)
         if parameter is not None:
             self._lie_like(table, parameter)
@@ -162,7 +168,9 @@ class LazyStates:
 
     def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
         """Copy the box of the parameter's shard to uneven shards; its offset is already agreed."""
-        late = [row for row, found in enumerate(table.lates) if found is not None and table.boxes[row].volume]
+        late = [
+            row for row, found in enumerate(table.deferred) if found is not None and table.boxes[row].volume
+        ]
         if not late:
             return
         address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
@@ -171,7 +179,7 @@ class LazyStates:
             found = of.get((address, table.boxes[row].shape))
             if found is not None:
                 table.boxes[row] = self.table.boxes[found]
-            elif table.lates[row].start == -1:  # type: ignore[union-attr]
+            elif table.deferred[row].start == -1:  # type: ignore[union-attr]
                 raise BadInput(
                     f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not "
                     f"know, and its parameter is "
@@ -186,7 +194,7 @@ class LazyStates:
             self._at = {
                 (memory.tensor.data_ptr(), box.shape): row
                 for row, (memory, box, late) in enumerate(
-                    zip(self.table.memory, self.table.boxes, self.table.lates, strict=True)
+                    zip(self.table.memory, self.table.boxes, self.table.deferred, strict=True)
                 )
                 if late is not None and isinstance(memory, TensorMemory)
             }

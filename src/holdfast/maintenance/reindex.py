@@ -24,7 +24,7 @@ from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.maintenance.target import Place, about, number
 from holdfast.plan.merge import Merger
 from holdfast.saving.commit import versions
-from holdfast.store.base import Store, tail_of
+from holdfast.store.base import Store, version_of
 from holdfast.store.local import open_store
 
 _ANY_SIZE = 1 << 62
@@ -88,7 +88,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     columns = _merge(store, chosen)
     data = encode(columns, _about(chosen))
     if not dry_run:
-        store.publish(INDEX, data, tail_of(store, INDEX))
+        store.publish(INDEX, data, version_of(store, INDEX))
     taken = {file.name for file in chosen}
     left = [LeftOut(file.name, file.why) for file in broken]
     left += [LeftOut(file.name, "it belongs to another attempt") for file in whole if file.name not in taken]

@@ -60,8 +60,8 @@ def begin_call(
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
     found = find_roster(roster, no_dist)
-    everyone = find_participants(found, participants, process_group)
-    return Call(found, everyone, Deadline(timeout, clock), stall_timeout)
+    ranks = find_participants(found, participants, process_group)
+    return Call(found, ranks, Deadline(timeout, clock), stall_timeout)
 
 
 def find_roster(roster: Roster | None, no_dist: bool) -> Roster:

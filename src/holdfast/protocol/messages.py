@@ -16,13 +16,13 @@ from holdfast.plan.save import WrittenFile
 from holdfast.roster.base import Message
 
 
-class Claims(msgspec.Struct, frozen=True):
+class Fingerprint(msgspec.Struct, frozen=True):
     """Each rank to the committer: a digest of the rows whose holders are not declared; None if all are."""
 
-    claims: str | None
+    fingerprint: str | None
 
 
-class Listed(msgspec.Struct, frozen=True):
+class RowList(msgspec.Struct, frozen=True):
     """Each such rank to the committer, where digests differ: the rows themselves."""
 
     keys: list[str]

@@ -43,8 +43,8 @@ SHARED = ("open", "outcome", "final", "chosen", "assigned", "left")
 """Keys of a call that all its ranks may read."""
 
 
-class Site:
-    """What a rank calls, and with which arguments: ranks meet if both are equal."""
+class CallSignature:
+    """What identifies a call: kind, place, arguments and participants. Ranks with equal ones meet in it."""
 
     def __init__(
         self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
@@ -67,12 +67,15 @@ def _hash(text: str) -> str:
 
 
 class History:
-    """The calls that the participants of a lane have made together, as this rank counts them."""
+    """Counters of this rank's calls with one set of participants, one counter a signature.
+
+    The counter's value is a part of the call's key, so the n-th call of one rank meets the n-th of the others.
+    """
 
     def __init__(self) -> None:
         self.life: int | None = None
-        """How often these ranks began on this lane of this message store: a store may outlive a process
-        group."""
+        """Generation: how often these ranks began on this lane of this message store, which may outlive a
+        process group."""
         self.token = secrets.token_hex(6)
         self._lock = threading.Lock()
         self._next: OrderedDict[str, int] = OrderedDict()
@@ -139,52 +142,51 @@ def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
         return known[participants]
 
 
-def meet(at: Context, site: Site, history: History) -> Steps:
-    """Find the others of this call; returns the name of this attempt, which no other has."""
+def meet(context: Context, signature: CallSignature, history: History) -> Steps:
+    """Derive the key of this call and open it; returns the name of the attempt, which all its ranks share."""
     for key in history.given_up():
-        yield from _settle(at, history, key)
+        yield from _learn_outcome(context, history, key)
     if history.life is None:
-        history.life = yield from _count_lives(at, history.token)
-    key, at.abandoned = history.begin(site.key)
-    at.meet(key)
-    opened = yield Claim(f"{at.key}/open", {"rank": at.rank, "attempt": secrets.token_hex(6)})
+        history.life = yield from _count_lives(context, history.token)
+    key, context.abandoned = history.begin(signature.key)
+    context.set_key(key)
+    opened = yield Claim(f"{context.key}/open", {"rank": context.rank, "attempt": secrets.token_hex(6)})
     return str(opened["attempt"])
 
 
-def leave(at: Context, history: History) -> Steps:
-    """Note how the call ended, and delete what nobody reads any more."""
-    if at.settled is None:
-        history.give_up(at.key)
+def leave(context: Context, history: History) -> Steps:
+    """Close this call on this rank: note its outcome, and delete the messages that nobody reads any more."""
+    if context.known_outcome is None:
+        history.give_up(context.key)
         return  # others may still wait for what this rank has said
-    old = history.end(at.key, at.settled, at.clock.now())
+    old = history.end(context.key, context.known_outcome, context.clock.now())
     if old is None:
         return
-    mine = at.own | at.answers if at.settled["state"] == "abandoned" else at.own
+    mine = context.own | context.answers if context.known_outcome["state"] == "abandoned" else context.own
     if mine:
         yield Delete(sorted(mine))
-    yield from _one_less(at, at.key)
-    if old and at.is_committer:
+    yield from _one_less(context, context.key)
+    if old and context.is_committer:
         yield Delete(old)
 
 
-def _one_less(at: Context, key: str) -> Steps:
-    if (yield Count(f"{key}/left")) >= len(at.participants):
+def _one_less(context: Context, key: str) -> Steps:
+    if (yield Count(f"{key}/left")) >= len(context.participants):
         yield Delete([f"{key}/{name}" for name in SHARED])
 
 
-def _settle(at: Context, history: History, key: str) -> Steps:
+def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     """A call that this rank gave up without hearing how it ended is over now, one way or the other."""
-    gave_up = HoldfastError(f"{at.who} gave it up, and went on.", rank=at.rank)
-    message = {"state": "abandoned", "rank": at.rank, "error": gave_up.to_message()}
+    gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
+    message = {"state": "abandoned", "rank": context.rank, "error": gave_up.to_message()}
     outcome = yield Claim(f"{key}/outcome", message)
-    if history.end(key, outcome, at.clock.now()) is not None:
-        yield from _one_less(at, key)
+    if history.end(key, outcome, context.clock.now()) is not None:
+        yield from _one_less(context, key)
 
 
-def _count_lives(at: Context, token: str) -> Steps:
-    """How often this rank began on this lane with these participants; the same on all of them, as they begin
-    together."""
-    who, life = _hash(str(at.participants)), 0
-    while (yield Claim(f"life/{who}/{at.rank}/{life}", {"token": token}))["token"] != token:
+def _count_lives(context: Context, token: str) -> Steps:
+    """Claim the first free generation number. All ranks get the same one, as they begin together."""
+    who, life = _hash(str(context.participants)), 0
+    while (yield Claim(f"life/{who}/{context.rank}/{life}", {"token": token}))["token"] != token:
         life += 1
     return life

@@ -125,7 +125,7 @@ class _Ended:
     error: BaseException | None = None
 
 
-def run(steps: CallSteps, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
     ended = _Ended()
@@ -147,12 +147,12 @@ def run(steps: CallSteps, at: Context, roster: Roster, presence: Presence, cance
 
     thread: threading.Thread | None = None
     try:
-        thread = start_thread(work, "holdfast-operation", at.rank)
+        thread = start_thread(work, "holdfast-operation", context.rank)
     except HoldfastError as error:
         cancel.set(error)  # the protocol tells it to the others, which takes no thread
         work()
     try:
-        _wait(done, ended, at, presence)
+        _wait(done, ended, context, presence)
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
@@ -160,9 +160,9 @@ def run(steps: CallSteps, at: Context, roster: Roster, presence: Presence, cance
             raise
     except BaseException as interrupt:
         reason = HoldfastError(
-            f"{at.title}: {at.who} was interrupted by {type(interrupt).__name__}.",
-            rank=at.rank,
-            phase=at.phase,
+            f"{context.title}: {context.who} was interrupted by {type(interrupt).__name__}.",
+            rank=context.rank,
+            phase=context.phase,
         )
         cancel.set(reason)
         done.wait(LAST_CALL + GRACE)
@@ -171,16 +171,16 @@ def run(steps: CallSteps, at: Context, roster: Roster, presence: Presence, cance
         presence.stop()
     if done.is_set() and thread is not None:
         thread.join(timeout=LAST_CALL)
-    if not ended.known.is_set() and at.phase in SUCCESS:
+    if not ended.known.is_set() and context.phase in SUCCESS:
         return None  # what it still tidies up goes on by itself
     if not ended.known.is_set() or isinstance(ended.error, Cancelled):
-        raise _stuck(at, presence)
+        raise _stuck(context, presence)
     if ended.error is not None:
         raise ended.error
     return ended.value
 
 
-def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
+def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Presence) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
@@ -189,9 +189,9 @@ def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence)
         if ended.known.is_set():
             done.wait(LAST_CALL)
             return
-        if at.phase in SUCCESS:
+        if context.phase in SUCCESS:
             succeeded = now if succeeded is None else succeeded
-            if now >= succeeded + TIDY or now >= at.deadline.at + GRACE:
+            if now >= succeeded + TIDY or now >= context.deadline.at + GRACE:
                 return
             continue
         if (
@@ -201,38 +201,38 @@ def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence)
             and presence.seen["state"] == "abandoned"
         ):
             heard = now
-        if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
-            raise _stuck(at, presence)
+        if now >= context.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
+            raise _stuck(context, presence)
 
 
-def _stuck(at: Context, presence: Presence) -> HoldfastError:
+def _stuck(context: Context, presence: Presence) -> HoldfastError:
     """This rank's own work does not come back."""
     if presence.seen and presence.seen["state"] == "abandoned":
         return from_message(presence.seen["error"])
-    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
+    kind = CommitUnconfirmed if context.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(
-            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase "
-            f"{at.phase!r}, asks the message "
+            f"{context.title} did not come back by its deadline of {context.deadline.seconds:g} s: {context.who}, in phase "
+            f"{context.phase!r}, asks the message "
             "store, which does not answer. Which rank is missing can't be known without it.",
-            step=at.step,
-            phase=at.phase,
+            step=context.step,
+            phase=context.phase,
             hint="Its host, mostly rank 0's process or the launcher, is stopped or can't be reached.",
         )
     me = presence.identity
     here = RankInfo(
-        at.rank,
+        context.rank,
         me.host,
         me.pid,
-        f"{at.title}: {at.phase}",
+        f"{context.title}: {context.phase}",
         0.0,
         "its call into storage or a callback does not return",
     )
     return kind(
-        f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {here}.",
-        step=at.step,
-        phase=at.phase,
-        rank=at.rank,
+        f"{context.title} did not come back by its deadline of {context.deadline.seconds:g} s: {here}.",
+        step=context.step,
+        phase=context.phase,
+        rank=context.rank,
         missing=(here,),
         hint="A stack of its thread `holdfast-operation` (py-spy, faulthandler) shows where it is.",
     )

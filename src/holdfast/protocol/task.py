@@ -41,7 +41,7 @@ class CollectiveTask:
     def __init__(self, title: str, place: str, call: Call) -> None:
         self.operation = Operation(self.kind, title, place, call, TASK_TRANSITIONS)
         self.operation.presence.more = self._more
-        self.operation.at.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
+        self.operation.context.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
         self.roster = call.roster
         self._doing = ""
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class CollectiveTask:
     def run(self) -> Message:
         """Raises the error that all ranks raise."""
         try:
-            result: Message = self.operation.run(task_steps(self.operation.at, self))
+            result: Message = self.operation.run(task_steps(self.operation.context, self))
             return result
         finally:
             _started[:] = [thread for thread in _started if thread.is_alive()]
@@ -124,7 +124,7 @@ class CollectiveTask:
         asked = list(ranks)
         messages = self.roster.get([at_key(rank) for rank in asked])
         found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
-        key = self.operation.at.key
+        key = self.operation.context.key
         return {rank: {**message, **message["operations"].get(key, {})} for rank, message in found.items()}
 
     def is_gone(self, message: Message) -> bool:

@@ -17,14 +17,14 @@ from holdfast.roster.base import Message
 from holdfast.saving.commit import Commit
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import is_selected
-from holdfast.store.base import Store, tail_of
+from holdfast.store.base import Store, version_of
 
 
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
     """What the committer knows before the others have written: the version that it may replace."""
     store = request.store
-    replacing = tail_of(store, INDEX)
-    if replacing is not None and not request.overwrite:
+    replaced_version = version_of(store, INDEX)
+    if replaced_version is not None and not request.overwrite:
         raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
     names: list[str] | None = None
     source = ""
@@ -32,7 +32,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     if isinstance(request.expected, str):
         if request.expected != PREVIOUS:
             raise BadInput(f"expected={request.expected!r}: give a list of names, {PREVIOUS!r}, or None.")
-        if replacing is not None:
+        if replaced_version is not None:
             compared = store
         elif request.previous is not None:
             compared = request.previous()
@@ -48,7 +48,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         return is_selected(name, (request.include, request.exclude))
 
     replaced: set[str] = set()
-    if replacing is not None:
+    if replaced_version is not None:
         with suppress(HoldfastError), open_index(store) as index:
             replaced = set(index.file_names())
     return Commit(
@@ -56,7 +56,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         title=request.title,
         deadline=request.call.deadline,
         about={"step": request.step, "grid": grid, "notes": request.notes, "attempt": operation.attempt},
-        replacing=replacing,
+        replaced_version=replaced_version,
         expected=names,
         expected_from=source,
         last_writer=partial(_writers, compared),

@@ -30,7 +30,7 @@ from holdfast.plan.save import WrittenFile
 from holdfast.protocol.core import VISIBLE_WITHIN
 from holdfast.protocol.messages import Written
 from holdfast.roster.base import Message
-from holdfast.store.base import TAIL, NotFound, Store, Unsettled, tail_of
+from holdfast.store.base import VERSION_BYTES, NotFound, Store, Unsettled, version_of
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
@@ -60,7 +60,7 @@ class Commit:
     title: str
     deadline: Deadline
     about: dict[str, Any]
-    replacing: bytes | None
+    replaced_version: bytes | None
     expected: Sequence[str] | None
     """Names that must be there, or None."""
     expected_from: str
@@ -175,13 +175,13 @@ class Commit:
         error deletes the data that the index names.
         """
         try:
-            self.store.publish(INDEX, self.data, self.replacing)
+            self.store.publish(INDEX, self.data, self.replaced_version)
         except BaseException as error:
             unconfirmed = self._unconfirmed(error)
             if unconfirmed is None:
                 raise
             raise unconfirmed from error
-        return {"state": "committed", "index": self.data[-TAIL:].hex()}
+        return {"state": "committed", "index": self.data[-VERSION_BYTES:].hex()}
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
         """What is to be raised after a failure to publish, or None if the index is known not to be in
@@ -216,7 +216,7 @@ class Commit:
         ends = clock.now() + seconds
         while True:
             try:
-                return tail_of(self.store, INDEX) == self.data[-TAIL:]
+                return version_of(self.store, INDEX) == self.data[-VERSION_BYTES:]
             except Exception as error:
                 log.debug("%s: the index can't be looked at: %s", self.title, error)
             if clock.now() >= ends:

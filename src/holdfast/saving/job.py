@@ -26,7 +26,7 @@ from holdfast.plan.shard_table import Replica, ShardTable, describe
 from holdfast.protocol.arguments import one_folder
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.core import save_steps
-from holdfast.protocol.messages import Assigned, Listed, Written
+from holdfast.protocol.messages import Assigned, RowList, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
 from holdfast.roster.base import Message, Roster
@@ -86,12 +86,12 @@ class SaveJob:
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
-        self.trouble: HoldfastError | None = None
+        self.collect_error: HoldfastError | None = None
         """What collecting the state met. The protocol tells it to the other ranks."""
         self.makes_folder = False
         """Was the folder not there when this rank began?"""
         self.begin()
-        self.trouble = read_state(self._collect, self.rank)
+        self.collect_error = read_state(self._collect, self.rank)
 
     def begin(self) -> None:
         """Begin an attempt: the first one or, after a failure, another with the same rows and deadline."""
@@ -106,15 +106,15 @@ class SaveJob:
             include=request.include,
             exclude=request.exclude,
         )
-        self.is_committer = self.operation.at.is_committer
+        self.is_committer = self.operation.context.is_committer
         self.commit: Commit | None = None
         self.files: list[WrittenFile] = []
 
-    def run(self, beside_training: bool = False) -> SaveReport:
+    def run(self, pause_collector: bool = True) -> SaveReport:
         """Run the protocol to its end. Raises the error that all ranks raise."""
         operation = self.operation
         try:
-            operation.run(save_steps(operation.at, self), self.trouble, beside_training)
+            operation.run(save_steps(operation.context, self), self.collect_error, pause_collector)
         except CommitUnconfirmed:
             raise
         except HoldfastError:
@@ -140,28 +140,28 @@ class SaveJob:
 
     # -- agree who writes what ----------------------------------------------------------------------
 
-    def claims(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
         folder."""
-        if self.trouble is not None:
-            raise self.trouble
+        if self.collect_error is not None:
+            raise self.collect_error
         self._check_folder()
         if self.is_committer:
             if self.request.permit is not None:
                 self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
-        rows = self._undeclared()
+        rows = self._undeclared_rows()
         if not rows:
             return None
         keys, specs = self._names(rows)
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
-    def tell(self) -> Listed:
+    def list_rows(self) -> RowList:
         """The undeclared rows themselves, where digests differ between ranks."""
-        keys, specs = self._names(self._undeclared())
-        return Listed(keys, specs)
+        keys, specs = self._names(self._undeclared_rows())
+        return RowList(keys, specs)
 
-    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
+    def assign(self, told: dict[int, RowList]) -> dict[int, Assigned]:
         """Committer: which copy each rank holds of each row that it told of."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
@@ -185,15 +185,15 @@ class SaveJob:
             what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
             raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
 
-    def _undeclared(self) -> list[int]:
+    def _undeclared_rows(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]
 
     def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
         """What identifies each undeclared row, and what must be equal on all that hold it."""
         keys, specs = [], []
         for row in rows:
-            spec, plain = self.table.specs[row], self.table.plain[row]
-            box, late = self.table.boxes[row], self.table.lates[row]
+            spec, plain = self.table.specs[row], self.table.unsharded[row]
+            box, late = self.table.boxes[row], self.table.deferred[row]
             part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
             keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
@@ -206,7 +206,7 @@ class SaveJob:
     def _replicas(self, assigned: Assigned | None) -> list[Replica]:
         """(index, count) of every row, with what the committer has assigned."""
         replicas = list(self.table.replicas)
-        rows = self._undeclared()
+        rows = self._undeclared_rows()
         if assigned is not None and assigned.holders is not None:
             mine = (assigned.holders.index(self.rank), len(assigned.holders))
             for row in rows:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, Unsettled, storage_errors
+from holdfast.store.base import VERSION_BYTES, Unsettled, storage_errors
 from holdfast.store.filesystem import (
     STALE,
     close_quietly,
@@ -154,7 +154,10 @@ def _lock(target: str, replacing: bytes) -> int:
         raise _conflict(target) from None
     try:
         here = os.fstat(fd)
-        if not stat.S_ISREG(here.st_mode) or os.pread(fd, TAIL, max(here.st_size - TAIL, 0)) != replacing:
+        if (
+            not stat.S_ISREG(here.st_mode)
+            or os.pread(fd, VERSION_BYTES, max(here.st_size - VERSION_BYTES, 0)) != replacing
+        ):
             raise _conflict(target)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
