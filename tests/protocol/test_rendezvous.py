@@ -10,6 +10,7 @@ import pytest
 from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError, from_message
 from holdfast.protocol.effects import Context, Steps
+from holdfast.protocol.messages import Outcome, abandoned_by, from_roster, to_message
 from holdfast.protocol.phases import CHOICE_TRANSITIONS
 from holdfast.protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
 from holdfast.protocol.runner import Cancel, perform
@@ -48,8 +49,8 @@ class Rank:
 
     def end(self, at: Context, state: str = "agreed") -> None:
         """Claim the outcome, and leave; the first one is everyone's."""
-        mine = at.agreed() if state == "agreed" else {"state": state, "error": LATE.to_message()}
-        at.known_outcome = self.roster.claim(at.outcome, mine)
+        mine = to_message(at.agreed()) if state == "agreed" else abandoned_by(at.rank, LATE)
+        at.known_outcome = from_roster(self.roster.claim(at.outcome, mine), Outcome)
         self._do(leave(at, self.history))
 
 
@@ -72,7 +73,7 @@ def together(*ranks: Rank, kind: str = "save") -> None:
     """A call that all bring to a good end; the lowest hears of what the others have seen abandoned."""
     calls = [rank.enter(kind) for rank in ranks]
     for call in calls[1:]:
-        calls[0].note_abandoned({"abandoned": call.abandoned})
+        calls[0].note_abandoned(call.abandoned)
     for rank, call in zip(ranks, calls, strict=True):
         rank.end(call)
 
@@ -139,7 +140,7 @@ def test_a_call_that_a_rank_gave_up_is_settled_before_its_next(two: tuple[Rank, 
     assert outcome is not None
     assert outcome["state"] == "abandoned"
     first.end(one)  # what it claims now is no more than a claim
-    assert one.known_outcome == outcome
+    assert one.known_outcome == from_roster(outcome, Outcome)
     assert first.enter().key == after.key
 
 
@@ -198,6 +199,6 @@ def test_counts_of_long_ago_are_forgotten() -> None:
     history.life = 0
     for number in range(5000):
         key, _ = history.begin(f"save/{number}")
-        history.end(key, {"state": "agreed"}, 0.0)
+        history.end(key, Outcome("agreed", 0), 0.0)
     assert len(history._next) < 2000
     assert not history._open

@@ -15,6 +15,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.protocol import core as protocol
 from holdfast.protocol.effects import Context, Delete, Steps
+from holdfast.protocol.messages import Final
 from holdfast.protocol.rendezvous import SHARED, History
 from tests.support import simulate as simulate_module
 from tests.support.simulate import World, check, simulate
@@ -124,9 +125,9 @@ def silent_abandon(context: Context, error: HoldfastError) -> Steps:
 
 def optimistic_final(context: Context, job: Any) -> Steps:
     """Believes in the commit as soon as it was agreed, without waiting for the index."""
-    yield from protocol._await(context, context.outcome, "commit")
+    yield from protocol._await_agreed(context, "commit")
     context.enter("committed")
-    return {"state": "committed"}
+    return Final()
 
 
 def pessimistic_doubt(context: Context, cause: HoldfastError) -> HoldfastError:

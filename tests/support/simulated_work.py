@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, HoldfastError, StorageError
-from holdfast.protocol.messages import Assigned, RowList, Written
+from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.roster.base import Message
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SimulatedSave:
         if self.world.faults.bad_coverage:
             raise CoverageError("Tensor 'w' is not covered.")
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         from tests.support.simulate import PublishedIndex
 
         kind = self.world.faults.publish
@@ -56,7 +56,7 @@ class SimulatedSave:
         self.world.published.append(PublishedIndex(self.attempt, self.named, self.world.clock.time))
         if kind == "unsynced":
             raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
-        return {"state": "committed"}
+        return Final()
 
     def tidy(self) -> None:
         pass

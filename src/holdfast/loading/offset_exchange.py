@@ -7,6 +7,7 @@ here; that rank's `Unplaced` brings all of them.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, Unplaced
@@ -15,6 +16,7 @@ from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import listed
 from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call
+from holdfast.protocol.messages import from_roster, to_message
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.store.base import Store
@@ -33,6 +35,19 @@ def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
     return None
 
 
+class Lengths(msgspec.Struct, frozen=True):
+    """Each rank to the committer: its deferred rows."""
+
+    rows: list[tuple[str, int, int, int, int, int, int]]
+    """Name and length of the tensor along the axis, then the fields of `DeferredOffset`."""
+
+
+class Shifts(msgspec.Struct, frozen=True):
+    """The committer to one rank: what to add to the offset of each of its deferred rows, in order."""
+
+    shifts: list[int]
+
+
 class OffsetExchange(CollectiveTask):
     """`shifts`: for each deferred row of this rank, in order, what to add to its box's offset."""
 
@@ -41,7 +56,7 @@ class OffsetExchange(CollectiveTask):
     def of(self, table: ShardTable, collect_error: HoldfastError | None) -> OffsetExchange:
         self._collect_error = collect_error if not isinstance(collect_error, Unplaced) else None
         self.rows = [
-            [spec.name, spec.shape[deferred.axis], *deferred]
+            (spec.name, spec.shape[deferred.axis], *deferred)
             for spec, deferred in zip(table.specs, table.deferred, strict=True)
             if deferred is not None
         ]
@@ -50,10 +65,11 @@ class OffsetExchange(CollectiveTask):
     def contribute(self) -> Message:
         if self._collect_error is not None:
             raise self._collect_error  # which the first pass did not come to tell
-        return {"rows": self.rows}
+        return to_message(Lengths(self.rows))
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        rows = [(rank, *row) for rank, message in sorted(said.items()) for row in message["rows"]]
+        lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(said.items())}
+        rows = [(rank, *row) for rank, message in lengths.items() for row in message.rows]
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
         lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
@@ -81,10 +97,10 @@ class OffsetExchange(CollectiveTask):
         shifts: dict[int, list[int]] = {rank: [] for rank in said}
         for row, shift in zip(rows, found.shift.tolist(), strict=True):
             shifts[row[0]].append(shift)
-        return {rank: {"shifts": mine} for rank, mine in shifts.items()}
+        return {rank: to_message(Shifts(mine)) for rank, mine in shifts.items()}
 
     def execute(self, answer: Message) -> Message:
-        self.shifts = list(map(int, answer["shifts"]))
+        self.shifts = from_roster(answer, Shifts).shifts
         return {}
 
 
@@ -102,8 +118,8 @@ def exchange_offsets(
 def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
     """Move the boxes of deferred rows to their offsets."""
     deferred = [row for row, found in enumerate(table.deferred) if found is not None]
-    if [[table.specs[row].name, *(table.deferred[row] or ())] for row in deferred] != [
-        [name, *rest] for name, _, *rest in lengths.rows
+    if [(table.specs[row].name, *(table.deferred[row] or ())) for row in deferred] != [
+        (name, *rest) for name, _, *rest in lengths.rows
     ]:
         raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
     for row, shift in zip(deferred, lengths.shifts, strict=True):

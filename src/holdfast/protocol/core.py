@@ -46,7 +46,20 @@ from holdfast.protocol.effects import (
     TaskActions,
 )
 from holdfast.protocol.liveness import ASK, QUOTED, PeerMonitor
-from holdfast.protocol.messages import Assigned, Chosen, Fingerprint, M, RowList, from_roster, to_message
+from holdfast.protocol.messages import (
+    Assigned,
+    Before,
+    Chosen,
+    Final,
+    Fingerprint,
+    M,
+    Outcome,
+    RowList,
+    Said,
+    abandoned_by,
+    from_roster,
+    to_message,
+)
 from holdfast.roster.base import Message
 
 VISIBLE_WITHIN = 75.0
@@ -124,7 +137,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
             yield from _claim_agreed(context)
         else:
             yield context.report("read", message)
-            yield from _await(context, context.outcome, "say that every rank has read")
+            yield from _await_agreed(context, "say that every rank has read")
         context.enter("loaded")
         return message
     except RosterLost:
@@ -146,14 +159,14 @@ def choice_steps(context: Context, choose: Callable[[dict[int, Any]], Any], mine
     try:
         yield from _refuse_late(context)
         if context.is_committer:
-            heard = yield from _collect(context, "asked", {"mine": mine}, context.participants)
-            said = {rank: message["mine"] for rank, message in heard.items()}
+            heard = yield from _collect_typed(context, "asked", Said(mine), context.participants)
+            said = {rank: message.value for rank, message in heard.items()}
             value = yield Do("choose", partial(choose, said))
-            yield from _claim_agreed(context, value=value)
+            yield from _claim_agreed(context, value)
         else:
-            yield context.report("asked", {"mine": mine})
+            yield context.report("asked", Said(mine))
             asked = True
-            value = (yield from _await(context, context.outcome, "choose"))["value"]
+            value = (yield from _await_agreed(context, "choose")).value
         context.enter("chosen")
         return value
     except RosterLost:
@@ -163,7 +176,8 @@ def choice_steps(context: Context, choose: Callable[[dict[int, Any]], Any], mine
         abandoned = yield from _abandon(context, error)
         if abandoned is None and asked:
             context.enter("chosen")
-            return context.known_outcome["value"]  # type: ignore[index]
+            assert context.known_outcome is not None
+            return context.known_outcome.value
         raise (abandoned or _not_ours(context)) from error.__cause__
 
 
@@ -196,14 +210,12 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
             reports[context.rank] = yield from _act(context, job)
             context.enter("acted")
             value = yield Do("finish", partial(job.finish, reports))
-            yield from _claim_agreed(context, value=value)
+            yield from _claim_agreed(context, value)
         else:
             report = yield from _act(context, job)
             context.enter("acted")
             yield context.report("acted", report)
-            value = (yield from _await(context, context.outcome, "say that every rank has done its part"))[
-                "value"
-            ]
+            value = (yield from _await_agreed(context, "say that every rank has done its part")).value
         context.enter("done")
         return value
     except RosterLost:
@@ -214,7 +226,8 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
         abandoned = yield from _abandon(context, better)
         if abandoned is None and context.phase == "acted":  # all ranks had done their part
             context.enter("done")
-            return context.known_outcome["value"]  # type: ignore[index]
+            assert context.known_outcome is not None
+            return context.known_outcome.value
         raise (abandoned or _not_ours(context)) from error.__cause__
 
 
@@ -223,10 +236,9 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
 
 def _refuse_late(context: Context) -> Steps:
     """A rank that comes after its operation was abandoned gets the same error at once."""
-    outcome = (yield Get([context.outcome]))[0]
-    if outcome is not None:
-        context.known_outcome = outcome
-        raise _not_ours(context) if outcome["state"] == "agreed" else from_message(outcome["error"])
+    context.known_outcome = yield from _raise_if_abandoned(context)
+    if context.known_outcome is not None:
+        raise _not_ours(context)
 
 
 def _not_ours(context: Context) -> HoldfastError:
@@ -322,8 +334,8 @@ def _collect(
         some = missing[:ASK]  # a bounded question, however large the world
         messages = yield Get([context.key_of(topic, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
-        for message in heard.values():
-            context.note_abandoned(message)
+        for rank, message in heard.items():
+            context.note_abandoned(from_roster(message, Before, rank).abandoned)
         found.update(heard)
         missing = [rank for rank in missing if rank not in heard]
         if len(heard) == len(some):
@@ -342,14 +354,12 @@ def _collect_typed(context: Context, topic: str, mine: M, ranks: Sequence[int]) 
 
 
 def _await(context: Context, key: str, what: str) -> Steps:
-    """Another rank's: the committer's message under a key."""
+    """The message that the committer puts under a key."""
     watch = PeerMonitor(context)
     context.on_wait([context.committer])
     while True:
         found = (yield Get([key]))[0]
-        if found is not None and (key != context.outcome or found["state"] == "agreed"):
-            if key == context.outcome:
-                context.known_outcome = found
+        if found is not None:
             context.on_wait(None)
             return found
         yield from _raise_if_abandoned(context)
@@ -357,15 +367,30 @@ def _await(context: Context, key: str, what: str) -> Steps:
         yield Pause(key, watch.patience())
 
 
-def _await_final(context: Context, job: SaveActions) -> Steps:
-    yield from _await(context, context.outcome, "commit")
+def _await_agreed(context: Context, what: str) -> Steps:
+    """The outcome, once the committer has agreed."""
     watch = PeerMonitor(context)
     context.on_wait([context.committer])
     while True:
-        final = (yield Get([context.final]))[0]
-        if final is not None:
-            if "error" in final:
-                error = from_message(final["error"])
+        outcome = yield from _raise_if_abandoned(context)
+        if outcome is not None:
+            context.known_outcome = outcome
+            context.on_wait(None)
+            return outcome
+        yield from watch.look([context.committer], what)
+        yield Pause(context.outcome, watch.patience())
+
+
+def _await_final(context: Context, job: SaveActions) -> Steps:
+    yield from _await_agreed(context, "commit")
+    watch = PeerMonitor(context)
+    context.on_wait([context.committer])
+    while True:
+        message = (yield Get([context.final]))[0]
+        if message is not None:
+            final = from_roster(message, Final, context.committer)
+            if final.error is not None:
+                error = from_message(final.error)
                 if isinstance(error, CommitUnconfirmed):
                     raise error
                 context.enter("failed")
@@ -379,7 +404,7 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
             yield from watch.look([context.committer], "put the index in place")
         except HoldfastError as error:
             yield from _look(context, job, 0.0, error)
-            return {"state": "committed"}
+            return Final()
         yield Pause(context.final, watch.patience())
 
 
@@ -412,11 +437,11 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
     )
 
 
-def _claim_agreed(context: Context, **more: Any) -> Steps:
-    standing = yield Claim(context.outcome, context.agreed(**more))
+def _claim_agreed(context: Context, value: object = None) -> Steps:
+    standing = from_roster((yield Claim(context.outcome, to_message(context.agreed(value)))), Outcome)
     context.known_outcome = standing
-    if standing["state"] == "abandoned":
-        raise from_message(standing["error"])
+    if standing.state == "abandoned":
+        raise from_message(standing.error)
 
 
 def _publish(context: Context, job: SaveActions) -> Steps:
@@ -427,14 +452,14 @@ def _publish(context: Context, job: SaveActions) -> Steps:
         raise
     except HoldfastError as error:
         with suppress(RosterLost):  # the others will look into storage
-            yield Put(context.final, {"error": error.to_message()})
+            yield Put(context.final, to_message(Final(error=error.to_message())))
         if isinstance(error, CommitUnconfirmed):
             raise
         context.enter("failed")
         raise _Decided(error) from None
     for _ in range(2):
         try:
-            yield Put(context.final, final)
+            yield Put(context.final, to_message(final))
             break
         except RosterLost:
             break  # the index is there: that is what committed means, and the others will find it
@@ -470,10 +495,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     error.phase = error.phase or context.phase
     context.on_wait(None)
     try:
-        standing = yield Claim(
-            context.outcome,
-            {"state": "abandoned", "rank": context.rank, "error": error.to_message()},
-        )
+        message = yield Claim(context.outcome, abandoned_by(context.rank, error))
     except RosterLost:
         if (
             context.phase == "written" and not context.is_committer
@@ -482,11 +504,12 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
             return _unconfirmed(context, error)
         context.enter("failed")
         return error
+    standing = from_roster(message, Outcome)
     context.known_outcome = standing
-    if standing["state"] == "agreed":
+    if standing.state == "agreed":
         return None
     context.enter("failed")
-    return error if standing["rank"] == context.rank else from_message(standing["error"])
+    return error if standing.rank == context.rank else from_message(standing.error)
 
 
 def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> Steps:
@@ -501,13 +524,18 @@ def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> St
         except CommitUnconfirmed:
             context.enter("unconfirmed")
             raise
-        return {"state": "committed"}
+        return Final()
     context.enter("failed")
     raise error
 
 
 def _raise_if_abandoned(context: Context) -> Steps:
-    outcome = (yield Get([context.outcome]))[0]
-    if outcome is not None and outcome["state"] == "abandoned":
+    """The outcome if the ranks have agreed, None if there is none yet."""
+    message = (yield Get([context.outcome]))[0]
+    if message is None:
+        return None
+    outcome = from_roster(message, Outcome)
+    if outcome.state == "abandoned":
         context.known_outcome = outcome
-        raise from_message(outcome["error"])
+        raise from_message(outcome.error)
+    return outcome

@@ -10,7 +10,16 @@ from msgspec import Struct
 
 from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError
-from holdfast.protocol.messages import Assigned, Chosen, HaveRead, RowList, Written, to_message
+from holdfast.protocol.messages import (
+    Assigned,
+    Chosen,
+    Final,
+    HaveRead,
+    Outcome,
+    RowList,
+    Written,
+    to_message,
+)
 from holdfast.protocol.phases import TRANSITIONS, Transitions
 from holdfast.roster.base import Message
 
@@ -88,7 +97,7 @@ class Context:
     abandoned: dict[str, int] = field(default_factory=dict)
     """This rank's calls that were abandoned since the last good end (`protocol/rendezvous.py`); told with its
     first message."""
-    known_outcome: Message | None = None
+    known_outcome: Outcome | None = None
     """The outcome, once this rank knows it."""
     own: set[str] = field(default_factory=set)
     """Keys that nobody needs once this rank has left."""
@@ -132,15 +141,14 @@ class Context:
         self.answers.add(key)
         return Put(key, to_message(message))
 
-    def note_abandoned(self, message: Message) -> None:
+    def note_abandoned(self, abandoned: dict[str, int]) -> None:
         """Committer: take in which calls another rank has seen abandoned."""
-        for site, number in message.get("abandoned", {}).items():
-            self.abandoned[site] = max(self.abandoned.get(site, 0), int(number))
+        for signature, number in abandoned.items():
+            self.abandoned[signature] = max(self.abandoned.get(signature, 0), number)
 
-    def agreed(self, **more: Any) -> Message:
+    def agreed(self, value: object = None) -> Outcome:
         """The outcome of a call that all ranks bring to its end."""
-        before = {"abandoned": self.abandoned} if self.abandoned else {}
-        return {"state": "agreed", "rank": self.rank, **before, **more}
+        return Outcome("agreed", self.rank, abandoned=self.abandoned, value=value)
 
 
 class SaveActions(Protocol):
@@ -166,7 +174,7 @@ class SaveActions(Protocol):
         """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
         ...
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         """Committer: put the index in place, durably."""
         ...
 

@@ -7,13 +7,63 @@ abandoned before it (`effects.Context.say`).
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.plan.save import WrittenFile
 from holdfast.roster.base import Message
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Whose a generation number of a rank is: that of the process that has drawn this token."""
+
+    token: str
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The first rank of a call to all: the call has begun."""
+
+    rank: int
+    attempt: str
+    """A name of this attempt that no other has."""
+
+
+class Before(msgspec.Struct, frozen=True):
+    """What the first message of a call carries besides: the calls that were abandoned before it."""
+
+    abandoned: dict[str, int] = {}
+    """By call signature, the number of the next call."""
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one decision of a call: whoever claims its key first decides for all ranks."""
+
+    state: Literal["agreed", "abandoned"]
+    rank: int
+    """Who has claimed it."""
+    error: Message = {}
+    """Of an abandoned call, what every rank raises (`HoldfastError.to_message`)."""
+    abandoned: dict[str, int] = {}
+    """Of an agreed call, as in `Before`, the highest numbers of all ranks."""
+    value: Any = None
+    """Of an agreed choice or task, its result. It is any JSON."""
+
+
+class Final(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The committer to all: how its last step ended, which comes after the outcome."""
+
+    index: str = ""
+    """Version of the index that is in place, as hex digits."""
+    error: Message | None = None
+    """What was raised instead."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Each rank to the committer: what it has to say to a choice. It is any JSON."""
+
+    value: Any = None
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -79,14 +129,20 @@ def to_message(value: Message | msgspec.Struct) -> Message:
     return value
 
 
-def from_roster(message: Message, kind: type[M], rank: int) -> M:
-    """A message of rank `rank`. Raises HoldfastError if it is not of its type."""
+def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
+    """A message of rank `rank`, None where any rank may have written it. Raises HoldfastError if it is not of
+    its type."""
     try:
         return msgspec.convert(message, kind)
     except msgspec.ValidationError as error:
         raise HoldfastError(
-            f"Rank {rank} has sent a message that is no {kind.__name__}: {error}.",
+            f"{'A rank' if rank is None else f'Rank {rank}'} has sent a message that is no {kind.__name__}: {error}.",
             rank=rank,
             hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write "
             "messages.",
         ) from None
+
+
+def abandoned_by(rank: int, error: HoldfastError) -> Message:
+    """What a rank claims as the outcome of a call that it gives up."""
+    return to_message(Outcome("abandoned", rank, error.to_message()))

@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
 from holdfast.protocol.effects import Claim, Context, Count, Delete, Steps
+from holdfast.protocol.messages import Generation, Opened, Outcome, abandoned_by, from_roster, to_message
 from holdfast.roster.base import Message, Roster
 
 _REMEMBERED = 1024
@@ -108,22 +109,22 @@ class History:
         with self._lock:
             return [key for key, (_, gone) in self._open.items() if gone]
 
-    def end(self, key: str, outcome: Message, now: float) -> list[str] | None:
+    def end(self, key: str, outcome: Outcome, now: float) -> list[str] | None:
         """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end
         was noted before."""
         with self._lock:
             site, _ = self._open.pop(key, ("", False))
             if not site:
                 return None
-            if outcome["state"] == "abandoned":
+            if outcome.state == "abandoned":
                 self._abandoned[site] = self._next.get(site, 0)
                 self._left_over.append((now, key))
                 if len(self._abandoned) > _REMEMBERED:
                     self._abandoned.popitem(last=False)
                 return []
-            for other, number in outcome.get("abandoned", {}).items():
-                self._next[other] = max(self._next.get(other, 0), int(number))
-                if self._abandoned.get(other, 0) <= int(number):
+            for other, number in outcome.abandoned.items():
+                self._next[other] = max(self._next.get(other, 0), number)
+                if self._abandoned.get(other, 0) <= number:
                     self._abandoned.pop(other, None)
             old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
             self._left_over = [entry for entry in self._left_over if now - entry[0] < SWEEP_AFTER]
@@ -150,8 +151,8 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
         history.life = yield from _count_lives(context, history.token)
     key, context.abandoned = history.begin(signature.key)
     context.set_key(key)
-    opened = yield Claim(f"{context.key}/open", {"rank": context.rank, "attempt": secrets.token_hex(6)})
-    return str(opened["attempt"])
+    mine = to_message(Opened(context.rank, secrets.token_hex(6)))
+    return from_roster((yield Claim(f"{context.key}/open", mine)), Opened).attempt
 
 
 def leave(context: Context, history: History) -> Steps:
@@ -162,7 +163,7 @@ def leave(context: Context, history: History) -> Steps:
     old = history.end(context.key, context.known_outcome, context.clock.now())
     if old is None:
         return
-    mine = context.own | context.answers if context.known_outcome["state"] == "abandoned" else context.own
+    mine = context.own | context.answers if context.known_outcome.state == "abandoned" else context.own
     if mine:
         yield Delete(sorted(mine))
     yield from _one_less(context, context.key)
@@ -178,8 +179,8 @@ def _one_less(context: Context, key: str) -> Steps:
 def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     """A call that this rank gave up without hearing how it ended is over now, one way or the other."""
     gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
-    message = {"state": "abandoned", "rank": context.rank, "error": gave_up.to_message()}
-    outcome = yield Claim(f"{key}/outcome", message)
+    message = yield Claim(f"{key}/outcome", abandoned_by(context.rank, gave_up))
+    outcome = from_roster(message, Outcome)
     if history.end(key, outcome, context.clock.now()) is not None:
         yield from _one_less(context, key)
 
@@ -187,6 +188,10 @@ def _learn_outcome(context: Context, history: History, key: str) -> Steps:
 def _count_lives(context: Context, token: str) -> Steps:
     """Claim the first free generation number. All ranks get the same one, as they begin together."""
     who, life = _hash(str(context.participants)), 0
-    while (yield Claim(f"life/{who}/{context.rank}/{life}", {"token": token}))["token"] != token:
+    mine = Generation(token)
+    while True:
+        standing = yield Claim(f"life/{who}/{context.rank}/{life}", to_message(mine))
+        if from_roster(standing, Generation) == mine:
+            break
         life += 1
     return life

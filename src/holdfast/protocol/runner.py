@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
 from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
+from holdfast.protocol.messages import Outcome, from_roster
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 from holdfast.threads import start_thread
@@ -194,21 +195,23 @@ def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Pres
             if now >= succeeded + TIDY or now >= context.deadline.at + GRACE:
                 return
             continue
-        if (
-            heard is None
-            and presence.noticed.is_set()
-            and presence.seen
-            and presence.seen["state"] == "abandoned"
-        ):
+        if heard is None and presence.noticed.is_set() and _others_error(presence) is not None:
             heard = now
         if now >= context.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
             raise _stuck(context, presence)
 
 
+def _others_error(presence: Presence) -> HoldfastError | None:
+    """What the others have given the call up for, if the beat has seen it."""
+    outcome = from_roster(presence.seen, Outcome) if presence.seen is not None else None
+    return from_message(outcome.error) if outcome is not None and outcome.state == "abandoned" else None
+
+
 def _stuck(context: Context, presence: Presence) -> HoldfastError:
     """This rank's own work does not come back."""
-    if presence.seen and presence.seen["state"] == "abandoned":
-        return from_message(presence.seen["error"])
+    error = _others_error(presence)
+    if error is not None:
+        return error
     kind = CommitUnconfirmed if context.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(

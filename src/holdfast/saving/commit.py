@@ -28,8 +28,7 @@ from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.plan.save import WrittenFile
 from holdfast.protocol.core import VISIBLE_WITHIN
-from holdfast.protocol.messages import Written
-from holdfast.roster.base import Message
+from holdfast.protocol.messages import Final, Written
 from holdfast.store.base import VERSION_BYTES, NotFound, Store, Unsettled, version_of
 from holdfast.version import __version__
 
@@ -168,7 +167,7 @@ class Commit:
             stop = file.index_start + file.index_size
             return embedded_index(reader, file.index_start, stop, where).embedded()
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         """The index comes into being, at once and durably; from here on the checkpoint exists.
 
         Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other
@@ -181,7 +180,7 @@ class Commit:
             if unconfirmed is None:
                 raise
             raise unconfirmed from error
-        return {"state": "committed", "index": self.data[-VERSION_BYTES:].hex()}
+        return Final(self.data[-VERSION_BYTES:].hex())
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
         """What is to be raised after a failure to publish, or None if the index is known not to be in

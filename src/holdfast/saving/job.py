@@ -26,10 +26,10 @@ from holdfast.plan.shard_table import Replica, ShardTable, describe
 from holdfast.protocol.arguments import one_folder
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.core import save_steps
-from holdfast.protocol.messages import Assigned, RowList, Written
+from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.saving.begin_commit import begin_commit
 from holdfast.saving.cleanup import clean_up
 from holdfast.saving.commit import Commit, is_of_attempt
@@ -244,7 +244,7 @@ class SaveJob:
                 self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
         self.commit.prepare(written)
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         """Committer: put the index in place."""
         assert self.commit is not None
         if self.request.permit is not None:
