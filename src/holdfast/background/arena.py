@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class Arena:
         self.unpin: Callable[[], object] | None = None
         """Undoes the pinning of the pages, if they are pinned."""
         self._map: mmap.mmap | None = None
-        self._keep: Any = None
+        self._keep: object = None
         if fd is not None:
             self._attach(os.fstat(fd).st_size)
 

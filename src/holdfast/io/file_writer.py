@@ -29,6 +29,8 @@ CHUNKS_PER_FILE = 200_000
 """More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
 
 
+About = dict[str, Any]
+"""What a data file says of itself: attempt, step, grid, notes, ranks. JSON values."""
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """Block and digest of witnesses, by `witness_key`."""
 
@@ -55,7 +57,7 @@ class WriteRequest(NamedTuple):
     store: Store
     table: ShardTable
     plan: SavePlan
-    about: dict[str, Any]
+    about: About
     """What the files say of themselves: attempt, step, grid, notes, ranks."""
     options: Options
     progress: Progress
@@ -205,7 +207,7 @@ def _entries(
         shape = tuple(sizes[at][len(sizes[at]) - ndim :])
         name = spec.name
         if shape != spec.shape:
-            begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
+            begin: list[int | str] = offsets[at][len(offsets[at]) - ndim :]
             late = table.deferred[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins

@@ -53,8 +53,8 @@ def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor
 def give_back(
     leaves: Sequence[Leaf],
     filled: Iterable[int],
-    objects: Mapping[int, Any],
-    built: Iterable[tuple[Leaf, Any]],
+    objects: Mapping[int, object],
+    built: Iterable[tuple[Leaf, object]],
 ) -> None:
     """Objects, and what was made, into the state; then live containers take over what is in them. Tensors are
     there already.

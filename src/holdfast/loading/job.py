@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from holdfast.errors import (
     Unplaced,
 )
 from holdfast.format import objects
-from holdfast.format.columns import Columns
+from holdfast.format.columns import Array, Columns
 from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import Source, open_source
@@ -53,6 +53,9 @@ from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flat
 from holdfast.state.memory import BytesMemory, TensorMemory
 from holdfast.store.base import NotFound, Store
 from holdfast.store.local import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -136,10 +139,10 @@ class LoadJob:
         self.sizes: dict[int, int] = {}
         """Bytes of each object that was read, by leaf."""
         self.prefix = b""
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, object] = {}
         """Objects that were read, by leaf."""
         self.lazy: LazyStates | None = None
-        self.built: list[tuple[Leaf, Any]] = []
+        self.built: list[tuple[Leaf, object]] = []
         """What was made for leaves, to take their place."""
         self.operation = Operation(
             "load",
@@ -147,11 +150,13 @@ class LoadJob:
             self.store.url,
             request.call,
             LOAD_TRANSITIONS,
-            include=request.include,
-            exclude=request.exclude,
-            strict=request.strict,
-            signature=request.signature,
-            lengths=offsets is not None,
+            arguments={
+                "include": request.include,
+                "exclude": request.exclude,
+                "strict": request.strict,
+                "signature": request.signature,
+                "lengths": offsets is not None,
+            },
         )
         self.collect_error = read_state(self._collect, self.rank)
         """What collecting the state met. The protocol tells it to the other ranks."""
@@ -280,7 +285,7 @@ class LoadJob:
                 raise self._replaced()
             context.clock.sleep(0.05)
 
-    def _check_missing(self, rows: Any, index: Source) -> list[int]:
+    def _check_missing(self, rows: Array, index: Source) -> list[int]:
         """Rows of the shard table that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.table)) if rows[row] < 0]
         empty = {
@@ -397,12 +402,12 @@ def _fitted(
 
 
 def load(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,

@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +34,10 @@ class Made:
     """A leaf, and what a load has made to take its place."""
 
     leaf: Leaf
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, object] = field(default_factory=dict)
     """By their whole names."""
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """What takes its place, of the parts."""
         name = self.leaf.name
         structure = self.parts.get(join(name, STRUCTURE))
@@ -97,7 +96,7 @@ class LazyStates:
         for (leaf, _), at in zip(parts, places, strict=True):
             self._make(leaf, columns, at)
 
-    def build(self, objects: Mapping[int, Any]) -> list[tuple[Leaf, Any]]:
+    def build(self, objects: Mapping[int, object]) -> list[tuple[Leaf, object]]:
         """What takes the place of leaves, once all parts are read; `objects` are those that were, by the
         position of their leaf."""
         for at in range(self._given, len(self.leaves)):
@@ -143,7 +142,7 @@ class LazyStates:
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
         """Leaves for parts of a leaf, and rows for those."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
-        present: dict[str, Any] = {}
+        present: dict[str, object] = {}
         if isinstance(value, ParameterState) and value:
             present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
         for at in rows:
@@ -272,7 +271,7 @@ def _above(name: str, start: int) -> Iterator[str]:
     yield name
 
 
-def _fits(value: Any, dtype: torch.dtype, shape: Dims) -> bool:
+def _fits(value: object, dtype: torch.dtype, shape: Dims) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
 
 
@@ -320,9 +319,9 @@ def _are_parts_of_a_list(keys: list[str]) -> bool:
     return numbers == set(range(len(numbers)))
 
 
-def as_list(parts: Mapping[str, Any]) -> list[Any]:
+def as_list(parts: Mapping[str, object]) -> list[object]:
     """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, object]] = {}
     for path, value in parts.items():
         number, _, key = path.partition(".")
         found.setdefault(int(number), {})[key] = value

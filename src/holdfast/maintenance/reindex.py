@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -59,7 +59,7 @@ class _Whole(NamedTuple):
 
     name: str
     rank: int
-    said: dict[str, Any]
+    said: dict[str, object]
     columns: Columns
 
 
@@ -95,7 +95,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     return Reindexed(
         store.url,
         "would write" if dry_run else "written",
-        chosen[0].said.get("step"),
+        number(chosen[0].said.get("step")),
         len(columns.names),
         tuple(columns.file_names),
         tuple(left),
@@ -108,7 +108,7 @@ def _good_index(store: Store) -> Reindexed | None:
     try:
         with open_index(store) as index:
             columns = index.select()
-            step = about(index).get("step")
+            step = number(about(index).get("step"))
     except HoldfastError:
         return None
     files = tuple(columns.file_names)
@@ -204,7 +204,7 @@ def _merge(store: Store, files: list[_Whole]) -> Columns:
         raise
 
 
-def _about(files: list[_Whole]) -> dict[str, Any]:
+def _about(files: list[_Whole]) -> dict[str, object]:
     """What the new index says of itself: what the files know, and that it was rebuilt."""
     known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
     made = {"created": time.time(), "versions": versions(), "reindexed": True}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -435,13 +435,13 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
             yield block, "the bytes do not match the digest they were written with"
 
 
-def _chunk_rows(columns: Columns, chunks: Array) -> Any:
+def _chunk_rows(columns: Columns, chunks: Array) -> Array:
     """What identifies each chunk, as an array of tuples that compare one by one."""
     tensor = columns.tensor_of_chunk()[chunks].tolist()
     offset, size = columns.offset[chunks].tolist(), columns.size[chunks].tolist()
     position, block = columns.position[chunks].tolist(), columns.block[chunks].tolist()
     rows = np.empty(len(chunks), object)
-    shapes: dict[int, tuple[Any, ...]] = {}
+    shapes: dict[int, tuple[str, int, int, tuple[int, ...]]] = {}
     for at, row in enumerate(tensor):
         if row not in shapes:
             kind, dtype = int(columns.kind[row]), int(columns.dtype[row])

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from holdfast.deadline import REAL_CLOCK, Clock, Deadline, check_seconds
@@ -20,7 +20,10 @@ from holdfast.options import read_environment
 from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
 
-_default: list[tuple[Any, Roster]] = []
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_default: list[tuple[ref[object], Roster]] = []
 """A weak reference to the default process group's store, and the roster over it."""
 
 
@@ -48,7 +51,7 @@ def begin_call(
     *,
     no_dist: bool = False,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     timeout: float,
     stall_timeout: float,
     clock: Clock = REAL_CLOCK,
@@ -111,7 +114,7 @@ def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | 
 
 
 def find_participants(
-    roster: Roster, participants: Iterable[int] | None, process_group: Any
+    roster: Roster, participants: Iterable[int] | None, process_group: ProcessGroup | None
 ) -> tuple[int, ...]:
     """The ranks that take part, ascending; this rank must be one of them."""
     if participants is not None and process_group is not None:
@@ -135,7 +138,7 @@ def find_participants(
     return ranks
 
 
-def _ranks_of(process_group: Any) -> list[int]:
+def _ranks_of(process_group: ProcessGroup) -> list[int]:
     from torch.distributed import get_process_group_ranks
 
     try:

@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RosterLost, from_message
 from holdfast.protocol.effects import (
@@ -60,7 +59,7 @@ from holdfast.protocol.messages import (
     from_roster,
     to_message,
 )
-from holdfast.roster.base import Message
+from holdfast.roster.base import Json, Message
 
 VISIBLE_WITHIN = 75.0
 """Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
@@ -153,7 +152,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
         raise (abandoned or _not_ours(context)) from error.__cause__
 
 
-def choice_steps(context: Context, choose: Callable[[dict[int, Any]], Any], mine: Any = None) -> Steps:
+def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mine: Json = None) -> Steps:
     """The committer's answer, on every rank, once every rank has said its part of the question."""
     asked = False
     try:
@@ -316,7 +315,11 @@ def _act(context: Context, job: TaskActions) -> Steps:
 
 
 def _collect(
-    context: Context, topic: str, mine: Message, ranks: Sequence[int], poll: Callable[[], Any] = lambda: None
+    context: Context,
+    topic: str,
+    mine: Message,
+    ranks: Sequence[int],
+    poll: Callable[[], object] = lambda: None,
 ) -> Steps:
     """Committer: everybody's message for a stage, or the error that names who is missing.
 

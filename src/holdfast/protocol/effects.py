@@ -59,7 +59,7 @@ class Do(NamedTuple):
     """Work on this rank; what it raises is raised in the protocol."""
 
     name: str
-    action: Callable[[], Any]
+    action: Callable[[], object]
 
 
 class Alive(NamedTuple):

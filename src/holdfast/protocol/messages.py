@@ -7,13 +7,13 @@ abandoned before it (`effects.Context.say`).
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.plan.save import WrittenFile
-from holdfast.roster.base import Message
+from holdfast.roster.base import Json, Message
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """Of an abandoned call, what every rank raises (`HoldfastError.to_message`)."""
     abandoned: dict[str, int] = {}
     """Of an agreed call, as in `Before`, the highest numbers of all ranks."""
-    value: Any = None
+    value: Json = None
     """Of an agreed choice or task, its result. It is any JSON."""
 
 
@@ -63,7 +63,7 @@ class Final(msgspec.Struct, frozen=True, omit_defaults=True):
 class Said(msgspec.Struct, frozen=True):
     """Each rank to the committer: what it has to say to a choice. It is any JSON."""
 
-    value: Any = None
+    value: Json = None
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class Written(msgspec.Struct, frozen=True):
     """Each rank to the committer: what it has written, durably."""
 
     step: int | None
-    grid: dict[str, Any] | None
+    grid: Message | None
     files: list[WrittenFile]
     report: Message = {}
     """What an integration tells besides (`SaveRequest.report`)."""
@@ -106,7 +106,7 @@ class Chosen(msgspec.Struct, frozen=True):
     """The committer to all: which version of a checkpoint is loaded."""
 
     identity: str
-    created: Any = None
+    created: Json = None
     """Seconds since the epoch, as the index says it. It is any JSON."""
 
 

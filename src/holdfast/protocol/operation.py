@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -17,7 +17,7 @@ from holdfast.protocol.effects import Context, Steps
 from holdfast.protocol.phases import CHOICE_TRANSITIONS, Transitions
 from holdfast.protocol.rendezvous import CallSignature, history_of, leave, meet
 from holdfast.protocol.runner import CallSteps, Cancel, run
-from holdfast.roster.base import Roster
+from holdfast.roster.base import Json, Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
 
@@ -41,7 +41,7 @@ class Operation:
         call: Call,
         transitions: Transitions,
         step: int | None = None,
-        **arguments: object,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
         self.kind, self.place, self.step, self.call = kind, place, step, call
         self.begun = time.monotonic()
@@ -53,7 +53,7 @@ class Operation:
         self.alone = len(call.participants) == 1
         # What nobody else takes part in needs no message store, and leaves nothing there.
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
-        self._signature = CallSignature(kind, place, {"step": step, **arguments}, call.participants)
+        self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
         self._history = history_of(self.roster, call.participants)
         self.presence = Presence(call.roster, title, min(1.0, call.stall_timeout / 5))
         self.presence.about = self._signature.about
@@ -76,7 +76,7 @@ class Operation:
         )
         self.emit("entered")
 
-    def emit(self, name: str, **fields: Any) -> None:
+    def emit(self, name: str, **fields: object) -> None:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
 
     def _on_phase(self, phase: str) -> None:
@@ -163,8 +163,8 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
 
 
 def agree(
-    title: str, place: str, choose: Callable[[dict[int, Any]], Any], call: Call, mine: Any = None
-) -> Any:
+    title: str, place: str, choose: Callable[[dict[int, Json]], Json], call: Call, mine: Json = None
+) -> Json:
     """The lowest participant's answer, a JSON value, on every participant; it is given what each says
     (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)

@@ -59,7 +59,7 @@ class Cancel:
 
 def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Drive a protocol to its end on this thread."""
-    result: Any = None
+    result: object = None
     error: BaseException | None = None
     told = False
     while True:
@@ -122,7 +122,7 @@ class _Ended:
     """How a call ended on this rank: with a value or an error, once it is `known`."""
 
     known: threading.Event = field(default_factory=threading.Event)
-    value: Any = None
+    value: object = None
     error: BaseException | None = None
 
 

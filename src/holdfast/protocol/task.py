@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from types import FrameType
 
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit
@@ -137,6 +137,8 @@ class CollectiveTask:
 
     def _stack(self) -> str:
         """Where the thread stands, innermost call last."""
-        frame: Any = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        frame: FrameType | None = (
+            sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        )
         calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
         return " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from holdfast import events
 from holdfast.background.manager import EXIT_GRACE, LANE, background_of
@@ -28,7 +28,7 @@ from holdfast.options import Options
 from holdfast.protocol.arguments import check_arguments, whole_step
 from holdfast.protocol.call import Call, begin_call, check_participants
 from holdfast.protocol.operation import agree
-from holdfast.roster.base import Roster
+from holdfast.roster.base import Json, Roster
 from holdfast.run.owner import lease_of
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import Store
@@ -41,6 +41,9 @@ from holdfast.store.run_folder import (
     retire,
     step_folder,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("holdfast")
 _RETRY = re.compile(r"retry\((\d+)\)")
@@ -85,7 +88,7 @@ class RunFolder:
         on_failure: str = "raise",
         host_memory_budget: int | None = None,
         participants: Iterable[int] | None = None,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         timeout: float = 1800.0,
         stall_timeout: float = 120.0,
@@ -284,7 +287,7 @@ class RunFolder:
     def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
 
-        def newest(said: dict[int, Any]) -> int | None:
+        def newest(said: dict[int, Json]) -> int | None:
             found = self.steps()
             if not found:
                 refuse_other_checkpoints(self.store)

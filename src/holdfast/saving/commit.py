@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from holdfast import events
 from holdfast.deadline import Deadline
@@ -24,6 +23,7 @@ from holdfast.errors import (
 from holdfast.format.columns import Columns
 from holdfast.format.index import encode
 from holdfast.format.names import INDEX, is_data_file
+from holdfast.io.file_writer import About
 from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.plan.save import WrittenFile
@@ -58,7 +58,7 @@ class Commit:
     store: Store
     title: str
     deadline: Deadline
-    about: dict[str, Any]
+    about: About
     replaced_version: bytes | None
     expected: Sequence[str] | None
     """Names that must be there, or None."""

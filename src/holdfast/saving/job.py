@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
-from holdfast.io.file_writer import WriteRequest, discard, write_files
+from holdfast.io.file_writer import About, WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
@@ -29,7 +29,7 @@ from holdfast.protocol.core import save_steps
 from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
-from holdfast.roster.base import Roster
+from holdfast.roster.base import Json, Roster
 from holdfast.saving.begin_commit import begin_commit
 from holdfast.saving.cleanup import clean_up
 from holdfast.saving.commit import Commit, is_of_attempt
@@ -38,6 +38,9 @@ from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import build_shard_table, flatten, select
 from holdfast.store.base import Kind
 from holdfast.store.local import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -58,7 +61,7 @@ class FileSink(Protocol):
     """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of
     asynchronous saves."""
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files
         say of themselves."""
         ...
@@ -67,7 +70,7 @@ class FileSink(Protocol):
 class DirectSink:
     """Writes from where the tensors lie, on the thread that runs the protocol (`protocol.runner.run`)."""
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         plan = plan_save(job.table, replicas, job.options)
         job.streams.wait()
         job.operation.bytes_total = int(plan.chunks.nbytes.sum())
@@ -103,8 +106,7 @@ class SaveJob:
             request.call,
             TRANSITIONS,
             request.step,
-            include=request.include,
-            exclude=request.exclude,
+            {"include": request.include, "exclude": request.exclude},
         )
         self.is_committer = self.operation.context.is_committer
         self.commit: Commit | None = None
@@ -274,13 +276,13 @@ class SaveJob:
 
 
 def save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     step: int | None = None,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
@@ -289,7 +291,7 @@ def save(
     expected: str | Iterable[str] | None = PREVIOUS,
     overwrite: bool = True,
     grid: Grid | None = None,
-    notes: Any = None,
+    notes: Json = None,
     options: Options | None = None,
     roster: Roster | None = None,
 ) -> SaveReport:

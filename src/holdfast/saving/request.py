@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.protocol.arguments import check_arguments, whole_step
 from holdfast.protocol.call import Call
-from holdfast.roster.base import Message
+from holdfast.roster.base import Json, Message
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
 
@@ -42,7 +41,7 @@ class SaveRequest:
     expected: str | Iterable[str] | None = None
     overwrite: bool = True
     grid: Grid | None = None
-    notes: Any = None
+    notes: Json = None
     options: Options = field(default_factory=Options)
     previous: Callable[[], Store | None] | None = None
     permit: Callable[[Callable[[], None]], None] | None = None
