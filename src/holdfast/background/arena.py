@@ -43,6 +43,7 @@ class Arena:
     def reserve(self, size: int) -> None:
         """Have at least so many bytes; what was in it is lost if it has to grow."""
         if size > self.size:
+            # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
             size = -(-size // _HUGE) * _HUGE
             os.ftruncate(self.fd, size)
             self._attach(size)

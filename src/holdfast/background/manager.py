@@ -78,10 +78,10 @@ class Background:
             job.collect_error = job.collect_error or read_state(self._writer.start, job.rank)
             into = DeviceCopies(job.streams).into
             staged = self._stage(job, budget, into)
-            pending.attempt(job)
+            pending.attempt(job)  # before the thread starts, so that a cancel always finds the job
             self._pending = pending
             if staged is not None:
-                forget_copied(job)
+                forget_copied(job)  # training may free or change its tensors from here on
                 pending.has_staged()
                 job.sink = StagedSink(self._writer, self._arena, staged)
             else:
@@ -161,7 +161,7 @@ class Background:
             try:
                 return self._run_once(job)
             except (CommitUnconfirmed, RosterLost, BadInput):
-                raise
+                raise  # committed perhaps; nobody to agree with; wrong again the next time
             except HoldfastError as error:
                 if not left or pending.cancelled or deadline.passed():
                     raise
@@ -177,6 +177,8 @@ class Background:
             return job.run(pause_collector=False)
         except BaseException:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
+            # A save that was given up may have left a thread in a system call: it keeps what it uses, and the
+            # next save gets another process and another arena.
             if self._writer.busy or copying:
                 self._writer.kill()  # the thread that uses it was left behind
             if copying:

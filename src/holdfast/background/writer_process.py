@@ -38,6 +38,7 @@ class _Process:
 
     def listen(self) -> None:
         """Take orders until the trainer is gone."""
+        # On a thread beside the work, so that the end of the socket is seen in the middle of a long write.
         try:
             while True:
                 message, fd = self.wire.receive()
@@ -79,7 +80,7 @@ class _Process:
         )
 
     def _arena(self, job: Job) -> Arena:
-        arena = self.arenas[job.arena]
+        arena = self.arenas[job.arena]  # the trainer may have grown it since it was mapped here
         if arena.size < job.size:
             arena.reserve(job.size)
         return arena

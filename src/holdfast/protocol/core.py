@@ -81,18 +81,21 @@ _DUTIES = {
 def save_steps(context: Context, job: SaveActions) -> Steps:
     """One rank's save; returns the `final` message or raises the error that all ranks raise."""
     try:
-        assigned = None
+        assigned = None  # what is declared needs no answer: every rank knows its replica
         yield from _refuse_late(context)
         mine = yield Do("fingerprint", job.fingerprint)
+        # A rank without undeclared rows still says so: the committer can't know who has none.
         if len(context.participants) > 1 or mine is not None:
             assigned = yield from _agree_on_replicas(context, mine, job)
         context.enter("writing")
         message = yield Do("write", partial(job.write, assigned))
+        # From here on the others may commit what this rank has written, whatever becomes of this rank.
         context.enter("written")
         if context.is_committer:
             written = yield from _collect_typed(context, "written", message, context.participants)
             context.enter("committing")
             yield Do("prepare", partial(job.prepare, written))
+            # The point of no return: nothing can abandon the save after this claim, and only this rank acts.
             yield from _claim_agreed(context)
             final = yield from _publish(context, job)
             with suppress(HoldfastError):  # the save has succeeded: an interruption changes nothing
@@ -123,6 +126,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
         yield from _refuse_late(context)
         if context.is_committer:
             chosen = yield Do("choose", job.choose)
+            # A message of its own: the others must know the version before anybody can agree.
             yield Put(f"{context.key}/chosen", to_message(chosen))
         else:
             message = yield from _await(context, f"{context.key}/chosen", "name the checkpoint")
@@ -144,9 +148,8 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
         raise
     except HoldfastError as error:
         abandoned = yield from _abandon(context, error)
-        if (
-            abandoned is None and context.phase == "read"
-        ):  # every rank has read, and this one's patience ended a moment early
+        # Every rank had read, this one too; its deadline only passed a moment before it heard of the outcome.
+        if abandoned is None and context.phase == "read":
             context.enter("loaded")
             return message
         raise (abandoned or _not_ours(context)) from error.__cause__
@@ -164,7 +167,7 @@ def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mi
             yield from _claim_agreed(context, value)
         else:
             yield context.report("asked", Said(mine))
-            asked = True
+            asked = True  # only now can the others agree without this rank
             value = (yield from _await_agreed(context, "choose")).value
         context.enter("chosen")
         return value
@@ -193,6 +196,7 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
         if context.is_committer:
             asked = yield from _collect(context, "asked", mine, context.participants)
             answers = yield Do("choose", partial(job.decide, asked))
+            # One message a rank, because answers differ (a rank's groups, its part of a table).
             for rank in context.participants:
                 if rank != context.rank:
                     yield context.answer("answer", rank, answers[rank])
@@ -203,8 +207,10 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
             answer = yield from _await(context, context.key_of("answer", context.rank), "answer")
         context.enter("acting")
         yield Do("begin", partial(job.begin, answer))
+        # Messages cost time on the very cores that act: look only once this takes longer than usual.
         yield Do("rest", partial(job.wait, min(UNDISTURBED, context.deadline.left())))
         if context.is_committer:
+            # This rank's own part goes on meanwhile, on its thread; `poll` raises what that has met.
             reports = yield from _collect(context, "acted", {}, context.participants, job.poll)
             reports[context.rank] = yield from _act(context, job)
             context.enter("acted")
@@ -334,6 +340,7 @@ def _collect(
         context.on_wait(missing[:QUOTED])
         yield from _raise_if_abandoned(context)
         yield Do("poll", poll)
+        # Heard ranks are not asked again, so a call costs one message a rank and not one a rank and look.
         some = missing[:ASK]  # a bounded question, however large the world
         messages = yield Get([context.key_of(topic, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
@@ -342,7 +349,7 @@ def _collect(
         found.update(heard)
         missing = [rank for rank in missing if rank not in heard]
         if len(heard) == len(some):
-            continue
+            continue  # all of these were there, so the next ones may be too: no pause
         if missing:
             yield from watch.look(missing, _DUTIES[topic])
             yield Pause(context.key_of(topic, missing[0]), watch.patience())
@@ -406,6 +413,7 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
         try:
             yield from watch.look([context.committer], "put the index in place")
         except HoldfastError as error:
+            # The committer is gone, or time is up: nobody may abandon any more, so storage alone can tell.
             yield from _look(context, job, 0.0, error)
             return Final()
         yield Pause(context.final, watch.patience())
@@ -423,6 +431,7 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
                     f"{cause}, but its index is not to be seen from here", rank=context.committer
                 )
             raise _unconfirmed(context, cause) from None
+        # A network file system may show another host's file late; asking more often does not help.
         yield Do("rest", partial(context.clock.sleep, pause))
         pause = min(2 * pause, 1.0)
     context.enter("committed")
@@ -460,7 +469,7 @@ def _publish(context: Context, job: SaveActions) -> Steps:
             raise
         context.enter("failed")
         raise _Decided(error) from None
-    for _ in range(2):
+    for _ in range(2):  # a Ctrl-C may be thrown in here once
         try:
             yield Put(context.final, to_message(final))
             break
@@ -485,11 +494,8 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    judging = context.is_committer and context.phase in (
-        "assigning",
-        "committing",
-        "read",
-    )  # of what others said
+    # In these phases the committer judges what others have said: what is wrong need not be its own fault.
+    judging = context.is_committer and context.phase in ("assigning", "committing", "read")
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
     if error.rank == context.rank and not error.missing and not error.phase:
@@ -500,9 +506,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     try:
         message = yield Claim(context.outcome, abandoned_by(context.rank, error))
     except RosterLost:
-        if (
-            context.phase == "written" and not context.is_committer
-        ):  # the others may commit what this rank has written
+        if context.phase == "written" and not context.is_committer:  # the others may commit its files
             context.enter("unconfirmed")
             return _unconfirmed(context, error)
         context.enter("failed")

@@ -24,6 +24,7 @@ class PeerMonitor:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.timers: dict[int, StallTimer] = {}
+        # Mostly the message that is waited for comes before the first look, which then costs nothing.
         self.next_look = context.clock.now() + self.LOOK_EVERY / 2
         self.rounds = 0
         self.turn = 0
@@ -31,6 +32,8 @@ class PeerMonitor:
     def patience(self) -> float:
         """How long to pause before looking again: short at first, longer in a long wait."""
         self.rounds += 1
+        # A quarter of the stall timeout: a short one is to be kept to. And 0.05 s past the deadline rather than
+        # just short of it, because the look after this pause is the one that must find it passed.
         limit = min(self.LOOK_EVERY, self.context.stall_timeout / 4)
         return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.context.deadline.left() + 0.05))
 
@@ -47,8 +50,10 @@ class PeerMonitor:
         here = dict(zip(ranks, messages, strict=True))
         lost: list[RankInfo] = []
         for rank, message in here.items():
+            # Its time begins when it is first waited for: what it did before is none of this rank's business.
             timer = self.timers.setdefault(rank, StallTimer(context.stall_timeout, context.clock))
             if message is not None:
+                # None (another host) says nothing; there the timer decides.
                 if (yield Alive(message)) is False:
                     lost.append(self._describe(rank, message, "its process has ended"))
                     continue

@@ -91,7 +91,7 @@ class History:
     def begin(self, site: str) -> tuple[str, dict[str, int]]:
         """The key of this call, and the calls that were abandoned since the last good end."""
         with self._lock:
-            number = self._next.pop(site, 0)
+            number = self._next.pop(site, 0)  # and put in again at the end: the oldest one is dropped first
             self._next[site] = number + 1
             if len(self._next) > _REMEMBERED:
                 self._next.popitem(last=False)
@@ -122,6 +122,7 @@ class History:
                 if len(self._abandoned) > _REMEMBERED:
                     self._abandoned.popitem(last=False)
                 return []
+            # All ranks take the committer's numbers, so one that skipped a call is level with them again.
             for other, number in outcome.abandoned.items():
                 self._next[other] = max(self._next.get(other, 0), number)
                 if self._abandoned.get(other, 0) <= number:
@@ -145,6 +146,7 @@ def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
 
 def meet(context: Context, signature: CallSignature, history: History) -> Steps:
     """Derive the key of this call and open it; returns the name of the attempt, which all its ranks share."""
+    # First, because an outcome that is learned here may move the number that this call gets.
     for key in history.given_up():
         yield from _learn_outcome(context, history, key)
     if history.life is None:
@@ -159,10 +161,11 @@ def leave(context: Context, history: History) -> Steps:
     """Close this call on this rank: note its outcome, and delete the messages that nobody reads any more."""
     if context.known_outcome is None:
         history.give_up(context.key)
-        return  # others may still wait for what this rank has said
+        return  # its outcome is open: others may still wait for what this rank has said
     old = history.end(context.key, context.known_outcome, context.clock.now())
     if old is None:
         return
+    # After an abandoned call nobody reads answers any more; after a good one each reader has deleted its own.
     mine = context.own | context.answers if context.known_outcome.state == "abandoned" else context.own
     if mine:
         yield Delete(sorted(mine))
@@ -172,6 +175,8 @@ def leave(context: Context, history: History) -> Steps:
 
 
 def _one_less(context: Context, key: str) -> Steps:
+    # The counter is atomic, so exactly one rank is the last; if a rank never comes nobody is, and a later good
+    # call sweeps (SWEEP_AFTER).
     if (yield Count(f"{key}/left")) >= len(context.participants):
         yield Delete([f"{key}/{name}" for name in SHARED])
 

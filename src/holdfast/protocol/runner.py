@@ -61,7 +61,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
     """Drive a protocol to its end on this thread."""
     result: object = None
     error: BaseException | None = None
-    told = False
+    told = False  # the reason of a cancel is thrown in once: telling the others must not be cancelled again
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
@@ -74,6 +74,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             result = _do(effect, roster, presence)
         except Cancelled:
             if cancel.reason is None or told:
+                # Without a reason nobody is to be told: the caller has gone on, and this thread just ends.
                 steps.close()
                 raise
             error, told = cancel.reason, True
@@ -103,6 +104,7 @@ def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
         case Alive(message):
             return presence.identity.alive(message)
         case Do(_, action):
+            # An error about a stuck thread says whether it was at work or asked the message store.
             with presence.working():
                 return action()
 
@@ -146,6 +148,7 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             done.set()
             presence.leave()
 
+    # Storage and the message store may block for ever, so they are called on a thread that can be left behind.
     thread: threading.Thread | None = None
     try:
         thread = start_thread(work, "holdfast-operation", context.rank)
@@ -157,7 +160,7 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
-            roster.renew()
+            roster.renew()  # the thread may be stuck inside a connection that the next call would use
             raise
     except BaseException as interrupt:
         reason = HoldfastError(
@@ -166,7 +169,7 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             phase=context.phase,
         )
         cancel.set(reason)
-        done.wait(LAST_CALL + GRACE)
+        done.wait(LAST_CALL + GRACE)  # time to tell the others; Ctrl-C must come back soon all the same
         raise
     finally:
         presence.stop()
@@ -185,16 +188,17 @@ def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Pres
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
+    # Short looks once the others have given up, as this rank is then to come back within GRACE.
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
         if ended.known.is_set():
-            done.wait(LAST_CALL)
+            done.wait(LAST_CALL)  # it still leaves the call; its messages may also go later
             return
         if context.phase in SUCCESS:
             succeeded = now if succeeded is None else succeeded
             if now >= succeeded + TIDY or now >= context.deadline.at + GRACE:
                 return
-            continue
+            continue  # a success is not given up because the others have gone
         if heard is None and presence.noticed.is_set() and _others_error(presence) is not None:
             heard = now
         if now >= context.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):

@@ -223,8 +223,11 @@ class Beacon:
                 roster = self._roster()
                 if roster is None:
                     break
-                client = roster.second()
+                client = (
+                    roster.second()
+                )  # a client of its own, which a stuck call of the protocol can't hold up
                 self.send(client)
+                # The beat looks for the outcome as well: it goes on where the protocol's own thread is stuck.
                 with self._changed:
                     unseen = [presence for presence in self._beating() if not presence.noticed.is_set()]
                 found = client.get([str(presence.watched) for presence in unseen])

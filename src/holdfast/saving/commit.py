@@ -94,6 +94,7 @@ class Commit:
         if not columns.names:
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
         self._warn_if_stale(columns)
+        # Last, so that the time is that of the commit; the index is encoded once and published as it is.
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
         self.data = encode(columns, self.about)
         self.file_names = columns.file_names
