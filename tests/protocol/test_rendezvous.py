@@ -196,7 +196,7 @@ def test_calls_of_different_ranks_are_counted_apart(board: Board, clock: ManualC
 
 def test_counts_of_long_ago_are_forgotten() -> None:
     history = History()
-    history.life = 0
+    history.generation = 0
     for number in range(5000):
         key, _ = history.begin(f"save/{number}")
         history.end(key, Outcome("agreed", 0), 0.0)

@@ -186,17 +186,17 @@ def join_what_is_open(self: History, site: str) -> tuple[str, dict[str, int]]:
     """A rank that comes late skips what was abandoned, and joins the others in what they do now."""
     world = self.world  # type: ignore[attr-defined]
     number = self._next.get(site, 0)
-    while (world.board.get(f"{site}/{self.life}.{number}/outcome") or {}).get("state") == "abandoned":
+    while (world.board.get(f"{site}/{self.generation}.{number}/outcome") or {}).get("state") == "abandoned":
         number += 1
     self._next[site] = number + 1
-    key = f"{site}/{self.life}.{number}"
+    key = f"{site}/{self.generation}.{number}"
     self._open[key] = site, False
     return key, dict(self._abandoned)
 
 
 def count_all_calls_as_one(self: History, site: str) -> tuple[str, dict[str, int]]:
     """Every call has the same key, so that a repeated one meets the outcome of the one before."""
-    key = f"{site}/{self.life}.0"
+    key = f"{site}/{self.generation}.0"
     self._open[key] = site, False
     return key, dict(self._abandoned)
 

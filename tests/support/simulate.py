@@ -1,7 +1,8 @@
 """The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
 
-`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`)
-on up to sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
+`simulate(seed)` runs the very generators that real saves run (`protocol.rendezvous`,
+`protocol.core.save_steps`) on up to sixteen simulated ranks, with a manual clock and a seeded choice of
+everything: how long each
 step takes, when a message becomes visible (puts are applied late, or lost with
 their sender), who is late, killed, stopped, stuck or never comes, which write or publish
 fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each
@@ -179,7 +180,7 @@ class _Rank:
         self.resume(call, lambda: self.steps.send(None))
 
     def _whole(self, signature: CallSignature) -> Steps:
-        """A call as `flow.run` drives it."""
+        """A call as `protocol.runner.run` drives it."""
         context, world = self.context, self.world
         attempt = yield from meet(context, signature, self.history)
         try:
@@ -233,7 +234,7 @@ class _Rank:
         world.after(min(1.0, world.stall_timeout / 5), lambda: self.beat(call))
 
     def give_up(self, call: int) -> None:
-        """What `flow.run` does when the worker does not come back by the deadline."""
+        """What `protocol.runner.run` does when the worker does not come back by the deadline."""
         if self.done or self.call != call or self.rank in self.world.dead:
             return
         pause = self.stopped_for()

@@ -74,7 +74,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.life: int | None = None
+        self.generation: int | None = None
         """Generation: how often these ranks began on this lane of this message store, which may outlive a
         process group."""
         self.token = secrets.token_hex(6)
@@ -95,7 +95,7 @@ class History:
             self._next[site] = number + 1
             if len(self._next) > _REMEMBERED:
                 self._next.popitem(last=False)
-            key = f"{site}/{self.life}.{number}"
+            key = f"{site}/{self.generation}.{number}"
             self._open[key] = site, False
             return key, dict(self._abandoned)
 
@@ -149,8 +149,8 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
     # First, because an outcome that is learned here may move the number that this call gets.
     for key in history.given_up():
         yield from _learn_outcome(context, history, key)
-    if history.life is None:
-        history.life = yield from _count_lives(context, history.token)
+    if history.generation is None:
+        history.generation = yield from _claim_generation(context, history.token)
     key, context.abandoned = history.begin(signature.key)
     context.set_key(key)
     mine = to_message(Opened(context.rank, secrets.token_hex(6)))
@@ -190,13 +190,13 @@ def _learn_outcome(context: Context, history: History, key: str) -> Steps:
         yield from _one_less(context, key)
 
 
-def _count_lives(context: Context, token: str) -> Steps:
+def _claim_generation(context: Context, token: str) -> Steps:
     """Claim the first free generation number. All ranks get the same one, as they begin together."""
-    who, life = _hash(str(context.participants)), 0
+    who, number = _hash(str(context.participants)), 0
     mine = Generation(token)
     while True:
-        standing = yield Claim(f"life/{who}/{context.rank}/{life}", to_message(mine))
+        standing = yield Claim(f"life/{who}/{context.rank}/{number}", to_message(mine))
         if from_roster(standing, Generation) == mine:
             break
-        life += 1
-    return life
+        number += 1
+    return number

@@ -241,7 +241,7 @@ class SaveJob:
         """Committer: check what all ranks have written, and make the index."""
         assert self.commit is not None
         if self.request.merge_reports is not None:
-            merged = self.request.merge_reports({rank: file.report for rank, file in written.items()})
+            merged = self.request.merge_reports({rank: message.report for rank, message in written.items()})
             if merged:
                 self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
         self.commit.prepare(written)
