@@ -101,6 +101,7 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     name = data_file(request.about["attempt"], table.rank, part)
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     columns, order = embedded_columns(table, plan, chunks, name, first)
+    # Encoded once without positions and digests, because its size decides where everything lies.
     embedded_size = len(encode(columns, about))
     entries, end = _entries(table, chunks, embedded_size)
     header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
@@ -240,7 +241,7 @@ def _fill_witnesses(
         known = witnessed.get(witness_key(plan, at))
         columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
         if at % 64 == 0:
-            progress(0)
+            progress(0)  # digesting moves no bytes, but a rank that does it is no stalled one
 
 
 def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:

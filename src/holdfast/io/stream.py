@@ -155,7 +155,7 @@ def stream_chunks(
     simple = _simple(table, chunks)
 
     def moved(size: int) -> None:
-        with lock:
+        with lock:  # `progress` is the caller's, and need not bear several threads
             progress(size)
 
     def work(start: int, stop: int) -> None:
@@ -174,6 +174,7 @@ def stream_chunks(
     if threads == 1:
         work(0, len(chunks.row))
         return digests
+    # Four pieces a thread, equal in bytes: chunks differ by orders of magnitude, and the last one decides.
     bytes_before = np.cumsum(chunks.nbytes)
     cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
     edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()

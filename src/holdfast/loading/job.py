@@ -101,6 +101,7 @@ class LoadRequest:
         job = LoadJob(self)
         try:
             job.run()
+        # Only loads of uneven shards pay for the second pass: most states know all their offsets.
         except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
             offsets = exchange_offsets(self.store, self.call, job.table, job.collect_error)
             job = LoadJob(self, offsets)
@@ -194,7 +195,7 @@ class LoadJob:
             raise self.collect_error
         self._wait_for(chosen)
         with open_source(self.store) as index:
-            if index.identity != chosen.identity:
+            if index.identity != chosen.identity:  # it was replaced between the look above and this one
                 raise self._replaced()
             self.step = index.about.get("step")
             try:
@@ -237,7 +238,7 @@ class LoadJob:
         check_filled(wanted, plan)
         self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
         announce(wanted, [self.leaves[self.owner[row]] for row in keep])
-        self.streams.wait()
+        self.streams.wait()  # what training has queued on the GPU still reads and writes these tensors
         read = read_into(
             self.store,
             wanted,

@@ -147,7 +147,7 @@ class Merger:
         rank_of_row = np.empty(len(names), np.int64)
         rank_of_row[by_name] = np.arange(len(names))
         sorted_names = [str(name) for name in names[by_name]]
-        tick()
+        tick()  # between steps, each of which takes seconds for a large world: others watch for a stall
 
         joined = self._join(rank_of_row)
         tick()
@@ -354,6 +354,7 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     """What replicas hold must be what was written."""
     if not len(rows.witness_tensor):
         return
+    # Boxes meet by a 64-bit key, without a loop over millions of rows.
     keys = _keys(rows.tensor, rows.offset, rows.size)
     order = np.argsort(keys)
     wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)

@@ -80,6 +80,7 @@ class ShardTable:
     def check(self) -> None:
         """The same name must mean the same tensor, and boxes must lie inside it."""
         seen: dict[str, TensorSpec] = {}
+        # Found here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
         for spec, box in zip(self.specs, self.boxes, strict=True):
             first = seen.setdefault(spec.name, spec)
             if first is not spec and first != spec:

@@ -97,6 +97,7 @@ def _roster_of_the_default_group() -> Roster:
     from holdfast.torch_private import default_store
 
     store = default_store()
+    # One roster a store, because histories and beacons hang on it: calls are counted per roster.
     if not _default or _default[0][0]() is not store:
         _default[:] = [(ref(store), TorchRoster())]  # the process group was started anew
     return _default[0][1]

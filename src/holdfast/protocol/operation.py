@@ -153,6 +153,7 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
             read()
     except HoldfastError as error:
         return error
+    # Not raised here: this rank must still enter the call, or the others would wait for it in vain.
     except BaseException as error:  # Ctrl-C, too, is told to the others, and raised again after
         collect_error = HoldfastError(
             f"The state could not be read: {type(error).__name__}: {error}", rank=rank

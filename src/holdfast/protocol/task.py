@@ -96,6 +96,7 @@ class CollectiveTask:
                 self._ended.append((None, error))
             self._over.set()
 
+        # What it does may be a collective that never returns: the call ends without it, by its deadline.
         self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
         at_exit(Stage.THREADS, _fail_with_stuck_threads)
         _started.append(self._thread)

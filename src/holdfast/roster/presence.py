@@ -196,6 +196,7 @@ class Beacon:
         started."""
         with self._changed:
             self._operations[presence.operation] = presence
+            # A call of one rank alone needs no beat: nobody watches it.
             if presence.watched is None or self._thread is not None:
                 self._changed.notify_all()  # its interval may be a shorter one
                 return

@@ -254,7 +254,7 @@ class RunFolder:
         """`load` a step, or the newest that is whole; None if there is none."""
         step = None if step is None else whole_step(step)
         self._settle()
-        call = self._call()
+        call = self._call()  # one for all steps that are tried: an older one does not renew the deadline
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:

@@ -30,6 +30,7 @@ def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool)
                 _remove_folder(store, deleted)
         deleted.set()
 
+    # Beside the caller, which is about to raise: storage may be the very thing that hangs.
     with suppress(HoldfastError):  # no thread is to be had: `prune` sweeps what stays
         start_thread(work, "holdfast-sweep")
         deleted.wait(OWN_FILES)

@@ -148,9 +148,8 @@ class Commit:
                         rank=rank,
                         hint="All ranks must write to one shared file system.",
                     ) from None
-                if (
-                    clock.now() >= ticked + 1.0
-                ):  # others take a committer that waits in silence for a stuck one
+                # The others would take a committer that waits in silence for a stuck one.
+                if clock.now() >= ticked + 1.0:
                     self.tick()
                     ticked = clock.now()
                     log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
@@ -186,9 +185,8 @@ class Commit:
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
         """What is to be raised after a failure to publish, or None if the index is known not to be in
         place."""
-        known = isinstance(error, HoldfastError) and not isinstance(
-            error, Unsettled
-        )  # by the store's contract
+        # By the store's contract any error of its own but `Unsettled` means: not in place, and never will be.
+        known = isinstance(error, HoldfastError) and not isinstance(error, Unsettled)
         in_place = error.in_place if isinstance(error, Unsettled) else False
         looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
         reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
