@@ -184,8 +184,8 @@ def embedded_columns(
 
 
 def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows: the
-    row, then as in `DeferredOffset`."""
+    """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows:
+    the row, then as in `DeferredOffset`."""
     late = [(row, *found) for row in rows.tolist() if (found := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")

@@ -53,8 +53,9 @@ def shares(
 
     It writes at most one, and witnesses that of the replica before it, or all others if `witness_all`.
     """
-    # `plan.save.plan_save` has this rule a second time, for all rows at once that go in one piece: a loop over
-    # thousands of experts is too slow. A change here is a change there; tests/plan/test_save.py compares them.
+    # `plan.save.plan_save` has this rule a second time, for all rows at once that go in one piece: a loop
+    # over thousands of experts is too slow. A change here is a change there; tests/plan/test_save.py compares
+    # them.
     index, count = replica
     axis, parts = cut(box, nbytes, count, split_bytes)
     first = first_writer(name, box, count)

@@ -44,7 +44,7 @@ class ShardTable:
     replicas: list[Replica | None] = field(default_factory=list)
     """(index, count) of this copy; None: not declared, to be agreed with the other ranks."""
     unsharded: list[bool] = field(default_factory=list)
-    """A plain tensor or an object: nobody has declared that copies are equal, so they are compared in full."""
+    """A plain tensor or an object: nobody has declared that copies are equal, so all bytes are compared."""
     memory: list[Memory] = field(default_factory=list)
     deferred: list[DeferredOffset | None] = field(default_factory=list)
     """The position of a shard whose offset depends on the lengths of the others on its shard line."""

@@ -251,7 +251,8 @@ def _not_ours(context: Context) -> HoldfastError:
     if context.phase != "failed":
         context.enter("failed")
     return HoldfastError(
-        f"{context.title}: the message store says that all ranks agreed, but rank {context.rank} had not done its part "
+        f"{context.title}: the message store says that all ranks agreed, but rank "
+        f"{context.rank} had not done its part "
         f"yet. Nothing that it says of "
         "this call can be believed.",
         step=context.step,

@@ -32,8 +32,8 @@ class PeerMonitor:
     def patience(self) -> float:
         """How long to pause before looking again: short at first, longer in a long wait."""
         self.rounds += 1
-        # A quarter of the stall timeout: a short one is to be kept to. And 0.05 s past the deadline rather than
-        # just short of it, because the look after this pause is the one that must find it passed.
+        # A quarter of the stall timeout: a short one is to be kept to. And 0.05 s past the deadline rather
+        # than just short of it, because the look after this pause is the one that must find it passed.
         limit = min(self.LOOK_EVERY, self.context.stall_timeout / 4)
         return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.context.deadline.left() + 0.05))
 
@@ -77,9 +77,9 @@ class PeerMonitor:
     def _mark(self, message: Message) -> object:
         """The progress mark of a rank, from its presence message: its stall timer is reset when this changes.
 
-        Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a rank that
-        waits has nothing else to show. Outside of it: the same of all operations that it is in; the beat counts
-        only for a resident one, which has no progress of its own.
+        Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a rank
+        that waits has nothing else to show. Outside of it: the same of all operations that it is in; the beat
+        counts only for a resident one, which has no progress of its own.
         """
         operations: dict[str, Message] = message.get("operations") or {}
         inside = operations.get(self.context.key)
@@ -131,7 +131,8 @@ class PeerMonitor:
             )
         if part.get("site") is not None and part["site"] == context.about.get("site") and other != site:
             return (
-                f"{'it is in another call' if now else 'its last call was another one'} of {context.title}, with "
+                f"{'it is in another call' if now else 'its last call was another one'} of "
+                f"{context.title}, with "
                 f"arguments {part.get('arguments')} "
                 f"where rank {context.rank} has {context.about.get('arguments')}"
             )

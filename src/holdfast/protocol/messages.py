@@ -136,7 +136,8 @@ def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
         return msgspec.convert(message, kind)
     except msgspec.ValidationError as error:
         raise HoldfastError(
-            f"{'A rank' if rank is None else f'Rank {rank}'} has sent a message that is no {kind.__name__}: {error}.",
+            f"{'A rank' if rank is None else f'Rank {rank}'} has sent a message that "
+            f"is no {kind.__name__}: {error}.",
             rank=rank,
             hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write "
             "messages.",

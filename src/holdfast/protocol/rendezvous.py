@@ -70,7 +70,7 @@ def _hash(text: str) -> str:
 class History:
     """Counters of this rank's calls with one set of participants, one counter a signature.
 
-    The counter's value is a part of the call's key, so the n-th call of one rank meets the n-th of the others.
+    The counter's value is a part of the call's key: the n-th call of one rank meets the n-th of the others.
     """
 
     def __init__(self) -> None:
@@ -175,8 +175,8 @@ def leave(context: Context, history: History) -> Steps:
 
 
 def _one_less(context: Context, key: str) -> Steps:
-    # The counter is atomic, so exactly one rank is the last; if a rank never comes nobody is, and a later good
-    # call sweeps (SWEEP_AFTER).
+    # The counter is atomic, so exactly one rank is the last; if a rank never comes nobody is, and a later
+    # good call sweeps (SWEEP_AFTER).
     if (yield Count(f"{key}/left")) >= len(context.participants):
         yield Delete([f"{key}/{name}" for name in SHARED])
 

@@ -148,7 +148,8 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             done.set()
             presence.leave()
 
-    # Storage and the message store may block for ever, so they are called on a thread that can be left behind.
+    # Storage and the message store may block for ever, so they are called on a thread that can be left
+    # behind.
     thread: threading.Thread | None = None
     try:
         thread = start_thread(work, "holdfast-operation", context.rank)
@@ -219,7 +220,8 @@ def _stuck(context: Context, presence: Presence) -> HoldfastError:
     kind = CommitUnconfirmed if context.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(
-            f"{context.title} did not come back by its deadline of {context.deadline.seconds:g} s: {context.who}, in phase "
+            f"{context.title} did not come back by its deadline of "
+            f"{context.deadline.seconds:g} s: {context.who}, in phase "
             f"{context.phase!r}, asks the message "
             "store, which does not answer. Which rank is missing can't be known without it.",
             step=context.step,

@@ -47,7 +47,8 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
             return False  # a rank's own value, and the world is smaller now
         return is_selected(name, (request.include, request.exclude))
 
-    # Deleted after the commit only (`SaveJob.tidy`). An index that can't be read names nothing: its data stays.
+    # Deleted after the commit only (`SaveJob.tidy`). An index that can't be read names nothing: its data
+    # stays.
     replaced: set[str] = set()
     if replaced_version is not None:
         with suppress(HoldfastError), open_index(store) as index:

@@ -166,7 +166,8 @@ def _lock(target: str, replacing: bytes) -> int:
             raise _conflict(target) from None
         except OSError:
             pass  # a file system without locks: the check above is all there is
-        # Another save may have renamed over it between open and lock; then this lock is on a file nobody sees.
+        # Another save may have renamed over it between open and lock; then this lock is on a file nobody
+        # sees.
         if inode(target, follow=True) != (here.st_dev, here.st_ino):
             raise _conflict(target)
     except BaseException:
