@@ -16,7 +16,7 @@ from holdfast.protocol.phases import (
     LOAD_TRANSITIONS,
     TASK_TRANSITIONS,
     TRANSITIONS,
-    Table,
+    Transitions,
 )
 
 PAGE = Path(__file__).with_name("protocol.md")
@@ -28,7 +28,7 @@ def words(text: str) -> str:
     return text.replace(":", ",").replace(";", ",").replace("`", "")
 
 
-def diagram(table: Table) -> str:
+def diagram(table: Transitions) -> str:
     """A protocol table as a mermaid state diagram."""
     first = next(iter(table))
     lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first}"]
@@ -78,7 +78,7 @@ BLOCKS = {
     "save": TRANSITIONS,
     "load": LOAD_TRANSITIONS,
     "choice": CHOICE_TRANSITIONS,
-    "turn": TASK_TRANSITIONS,
+    "task": TASK_TRANSITIONS,
 }
 
 

@@ -50,7 +50,7 @@ def subscribe(callback: Callback) -> Callable[[], None]:
     return unsubscribe
 
 
-def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: Any) -> None:
+def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
     """Tell all subscribers. Costs nothing to speak of when there is none."""
     if not _callbacks and not log.isEnabledFor(logging.DEBUG):
         return

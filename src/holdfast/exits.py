@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 with suppress(RuntimeError):  # the main thread has ended already
     # Both wait for workers once the main thread has ended, the last imported first: after us.
@@ -150,7 +150,7 @@ def _this_process() -> _Ending:
 def _noting(exits: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
     """`sys.exit`, whose argument no `atexit` handler could learn otherwise."""
 
-    def exit(code: Any = None, /) -> NoReturn:  # noqa: A001
+    def exit(code: object = None, /) -> NoReturn:  # noqa: A001
         if _known is not None and threading.current_thread() is threading.main_thread():
             _known.given = code
         exits(code)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 import holdfast
+from holdfast.protocol.call import begin_call
 from holdfast.protocol.phases import TRANSITIONS
+from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.memory import Board, MemoryRoster
 from tests.docs.pages import ROOT, table, text
 from tests.docs.threads import on_ranks
@@ -70,10 +72,12 @@ def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
         run = holdfast.Checkpoints(tmp_path, asynchronous=False, roster=roster)
         run.save(1, state)
         assert run.restore(state) == 1
+        call = begin_call(roster, timeout=60.0, stall_timeout=60.0)
+        CollectiveTask("nothing", "memory:task", call).run()
 
     on_ranks(3, job)
     whose = (
-        (r"\A(save|load|choice)/[0-9a-f]{16}/0\.\d+/", "K/"),
+        (r"\A(save|load|choice|groups)/[0-9a-f]{16}/0\.\d+/", "K/"),
         (r"\Alife/[0-9a-f]{16}/\d+/0\Z", "life/<participants>/<rank>/<life>"),
         (r"/\d+\Z", "/<rank>"),
     )

@@ -36,14 +36,16 @@ def test_pieces_tile_and_each_has_one_writer(name: str, box: Box, count: int, sp
     sizes = np.asarray([p.shape for p in inside], np.int64).reshape(parts, -1)
     assert tiles(box.shape, offsets, sizes)
     assert all(contiguous_at(box.shape, p) is not None for p in inside)  # one write each
-    for everyone in (False, True):
-        views = [list(shares(name, box, nbytes, (index, count), split, everyone)) for index in range(count)]
+    for witness_all in (False, True):
+        views = [
+            list(shares(name, box, nbytes, (index, count), split, witness_all)) for index in range(count)
+        ]
         written = [part for view in views for part, writes in view if writes]
         seen = [part for view in views for part, writes in view if not writes]
         assert sorted(written) == sorted(every)  # each by one, whoever is asked
         assert all(sum(writes for _, writes in view) <= 1 for view in views)
         assert all(len({part for part, _ in view}) == len(view) for view in views)
-        assert sorted(seen) == sorted(every * ((count - 1) if everyone else min(count - 1, 1)))
+        assert sorted(seen) == sorted(every * ((count - 1) if witness_all else min(count - 1, 1)))
         first = views[first_writer(name, box, count)]
         assert (every[0], True) in first
 

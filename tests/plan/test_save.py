@@ -13,6 +13,7 @@ from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
+from holdfast.plan.replicas import shares
 from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
 from holdfast.plan.shard_table import ShardTable, contiguous_at, describe
 from tests.plan.shard_tables import NoMemory, boxes_of, holding
@@ -77,6 +78,27 @@ def test_witnesses_are_exactly_what_others_write(
     for plan in plans:
         assert set(rows(plan.witnesses)).isdisjoint(rows(plan.chunks))
         assert (plan.witness_full == (check == "full" or (check == "auto" and plain))).all()
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("check", ["auto", "full"])
+def test_many_rows_at_once_follow_the_rule_for_one(count: int, check: str) -> None:
+    """`plan_save` has the rule of `shares` a second time, for small rows: both must say the same."""
+    table = holding(*((f"expert.{number}", (8, 4), None) for number in range(40)))
+    options = Options(check_replicas=check)
+    for index in range(count):
+        plan = plan_save(table, [(index, count)] * len(table), options)
+        for row, (spec, box) in enumerate(zip(table.specs, table.boxes, strict=True)):
+            said = list(shares(spec.name, box, 128, (index, count), options.split_bytes, check == "full"))
+            for planned, writes in ((plan.chunks, True), (plan.witnesses, False)):
+                mine = planned.row == row
+                got = [
+                    Box(tuple(offset), tuple(size))
+                    for offset, size in zip(
+                        planned.offset[mine].tolist(), planned.size[mine].tolist(), strict=True
+                    )
+                ]
+                assert got == [part for part, writing in said if writing == writes]
 
 
 def test_column_panels_are_eight_where_rows_are_wide_enough() -> None:

@@ -15,12 +15,12 @@ import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
 from holdfast.protocol.effects import Context
-from holdfast.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Table
+from holdfast.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
 from holdfast.roster.memory import Board, MemoryRoster
 
 
 @pytest.mark.parametrize("table", [TRANSITIONS, LOAD_TRANSITIONS, CHOICE_TRANSITIONS])
-def test_tables_are_whole(table: Table) -> None:
+def test_tables_are_whole(table: Transitions) -> None:
     for phase, following in table.items():
         assert set(following) <= set(table), phase
         assert all(following.values()), "every transition says why"

@@ -10,8 +10,9 @@ import pytest
 from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError, from_message
 from holdfast.protocol.effects import Context, Steps
+from holdfast.protocol.messages import Outcome, abandoned_by, from_roster, to_message
 from holdfast.protocol.phases import CHOICE_TRANSITIONS
-from holdfast.protocol.rendezvous import SWEEP_AFTER, History, Site, history_of, leave, meet
+from holdfast.protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
 from holdfast.protocol.runner import Cancel, perform
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.roster.presence import Presence
@@ -33,17 +34,23 @@ class Rank:
         return perform(steps, self.roster, Presence(self.roster, "test", 1.0), Cancel())
 
     def enter(self, kind: str = "load", **arguments: object) -> Context:
-        site = Site(kind, "memory:run", arguments, self.world)
+        site = CallSignature(kind, "memory:run", arguments, self.world)
         at = Context(
-            self.roster.rank, self.world, "", kind, Deadline(60.0, self.clock), 5.0, table=CHOICE_TRANSITIONS
+            self.roster.rank,
+            self.world,
+            "",
+            kind,
+            Deadline(60.0, self.clock),
+            5.0,
+            transitions=CHOICE_TRANSITIONS,
         )
         self.attempt = self._do(meet(at, site, self.history))
         return at
 
     def end(self, at: Context, state: str = "agreed") -> None:
         """Claim the outcome, and leave; the first one is everyone's."""
-        mine = at.agreed() if state == "agreed" else {"state": state, "error": LATE.to_message()}
-        at.settled = self.roster.claim(at.outcome, mine)
+        mine = to_message(at.agreed()) if state == "agreed" else abandoned_by(at.rank, LATE)
+        at.known_outcome = from_roster(self.roster.claim(at.outcome, mine), Outcome)
         self._do(leave(at, self.history))
 
 
@@ -66,7 +73,7 @@ def together(*ranks: Rank, kind: str = "save") -> None:
     """A call that all bring to a good end; the lowest hears of what the others have seen abandoned."""
     calls = [rank.enter(kind) for rank in ranks]
     for call in calls[1:]:
-        calls[0].hear({"abandoned": call.abandoned})
+        calls[0].note_abandoned(call.abandoned)
     for rank, call in zip(ranks, calls, strict=True):
         rank.end(call)
 
@@ -133,7 +140,7 @@ def test_a_call_that_a_rank_gave_up_is_settled_before_its_next(two: tuple[Rank, 
     assert outcome is not None
     assert outcome["state"] == "abandoned"
     first.end(one)  # what it claims now is no more than a claim
-    assert one.settled == outcome
+    assert one.known_outcome == from_roster(outcome, Outcome)
     assert first.enter().key == after.key
 
 
@@ -189,9 +196,9 @@ def test_calls_of_different_ranks_are_counted_apart(board: Board, clock: ManualC
 
 def test_counts_of_long_ago_are_forgotten() -> None:
     history = History()
-    history.life = 0
+    history.generation = 0
     for number in range(5000):
-        key = history.begin(f"save/{number}")
-        history.end(key, {"state": "agreed"}, 0.0)
+        key, _ = history.begin(f"save/{number}")
+        history.end(key, Outcome("agreed", 0), 0.0)
     assert len(history._next) < 2000
     assert not history._open

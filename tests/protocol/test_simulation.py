@@ -15,6 +15,7 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.protocol import core as protocol
 from holdfast.protocol.effects import Context, Delete, Steps
+from holdfast.protocol.messages import Final
 from holdfast.protocol.rendezvous import SHARED, History
 from tests.support import simulate as simulate_module
 from tests.support.simulate import World, check, simulate
@@ -103,35 +104,35 @@ def test_a_schedule_is_a_function_of_its_seed() -> None:
 # -- mutations: protocols with one step left out must be caught --------------------------------
 
 
-def no_claim(at: Context) -> Steps:
+def no_claim(context: Context) -> Steps:
     """Publishes without claiming the outcome first."""
     return
     yield
 
 
-def no_collect(at: Context, stage: str, mine: Any, ranks: Any, poll: Any = None) -> Steps:
+def no_collect(context: Context, topic: str, mine: Any, ranks: Any, poll: Any = None) -> Steps:
     """Does not wait for the others to have written."""
-    return dict.fromkeys(at.participants, mine)
+    return dict.fromkeys(context.participants, mine)
     yield
 
 
-def silent_abandon(at: Context, error: HoldfastError) -> Steps:
+def silent_abandon(context: Context, error: HoldfastError) -> Steps:
     """Raises without telling anybody."""
-    at.enter("failed")
+    context.enter("failed")
     return error
     yield
 
 
-def optimistic_final(at: Context, work: Any) -> Steps:
+def optimistic_final(context: Context, job: Any) -> Steps:
     """Believes in the commit as soon as it was agreed, without waiting for the index."""
-    yield from protocol._await(at, at.outcome, "commit")
-    at.enter("committed")
-    return {"state": "committed"}
+    yield from protocol._await_agreed(context, "commit")
+    context.enter("committed")
+    return Final()
 
 
-def pessimistic_doubt(at: Context, cause: HoldfastError) -> HoldfastError:
+def pessimistic_doubt(context: Context, cause: HoldfastError) -> HoldfastError:
     """Calls what it can't know a failure."""
-    return HoldfastError(f"{at.title} failed: {cause.message}")
+    return HoldfastError(f"{context.title} failed: {cause.message}")
 
 
 def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
@@ -140,14 +141,14 @@ def endless_patience(self: Any, ranks: list[int], what: str) -> Iterator[Any]:
     yield
 
 
-def blind_trust(at: Context, work: Any, seconds: float, cause: Any) -> Steps:
+def blind_trust(context: Context, job: Any, seconds: float, cause: Any) -> Steps:
     """Believes the message that says committed, without a look at the index."""
-    at.enter("committed")
+    context.enter("committed")
     return
     yield
 
 
-def no_act(at: Context, work: Any) -> Steps:
+def no_act(context: Context, job: Any) -> Steps:
     """Says that it has done its part before it has."""
     return {}
     yield
@@ -181,29 +182,32 @@ def test_a_broken_turn_is_caught(monkeypatch: pytest.MonkeyPatch, name: str, mut
     assert wrong, f"2,000 schedules did not notice that {name} was replaced"
 
 
-def join_what_is_open(self: History, site: str) -> str:
+def join_what_is_open(self: History, site: str) -> tuple[str, dict[str, int]]:
     """A rank that comes late skips what was abandoned, and joins the others in what they do now."""
     world = self.world  # type: ignore[attr-defined]
     number = self._next.get(site, 0)
-    while (world.board.get(f"{site}/{self.life}.{number}/outcome") or {}).get("state") == "abandoned":
+    while (world.board.get(f"{site}/{self.generation}.{number}/outcome") or {}).get("state") == "abandoned":
         number += 1
     self._next[site] = number + 1
-    key = f"{site}/{self.life}.{number}"
+    key = f"{site}/{self.generation}.{number}"
     self._open[key] = site, False
-    return key
+    return key, dict(self._abandoned)
 
 
-def count_all_calls_as_one(self: History, site: str) -> str:
+def count_all_calls_as_one(self: History, site: str) -> tuple[str, dict[str, int]]:
     """Every call has the same key, so that a repeated one meets the outcome of the one before."""
-    key = f"{site}/{self.life}.0"
+    key = f"{site}/{self.generation}.0"
     self._open[key] = site, False
-    return key
+    return key, dict(self._abandoned)
 
 
-def leave_too_early(at: Context, history: History) -> Steps:
+def leave_too_early(context: Context, history: History) -> Steps:
     """The first to leave deletes what the others still need."""
-    if at.settled is not None and history.end(at.key, at.settled, at.clock.now()) is not None:
-        yield Delete([f"{at.key}/{name}" for name in SHARED])
+    if (
+        context.known_outcome is not None
+        and history.end(context.key, context.known_outcome, context.clock.now()) is not None
+    ):
+        yield Delete([f"{context.key}/{name}" for name in SHARED])
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ class TestPresence:
         one.begin("save/1", "save/1/outcome")
         two.begin("load/1", "load/1/outcome")
         one.phase, two.progress = "writing", 7
-        one.send()
+        one.beacon.send()
         (message,) = roster.get([at_key(0)])
         assert message is not None
         assert message["operations"]["save/1"]["phase"] == "writing"

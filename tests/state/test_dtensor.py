@@ -213,7 +213,7 @@ def check_layout(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements
             table, owner = build_shard_table(flatten({"w": tensor}, rank).leaves, rank, tuple(range(world)))
         assert len(table) >= 1
         assert owner == [0] * len(table)
-        assert not any(table.plain)
+        assert not any(table.unsharded)
         scattered(table, shape, fill)
         seen.setdefault(table.replicas[0] if table.boxes[0].volume else None, []).extend(
             box for box in table.boxes if box.volume
@@ -323,7 +323,7 @@ def late_of(
         table, _ = build_shard_table(
             flatten({"w": tensor}, place).leaves, place, tuple(range(int(np.prod(mesh_shape))))
         )
-        return table.boxes[0], table.lates[0]
+        return table.boxes[0], table.deferred[0]
 
 
 def test_a_length_of_its_own_leaves_the_offset_open() -> None:
@@ -360,7 +360,7 @@ def test_chunk_metadata_is_believed() -> None:
 
         table = held_by([Chunk(torch.Size((5, 0)), torch.Size((3, 2)))])
         assert table.boxes == [((5, 0), (3, 2))]
-        assert table.lates == [(0, 0, 1, 3, told(5))]
+        assert table.deferred == [(0, 0, 1, 3, told(5))]
         for wrong in (
             [],
             [Chunk(torch.Size((5, 0)), torch.Size((2, 2)))],

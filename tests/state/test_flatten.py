@@ -253,7 +253,7 @@ def test_hold_gives_rows_with_boxes_replicas_and_owners() -> None:
     assert [spec.name for spec in table.specs] == ["plain", "shards", "shards", "mine@3", "object"]
     assert owner == [0, 1, 2, 3, 4]
     assert table.replicas == [None, (1, 4), (0, 1), (0, 1), None]
-    assert table.plain == [True, False, False, True, True]
+    assert table.unsharded == [True, False, False, True, True]
     assert table.boxes[2] == Box((1, 0), (1, 3))
     assert table.specs[4].kind == OBJECT
     alone, _ = build_shard_table(flatten(state, 3).leaves, 3, (3,))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, NotFound, Store
+from holdfast.store.base import VERSION_BYTES, NotFound, Store
 from holdfast.store.local import LocalStore, open_store
 from holdfast.testing.store_contract import content, put
 
@@ -88,7 +88,7 @@ def test_an_index_is_named_only_after_its_bytes_are_durable(
     store.publish("step/index", first, None)
     if replace:
         recorder.calls.clear()
-        store.publish("step/index", second, first[-TAIL:])
+        store.publish("step/index", second, first[-VERSION_BYTES:])
     named = recorder.at("rename" if replace else "link", "run/step/index")
     assert recorder.at("write", "run/step/.publishing") < recorder.at("fsync", "run/step/.publishing") < named
     after = recorder.calls[named:]
@@ -256,7 +256,7 @@ def _refused(store: Store) -> None:
     for act in (
         lambda: store.create("b"),
         lambda: store.publish("b", b"2" * 20, None),
-        lambda: store.publish("a", b"2" * 20, b"1" * TAIL),
+        lambda: store.publish("a", b"2" * 20, b"1" * VERSION_BYTES),
     ):
         with pytest.raises(StorageError, match="Permission denied") as caught:
             act()
@@ -328,7 +328,7 @@ def test_a_dead_publisher_leaves_a_hidden_file_and_no_lock(tmp_path: Path) -> No
     store = LocalStore(tmp_path)
     store.publish("index", b"1" * 20, None)
     (tmp_path / ".publishing-0123").write_bytes(b"half")
-    store.publish("index", b"2" * 20, b"1" * TAIL)
+    store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
     assert content(store, "index") == b"2" * 20
 
 
@@ -340,8 +340,8 @@ def test_a_lock_held_by_another_is_a_conflict(tmp_path: Path) -> None:
     with open(tmp_path / "index", "rb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(Conflict):
-            store.publish("index", b"2" * 20, b"1" * TAIL)
-    store.publish("index", b"2" * 20, b"1" * TAIL)
+            store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
+    store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
     assert store.list() == ["index"]
 
 
@@ -355,8 +355,8 @@ def test_a_file_system_without_locks_still_compares(monkeypatch: pytest.MonkeyPa
     store = LocalStore(tmp_path)
     store.publish("index", b"1" * 20, None)
     with pytest.raises(Conflict):
-        store.publish("index", b"3" * 20, b"2" * TAIL)
-    store.publish("index", b"2" * 20, b"1" * TAIL)
+        store.publish("index", b"3" * 20, b"2" * VERSION_BYTES)
+    store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
     assert content(store, "index") == b"2" * 20
 
 
@@ -366,9 +366,9 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     put(store, "a", b"1")
     store.create("b").discard()
     store.publish("i", b"1" * 20, None)
-    store.publish("i", b"2" * 20, b"1" * TAIL)
+    store.publish("i", b"2" * 20, b"1" * VERSION_BYTES)
     with pytest.raises(Conflict):
-        store.publish("i", b"2" * 20, b"1" * TAIL)
+        store.publish("i", b"2" * 20, b"1" * VERSION_BYTES)
     with pytest.raises(StorageError):
         store.create("a")
     (tmp_path / "folder").mkdir()

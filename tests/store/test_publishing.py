@@ -15,7 +15,7 @@ import pytest
 import holdfast
 from holdfast.errors import Conflict, StorageError, from_message
 from holdfast.store import filesystem
-from holdfast.store.base import TAIL, Unsettled
+from holdfast.store.base import VERSION_BYTES, Unsettled
 from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import content, put
 
@@ -61,7 +61,7 @@ def test_a_rename_whose_answer_was_lost_is_a_success(
 ) -> None:
     store.publish("index", OLD, None)
     loses_the_answer(monkeypatch, "rename", number)
-    store.publish("index", NEW, OLD[-TAIL:])
+    store.publish("index", NEW, OLD[-VERSION_BYTES:])
     assert content(store, "index") == NEW
     assert store.list() == ["index"]
 
@@ -76,7 +76,7 @@ def test_another_version_that_was_there_first_stays_a_conflict(store: LocalStore
     assert store.list() == ["index"]
 
 
-@pytest.mark.parametrize(("name", "replacing"), [("link", None), ("rename", OLD[-TAIL:])])
+@pytest.mark.parametrize(("name", "replacing"), [("link", None), ("rename", OLD[-VERSION_BYTES:])])
 def test_what_failed_for_sure_can_not_take_effect_later(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, name: str, replacing: bytes | None
 ) -> None:
@@ -98,7 +98,7 @@ def test_what_failed_for_sure_can_not_take_effect_later(
     assert store.list() == (["index"] if replacing else [])
 
 
-@pytest.mark.parametrize(("name", "replacing"), [("link", None), ("rename", OLD[-TAIL:])])
+@pytest.mark.parametrize(("name", "replacing"), [("link", None), ("rename", OLD[-VERSION_BYTES:])])
 def test_storage_that_answers_nothing_more_leaves_it_open(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, name: str, replacing: bytes | None
 ) -> None:
@@ -212,7 +212,7 @@ def test_the_version_to_replace_is_locked_through_a_descriptor_that_may_write(
         real(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    store.publish("index", NEW, OLD[-TAIL:])
+    store.publish("index", NEW, OLD[-VERSION_BYTES:])
     real_open = os.open
 
     def read_only(path: Any, flags: int, *rest: Any, **named: Any) -> int:
@@ -221,7 +221,7 @@ def test_the_version_to_replace_is_locked_through_a_descriptor_that_may_write(
         return real_open(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", read_only)
-    store.publish("index", OTHER, NEW[-TAIL:])
+    store.publish("index", OTHER, NEW[-VERSION_BYTES:])
     assert modes == [os.O_RDWR, os.O_RDONLY]
     assert content(store, "index") == OTHER
 

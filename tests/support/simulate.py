@@ -1,7 +1,8 @@
 """The save protocol, and that of a turn, under simulated faults: thousands of seeded schedules in seconds.
 
-`simulate(seed)` runs the very generators that real saves run (`flow.rendezvous`, `flow.protocol.save_steps`)
-on up to sixteen simulated ranks, with a manual clock and a seeded choice of everything: how long each
+`simulate(seed)` runs the very generators that real saves run (`protocol.rendezvous`,
+`protocol.core.save_steps`) on up to sixteen simulated ranks, with a manual clock and a seeded choice of
+everything: how long each
 step takes, when a message becomes visible (puts are applied late, or lost with
 their sender), who is late, killed, stopped, stuck or never comes, which write or publish
 fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each
@@ -37,7 +38,7 @@ from holdfast.errors import (
 from holdfast.protocol.core import save_steps, task_steps
 from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
 from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
-from holdfast.protocol.rendezvous import History, Site, leave, meet
+from holdfast.protocol.rendezvous import CallSignature, History, leave, meet
 from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
@@ -159,7 +160,7 @@ class _Rank:
         self.progress, self.doing = 0, ""
         self.waiting_for: list[int] | None = None
         self.entered = world.clock.time
-        site = Site("save", "memory:x", {}, tuple(range(world.ranks)))
+        signature = CallSignature("save", "memory:x", {}, tuple(range(world.ranks)))
         self.context = Context(
             self.rank,
             tuple(range(world.ranks)),
@@ -167,35 +168,35 @@ class _Rank:
             "save of x",
             Deadline(world.timeout, world.clock),
             world.stall_timeout,
-            table=TASK_TRANSITIONS if world.turn else TRANSITIONS,
+            transitions=TASK_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
-            about=site.about,
+            about=signature.about,
         )
-        self.steps = self._whole(site)
+        self.steps = self._whole(signature)
         call = self.call
         self.beat(call)
         world.after(world.timeout + GRACE, lambda: self.give_up(call))
         self.resume(call, lambda: self.steps.send(None))
 
-    def _whole(self, site: Site) -> Steps:
-        """A call as `flow.run` drives it."""
-        at, world = self.context, self.world
-        attempt = yield from meet(at, site, self.history)
+    def _whole(self, signature: CallSignature) -> Steps:
+        """A call as `protocol.runner.run` drives it."""
+        context, world = self.context, self.world
+        attempt = yield from meet(context, signature, self.history)
         try:
             if world.turn:
-                yield from task_steps(at, SimulatedTask(world, self.rank, self.call))
+                yield from task_steps(context, SimulatedTask(world, self.rank, self.call))
             else:
-                yield from save_steps(at, SimulatedSave(world, self.rank, self.call, attempt))
+                yield from save_steps(context, SimulatedSave(world, self.rank, self.call, attempt))
         except HoldfastError as error:
             self.error = error
-            yield from self._leave(at)
+            yield from self._leave(context)
             raise
-        yield from self._leave(at)
+        yield from self._leave(context)
 
-    def _leave(self, at: Context) -> Steps:
+    def _leave(self, context: Context) -> Steps:
         with contextlib.suppress(RosterLost):
-            yield from leave(at, self.history)
+            yield from leave(context, self.history)
 
     def stopped_for(self) -> float:
         """Seconds until a stopped process runs again; 0 if it runs."""
@@ -233,7 +234,7 @@ class _Rank:
         world.after(min(1.0, world.stall_timeout / 5), lambda: self.beat(call))
 
     def give_up(self, call: int) -> None:
-        """What `flow.run` does when the worker does not come back by the deadline."""
+        """What `protocol.runner.run` does when the worker does not come back by the deadline."""
         if self.done or self.call != call or self.rank in self.world.dead:
             return
         pause = self.stopped_for()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, HoldfastError, StorageError
-from holdfast.protocol.messages import Assigned, Listed, Written
+from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.roster.base import Message
 
 if TYPE_CHECKING:
@@ -23,15 +23,15 @@ class SimulatedSave:
         if self.world.faults.fails_at.get((self.rank, self.call)) == where:
             raise StorageError(f"Call {self.call} fails on rank {self.rank} in {where}.")
 
-    def claims(self) -> str | None:
-        self._fail("claims")
+    def fingerprint(self) -> str | None:
+        self._fail("fingerprint")
         return self.plain
 
-    def tell(self) -> Listed:
-        return Listed([str(self.plain)], [])
+    def list_rows(self) -> RowList:
+        return RowList([str(self.plain)], [])
 
-    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
-        return {rank: Assigned(replicas=[]) for rank in told}
+    def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
+        return {rank: Assigned(replicas=[]) for rank in lists}
 
     def write(self, assigned: Assigned | None) -> Written:
         self._fail("write")
@@ -45,7 +45,7 @@ class SimulatedSave:
         if self.world.faults.bad_coverage:
             raise CoverageError("Tensor 'w' is not covered.")
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         from tests.support.simulate import PublishedIndex
 
         kind = self.world.faults.publish
@@ -56,7 +56,7 @@ class SimulatedSave:
         self.world.published.append(PublishedIndex(self.attempt, self.named, self.world.clock.time))
         if kind == "unsynced":
             raise CommitUnconfirmed("The index is in place, but storage could not confirm it.")
-        return {"state": "committed"}
+        return Final()
 
     def tidy(self) -> None:
         pass

@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -37,13 +36,14 @@ class Arena:
         self.unpin: Callable[[], object] | None = None
         """Undoes the pinning of the pages, if they are pinned."""
         self._map: mmap.mmap | None = None
-        self._keep: Any = None
+        self._keep: object = None
         if fd is not None:
             self._attach(os.fstat(fd).st_size)
 
     def reserve(self, size: int) -> None:
         """Have at least so many bytes; what was in it is lost if it has to grow."""
         if size > self.size:
+            # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
             size = -(-size // _HUGE) * _HUGE
             os.ftruncate(self.fd, size)
             self._attach(size)

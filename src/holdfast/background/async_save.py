@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from holdfast.background.manager import LANE, background_of_this_thread
 from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_budget
-from holdfast.protocol.call import begin_call, one_folder
-from holdfast.roster.base import Roster
+from holdfast.protocol.arguments import check_arguments, one_folder
+from holdfast.protocol.call import begin_call
+from holdfast.roster.base import Json, Roster
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 def async_save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     step: int | None = None,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
@@ -37,7 +40,7 @@ def async_save(
     expected: str | Iterable[str] | None = PREVIOUS,
     overwrite: bool = True,
     grid: Grid | None = None,
-    notes: Any = None,
+    notes: Json = None,
     options: Options | None = None,
     roster: Roster | None = None,
     host_memory_budget: int | None = None,
@@ -113,5 +116,5 @@ def async_save_into(
     its own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
-    check_budget(host_memory_budget)
+    check_arguments(host_memory_budget=host_memory_budget)
     return background_of_this_thread().save(make, store.url, step, host_memory_budget, retries)

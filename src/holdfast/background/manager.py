@@ -75,13 +75,13 @@ class Background:
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
             # from then on.
-            job.trouble = job.trouble or read_state(self._writer.start, job.rank)
+            job.collect_error = job.collect_error or read_state(self._writer.start, job.rank)
             into = DeviceCopies(job.streams).into
             staged = self._stage(job, budget, into)
-            pending.attempt(job)
+            pending.attempt(job)  # before the thread starts, so that a cancel always finds the job
             self._pending = pending
             if staged is not None:
-                forget_copied(job)
+                forget_copied(job)  # training may free or change its tensors from here on
                 pending.has_staged()
                 job.sink = StagedSink(self._writer, self._arena, staged)
             else:
@@ -96,7 +96,7 @@ class Background:
             except BaseException:
                 pending.cancel()
                 raise
-        interrupt = job.trouble.__cause__ if job.trouble is not None else None
+        interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
         if interrupt is not None and not isinstance(interrupt, Exception):
             raise interrupt  # Ctrl-C while the state was read; the others hear of it
         if is_over():
@@ -151,8 +151,8 @@ class Background:
                 seconds = time.monotonic() - begun
                 job.operation.emit("staged", bytes_done=staged.nbytes, seconds=seconds)
 
-        if job.trouble is None:
-            job.trouble = read_state(copy, job.rank)
+        if job.collect_error is None:
+            job.collect_error = read_state(copy, job.rank)
         return results[0] if results else Staged([])
 
     def _run(self, pending: Pending, job: SaveJob, retries: int) -> SaveReport:
@@ -161,22 +161,24 @@ class Background:
             try:
                 return self._run_once(job)
             except (CommitUnconfirmed, RosterLost, BadInput):
-                raise
+                raise  # committed perhaps; nobody to agree with; wrong again the next time
             except HoldfastError as error:
                 if not left or pending.cancelled or deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
                 deadline.clock.sleep(min(pause, deadline.left()))
                 pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
-                job.begin_again()
+                job.begin()
                 pending.attempt(job)
         raise AssertionError("unreachable")
 
     def _run_once(self, job: SaveJob) -> SaveReport:
         try:
-            return job.run(beside_training=True)
+            return job.run(pause_collector=False)
         except BaseException:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
+            # A save that was given up may have left a thread in a system call: it keeps what it uses, and the
+            # next save gets another process and another arena.
             if self._writer.busy or copying:
                 self._writer.kill()  # the thread that uses it was left behind
             if copying:

@@ -27,7 +27,7 @@ class Progress(msgspec.Struct, frozen=True):
     """0 until it is known."""
 
 
-class Outcome(concurrent.futures.Future[SaveReport]):
+class Completion(concurrent.futures.Future[SaveReport]):
     """The future of a save; it knows whether anybody has seen how the save ended."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Pending:
     def __init__(self, path: str, step: int | None) -> None:
         self.path, self.step = path, step
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self.upload_completion = Outcome()
+        self.upload_completion = Completion()
         for future in (self.staging_completion, self.upload_completion):
             # `cancel` of a future can't end a save; that of this object can.
             future.set_running_or_notify_cancel()
@@ -103,8 +103,8 @@ class Pending:
 
     def attempt(self, save: SaveJob) -> None:
         """It is this save that goes on now."""
-        self._save, self._who = save, save.operation.at.who
-        if self.cancelled is not None:
+        self._save, self._who = save, save.operation.context.who
+        if self.cancelled is not None:  # it was cancelled before this attempt began
             save.operation.cancel.set(self.cancelled)
 
     def has_staged(self) -> None:
@@ -180,7 +180,9 @@ class Pending:
         save = self._save
         if save is None:
             return self._last
-        return Progress(save.operation.at.phase, save.operation.presence.progress, save.bytes_total)
+        return Progress(
+            save.operation.context.phase, save.operation.presence.progress, save.operation.bytes_total
+        )
 
     def _wait(self, future: concurrent.futures.Future[T], timeout: float | None, what: str) -> T:
         try:

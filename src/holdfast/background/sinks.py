@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from holdfast.background.arena import Arena
 from holdfast.background.stage import Into, Staged, stage_wave, witnessed
@@ -15,7 +14,7 @@ from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import HoldfastError
 from holdfast.format.names import DATA
-from holdfast.io.file_writer import discard, split_files
+from holdfast.io.file_writer import About, discard, split_files
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
 from holdfast.plan.save import WrittenFile, plan_save
@@ -34,7 +33,7 @@ class StagedSink:
     def __init__(self, writer: WriterClient, arena: Arena | None, staged: Staged) -> None:
         self._writer, self._arena, self._staged = writer, arena, staged
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         assert self._arena is not None
         return _write(self._writer, self._arena, job, _order(job, replicas, about, self._arena, self._staged))
 
@@ -55,7 +54,7 @@ class WaveSink:
         self.copying = False
         """Is a thread copying into the arena now?"""
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         table, limit = job.table, min(job.options.max_file_bytes, self._budget)
         options = replace(job.options, columns=(), max_file_bytes=limit)
         plan = plan_save(table, replicas, options)
@@ -66,7 +65,7 @@ class WaveSink:
             self.copying = True
             staged = stage_wave(table, plan, cut, self._arena, self._into)
             staged.witnessed = digests
-            job.operation.still_wanted()
+            job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
                 forget_copied(job)
@@ -79,7 +78,7 @@ class WaveSink:
 def _order(
     job: SaveJob,
     replicas: list[Replica],
-    about: dict[str, Any],
+    about: About,
     arena: Arena,
     staged: Staged,
     options: Options | None = None,
@@ -96,8 +95,8 @@ def _order(
         specs=table.specs,
         boxes=table.boxes,
         replicas=replicas,
-        plain=table.plain,
-        lates=table.lates,
+        unsharded=table.unsharded,
+        deferred=table.deferred,
         base=staged.base,
         witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
         about=about,
@@ -110,12 +109,12 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list
     """Files from the arena, by the writer process; by this thread where only this process sees the store."""
 
     def planned(total: int) -> None:
-        job.bytes_total = total
+        job.operation.bytes_total = total
 
     if not isinstance(job.store, LocalStore):
-        return write_job(order, arena, job.store, planned, job.moved)
+        return write_job(order, arena, job.store, planned, job.operation.progress)
     try:
-        return writer.write(arena, order, planned, job.moved, job.operation.still_wanted)
+        return writer.write(arena, order, planned, job.operation.progress, job.operation.cancel.check)
     except BaseException:
         writer.kill()  # it may be stuck, and what it still wrote would be left behind
         if not job.options.keep_failed:

@@ -124,6 +124,7 @@ class WriterClient:
         ready.register(wire.socket, select.POLLIN)
         self.busy = True
         try:
+            # A descriptor crosses the socket once; bytes never do, both sides map the same pages.
             if arena.number not in self._attached:
                 wire.send(Attach(arena.number), arena.fd)
                 self._attached.add(arena.number)

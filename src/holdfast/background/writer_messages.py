@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.io.file_writer import About
 from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec
@@ -36,13 +37,13 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     specs: list[TensorSpec]
     boxes: list[Box]
     replicas: list[tuple[int, int]]
-    plain: list[bool]
-    lates: list[DeferredOffset | None]
+    unsharded: list[bool]
+    deferred: list[DeferredOffset | None]
     base: list[int]
     """Where in the arena each row begins."""
     witnessed: list[tuple[int, bytes, int, int]]
     """Row, offset, block and digest of what others write."""
-    about: dict[str, Any]
+    about: About
     options: Options
     only: int | None = None
     """Just this file of those that the plan makes; the arena holds the chunks of no other."""
@@ -73,7 +74,7 @@ class Failed(msgspec.Struct, tag=True, array_like=True):
     """A job failed; nothing of its files is left. An error as `HoldfastError.to_message` makes it."""
 
     number: int
-    error: dict[str, Any]
+    error: dict[str, object]
 
 
 ToWriter = Attach | Job

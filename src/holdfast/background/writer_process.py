@@ -38,6 +38,7 @@ class _Process:
 
     def listen(self) -> None:
         """Take orders until the trainer is gone."""
+        # On a thread beside the work, so that the end of the socket is seen in the middle of a long write.
         try:
             while True:
                 message, fd = self.wire.receive()
@@ -79,7 +80,7 @@ class _Process:
         )
 
     def _arena(self, job: Job) -> Arena:
-        arena = self.arenas[job.arena]
+        arena = self.arenas[job.arena]  # the trainer may have grown it since it was mapped here
         if arena.size < job.size:
             arena.reserve(job.size)
         return arena
@@ -100,7 +101,9 @@ def write_job(
 
 def _shard_table(job: Job, arena: Arena) -> ShardTable:
     """The rank's rows, over what was copied of them."""
-    table = ShardTable(job.rank, job.specs, job.boxes, list(job.replicas), job.plain, lates=job.lates)
+    table = ShardTable(
+        job.rank, job.specs, job.boxes, list(job.replicas), job.unsharded, deferred=job.deferred
+    )
     for spec, box, base in zip(job.specs, job.boxes, job.base, strict=True):
         memory: Memory = ArenaMemory(arena.address + base, box.shape, DTYPES[spec.dtype].size)
         table.memory.append(memory)

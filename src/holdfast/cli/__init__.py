@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from importlib import import_module
 from keyword import iskeyword
-from typing import Any
 
 import click
 
@@ -45,7 +44,7 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except Exception as error:

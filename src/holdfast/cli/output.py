@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import click
 
@@ -33,7 +32,7 @@ def say(sentence: str) -> None:
     click.echo(printable(sentence))
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """A library value as one JSON document."""
     import json
 

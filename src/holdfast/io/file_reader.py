@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -22,7 +23,7 @@ from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest
-from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, Stage
+from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.coverage import first_problem
 from holdfast.plan.read import Overlaps, overlaps
@@ -42,8 +43,8 @@ def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> R
 
     Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
     """
-    tables = table.tables()
-    dims = max(tables.dims, columns.dims)
+    arrays = table.arrays()
+    dims = max(arrays.dims, columns.dims)
     shape, offset, size = (
         _widen(columns.shape, dims, 1),
         _widen(columns.offset, dims, 0),
@@ -61,14 +62,14 @@ def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> R
     found = overlaps(
         len(columns.names),
         rows,
-        _widen(tables.offset, dims, 0),
-        _widen(tables.size, dims, 1),
+        _widen(arrays.offset, dims, 0),
+        _widen(arrays.size, dims, 1),
         tensor,
         offset,
         size,
     )
     volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
-    return ReadPlan(found, int((volume * tables.itemsize[found.wanted]).sum()))
+    return ReadPlan(found, int((volume * arrays.itemsize[found.wanted]).sum()))
 
 
 def _widen(values: Array, dims: int, fill: int) -> Array:
@@ -120,8 +121,7 @@ class _Job:
         for file in np.unique(columns.file[order]).tolist():
             mine = order[columns.file[order] == file]
             name = columns.file_names[file]
-            reader = self.store.open(name)
-            try:
+            with closing(self.store.open(name)) as reader:
                 if reader.size != int(columns.file_size[file]):
                     raise CorruptCheckpoint(
                         f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
@@ -130,18 +130,16 @@ class _Job:
                         details={"file": name},
                     )
                 done += self._file(reader, name, mine, threads)
-            finally:
-                reader.close()
         return done
 
     def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
         """Chunks that go, all of them, into one contiguous piece of one target: nearly all that there are
         when the layout is the one that saved, or cuts along the first axis. Found for all at once."""
-        columns, pairs, tables = self.columns, self.plan.pairs, self.table.tables()
+        columns, pairs, arrays = self.columns, self.plan.pairs, self.table.arrays()
         nbytes, wanted = self.nbytes[chunks], pairs.wanted[first]
-        itemsize = tables.itemsize[wanted]
+        itemsize = arrays.itemsize[wanted]
         dims = pairs.size.shape[1]
-        outer, origin = _widen(tables.size, dims, 1)[wanted], _widen(tables.offset, dims, 0)[wanted]
+        outer, origin = _widen(arrays.size, dims, 1)[wanted], _widen(arrays.offset, dims, 0)[wanted]
         alone = np.diff(np.append(first, len(pairs.chunk))) == 1
         whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
         together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
@@ -175,7 +173,7 @@ class _Job:
     def _some(self, reader: Reader, name: str, chunks: Array) -> int:
         """Read chunks of one file in order, in batches of neighbouring blocks."""
         batch: list[_Run] = []
-        stage = Stage()
+        scratch = ScratchBuffer()
         size, total = 0, 0
         for chunk in chunks.tolist():
             simple = self.simple.get(chunk)
@@ -185,11 +183,11 @@ class _Job:
                     or len(batch) >= BATCH_BUFFERS
                     or batch[-1].position + batch[-1].length != run.position
                 ):
-                    total += self._flush(reader, name, batch, stage)
+                    total += self._flush(reader, name, batch, scratch)
                     batch, size = [], 0
                 batch.append(run)
                 size += run.length
-        return total + (self._flush(reader, name, batch, stage) if batch else 0)
+        return total + (self._flush(reader, name, batch, scratch) if batch else 0)
 
     def _runs(self, chunk: int) -> Iterator[_Run]:
         """The blocks of a chunk that hold wanted bytes, in runs that are read and copied as one."""
@@ -267,14 +265,14 @@ class _Job:
         numbers = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         return numbers if len(starts) == 1 else np.unique(numbers)
 
-    def _flush(self, reader: Reader, name: str, batch: list[_Run], stage: Stage) -> int:
+    def _flush(self, reader: Reader, name: str, batch: list[_Run], scratch: ScratchBuffer) -> int:
         """Read a batch, verify every block, and copy over what was not read to where it belongs."""
         buffers: list[Buffer] = []
         staged: list[tuple[_Run, memoryview]] = []
         for run in batch:
             view = run.buffer
             if view is None:
-                view = stage.take(run.length)
+                view = scratch.take(run.length)
                 assert view is not None
                 staged.append((run, view))
             buffers.append(view)
@@ -302,7 +300,7 @@ class _Job:
                 at += 1
         for run, view in staged:
             self._scatter(run.chunk, run.start, view)
-        stage.reset()
+        scratch.reset()
         with self.lock:
             self.progress(wanted)
         return wanted

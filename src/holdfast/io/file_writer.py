@@ -29,6 +29,8 @@ CHUNKS_PER_FILE = 200_000
 """More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
 
 
+About = dict[str, Any]
+"""What a data file says of itself: attempt, step, grid, notes, ranks. JSON values."""
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
 """Block and digest of witnesses, by `witness_key`."""
 
@@ -55,7 +57,7 @@ class WriteRequest(NamedTuple):
     store: Store
     table: ShardTable
     plan: SavePlan
-    about: dict[str, Any]
+    about: About
     """What the files say of themselves: attempt, step, grid, notes, ranks."""
     options: Options
     progress: Progress
@@ -99,6 +101,7 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     name = data_file(request.about["attempt"], table.rank, part)
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     columns, order = embedded_columns(table, plan, chunks, name, first)
+    # Encoded once without positions and digests, because its size decides where everything lies.
     embedded_size = len(encode(columns, about))
     entries, end = _entries(table, chunks, embedded_size)
     header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
@@ -126,7 +129,8 @@ def embedded_columns(
     """The embedded index, but for positions and digests; and the chunks' order in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
     if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
-        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, _silent(table, plan)]))
+        empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
     else:
         listed = np.unique(chunks.row)
     by_name: dict[str, int] = {}
@@ -140,17 +144,17 @@ def embedded_columns(
         tensor_of_row[row] = place[names[row]]
     tensor = tensor_of_row[chunks.row]
     order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
-    tables = table.tables()
+    arrays = table.arrays()
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else Planned(*(column[:0] for column in plan.witnesses))
-    late_of_row, late = _late(table, np.flatnonzero(tensor_of_row >= 0))
+    late_of_row, late = _deferred_rows(table, np.flatnonzero(tensor_of_row >= 0))
     columns = Columns(
         names=sorted_names,
         dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
         kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
         ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
-        shape=tables.shape[rows].astype("<i8"),
+        shape=arrays.shape[rows].astype("<i8"),
         chunk_end=np.cumsum(counts, dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
         size=chunks.size[order].astype("<i8"),
@@ -179,19 +183,14 @@ def embedded_columns(
     return columns, order
 
 
-def _late(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """For each row of the shard table its number among the late ones of `rows`, or -1; and these: row, then
-    as in `DeferredOffset`."""
-    late = [(row, *found) for row in rows.tolist() if (found := table.lates[row]) is not None]
+def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
+    """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows:
+    the row, then as in `DeferredOffset`."""
+    late = [(row, *found) for row in rows.tolist() if (found := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
     number[deferred[:, 0]] = np.arange(len(deferred))
     return number, deferred
-
-
-def _silent(table: ShardTable, plan: SavePlan) -> Array:
-    """Rows that have neither chunk nor witness but must be listed: empty tensors."""
-    return np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
 
 
 def _entries(
@@ -209,8 +208,8 @@ def _entries(
         shape = tuple(sizes[at][len(sizes[at]) - ndim :])
         name = spec.name
         if shape != spec.shape:
-            begin: list[Any] = offsets[at][len(offsets[at]) - ndim :]
-            late = table.lates[row]
+            begin: list[int | str] = offsets[at][len(offsets[at]) - ndim :]
+            late = table.deferred[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
             name = name_of_chunk(name, begin)
@@ -242,7 +241,7 @@ def _fill_witnesses(
         known = witnessed.get(witness_key(plan, at))
         columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
         if at % 64 == 0:
-            progress(0)
+            progress(0)  # digesting moves no bytes, but a rank that does it is no stalled one
 
 
 def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:

@@ -54,10 +54,15 @@ def open_index(store: Store) -> Iterator[Index]:
         reader = store.open(INDEX)
     except NotFound:
         raise nothing_there(store) from None
-    try:
+    with closing(reader):
         yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-    finally:
-        reader.close()
+
+
+def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
+    """The index that a data file carries of itself, at bytes [start, stop) of it."""
+    return Index(
+        lambda at, length: reader.read(start + at, length), stop - start, f"the embedded index of {where}"
+    )
 
 
 @contextmanager
@@ -82,13 +87,11 @@ def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | Non
         reader = store.open(name)
     except NotFound:
         return None
-    try:
-        where = f"{store.url}/{name}"
+    where = f"{store.url}/{name}"
+    with closing(reader):
         check_size(where, reader.size, limit)
         with bounded_memory(where):
             return reader.read(0, reader.size)
-    finally:
-        reader.close()
 
 
 class TorchDist:

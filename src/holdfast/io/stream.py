@@ -25,7 +25,7 @@ Progress = Callable[[int], None]
 """Told the bytes moved since the last call; raises to give the work up."""
 
 
-class Stage:
+class ScratchBuffer:
     """Memory that is used again and again, for bytes that do not lie as the file wants them.
 
     Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
@@ -96,7 +96,7 @@ class Stream:
         self._writer, self._position, self._progress = writer, position, progress
         self._batch: list[Buffer] = []
         self._size = 0
-        self._stage = Stage()
+        self._scratch = ScratchBuffer()
         self.digests: list[int] = []
 
     def add(self, buffer: Buffer, size: int) -> None:
@@ -112,7 +112,7 @@ class Stream:
             self._position += self._size
             self._progress(self._size)
             self._batch, self._size = [], 0
-        self._stage.reset()
+        self._scratch.reset()
 
     def chunk(self, source: ChunkSource) -> None:
         nbytes, block = source.nbytes, source.block
@@ -126,10 +126,10 @@ class Stream:
             return
         for low in range(0, nbytes, step):
             length = min(step, nbytes - low)
-            view = self._stage.take(length)
+            view = self._scratch.take(length)
             if view is None:
                 self.flush()
-                view = self._stage.take(length)
+                view = self._scratch.take(length)
                 assert view is not None
             source.gather(low, view)
             self.add_blocks(view, block)
@@ -155,7 +155,7 @@ def stream_chunks(
     simple = _simple(table, chunks)
 
     def moved(size: int) -> None:
-        with lock:
+        with lock:  # `progress` is the caller's, and need not bear several threads
             progress(size)
 
     def work(start: int, stop: int) -> None:
@@ -174,6 +174,7 @@ def stream_chunks(
     if threads == 1:
         work(0, len(chunks.row))
         return digests
+    # Four pieces a thread, equal in bytes: chunks differ by orders of magnitude, and the last one decides.
     bytes_before = np.cumsum(chunks.nbytes)
     cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
     edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
@@ -185,8 +186,8 @@ def stream_chunks(
 
 def _simple(table: ShardTable, chunks: Planned) -> list[int]:
     """Addresses of chunks that are one block and all of their shard; 0 for the others."""
-    tables = table.tables()
-    whole_shard = (chunks.nbytes == tables.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
+    arrays = table.arrays()
+    whole_shard = (chunks.nbytes == arrays.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
     address = np.fromiter(
         (table.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
     )

@@ -22,7 +22,7 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
     wanted = plan.pairs.wanted
     planned = np.zeros(len(table), np.int64)
     np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1) if len(wanted) else 0)
-    needed = np.prod(table.tables().size, axis=1)
+    needed = np.prod(table.arrays().size, axis=1)
     wrong = np.flatnonzero(planned != needed)
     if len(wrong):
         row = int(wrong[0])
@@ -53,8 +53,8 @@ def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor
 def give_back(
     leaves: Sequence[Leaf],
     filled: Iterable[int],
-    objects: Mapping[int, Any],
-    built: Iterable[tuple[Leaf, Any]],
+    objects: Mapping[int, object],
+    built: Iterable[tuple[Leaf, object]],
 ) -> None:
     """Objects, and what was made, into the state; then live containers take over what is in them. Tensors are
     there already.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -29,7 +29,7 @@ from holdfast.errors import (
     Unplaced,
 )
 from holdfast.format import objects
-from holdfast.format.columns import Columns
+from holdfast.format.columns import Array, Columns
 from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import Source, open_source
@@ -41,8 +41,8 @@ from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, p
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
-from holdfast.protocol.arguments import check_options, check_texts
-from holdfast.protocol.call import Call, begin_call, one_folder
+from holdfast.protocol.arguments import check_arguments, one_folder
+from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
 from holdfast.protocol.messages import Chosen, HaveRead
 from holdfast.protocol.operation import Operation, read_state
@@ -53,6 +53,9 @@ from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flat
 from holdfast.state.memory import BytesMemory, TensorMemory
 from holdfast.store.base import NotFound, Store
 from holdfast.store.local import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -91,17 +94,16 @@ class LoadRequest:
     signature: object = None
 
     def __post_init__(self) -> None:
-        check_options(self.options)
-        check_texts("include", self.include)
-        check_texts("exclude", self.exclude)
+        check_arguments(options=self.options, include=self.include, exclude=self.exclude)
 
     def run(self) -> LoadReport:
         """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""
         job = LoadJob(self)
         try:
             job.run()
+        # Only loads of uneven shards pay for the second pass: most states know all their offsets.
         except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
-            offsets = exchange_offsets(self.store, self.call, job.table, job.trouble)
+            offsets = exchange_offsets(self.store, self.call, job.table, job.collect_error)
             job = LoadJob(self, offsets)
             job.run()
         return job.apply()
@@ -138,10 +140,10 @@ class LoadJob:
         self.sizes: dict[int, int] = {}
         """Bytes of each object that was read, by leaf."""
         self.prefix = b""
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, object] = {}
         """Objects that were read, by leaf."""
         self.lazy: LazyStates | None = None
-        self.built: list[tuple[Leaf, Any]] = []
+        self.built: list[tuple[Leaf, object]] = []
         """What was made for leaves, to take their place."""
         self.operation = Operation(
             "load",
@@ -149,20 +151,22 @@ class LoadJob:
             self.store.url,
             request.call,
             LOAD_TRANSITIONS,
-            include=request.include,
-            exclude=request.exclude,
-            strict=request.strict,
-            signature=request.signature,
-            lengths=offsets is not None,
+            arguments={
+                "include": request.include,
+                "exclude": request.exclude,
+                "strict": request.strict,
+                "signature": request.signature,
+                "lengths": offsets is not None,
+            },
         )
-        self.trouble = read_state(self._collect, self.rank)
+        self.collect_error = read_state(self._collect, self.rank)
         """What collecting the state met. The protocol tells it to the other ranks."""
-        if offsets is None and self.trouble is None:
-            self.trouble = unplaced(self.table, self.operation.at.title)
+        if offsets is None and self.collect_error is None:
+            self.collect_error = unplaced(self.table, self.operation.context.title)
 
     def run(self) -> None:
         """Run the protocol to its end."""
-        self.operation.run(lambda: load_steps(self.operation.at, self), self.trouble)
+        self.operation.run(load_steps(self.operation.context, self), self.collect_error)
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -181,17 +185,17 @@ class LoadJob:
     # -- choose a version and read it -------------------------------------------------------------
 
     def choose(self) -> Chosen:
-        if self.trouble is not None:
-            raise self.trouble
+        if self.collect_error is not None:
+            raise self.collect_error
         with open_source(self.store) as index:
             return Chosen(index.identity, index.about.get("created"))
 
     def read(self, chosen: Chosen) -> HaveRead:
-        if self.trouble is not None:
-            raise self.trouble
+        if self.collect_error is not None:
+            raise self.collect_error
         self._wait_for(chosen)
         with open_source(self.store) as index:
-            if index.identity != chosen.identity:
+            if index.identity != chosen.identity:  # it was replaced between the look above and this one
                 raise self._replaced()
             self.step = index.about.get("step")
             try:
@@ -232,16 +236,16 @@ class LoadJob:
             self._take(wanted, row, columns, int(position[place]))
         plan = plan_read(wanted, position, columns, index.where)
         check_filled(wanted, plan)
-        self.bytes_needed = plan.bytes_needed
+        self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
         announce(wanted, [self.leaves[self.owner[row]] for row in keep])
-        self.streams.wait()
+        self.streams.wait()  # what training has queued on the GPU still reads and writes these tensors
         read = read_into(
             self.store,
             wanted,
             columns,
             plan,
             self.request.options.writer_threads,
-            lambda moved: self.operation.progress(moved, self.bytes_needed),
+            self.operation.progress,
         )
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
@@ -267,22 +271,22 @@ class LoadJob:
     def _wait_for(self, chosen: Chosen) -> None:
         """Until the version that the committer chose is visible here; a network file system may show it
         late. Another version that is newer, or that the committer itself sees, has replaced it."""
-        at = self.operation.at
-        ends = at.clock.now() + min(VISIBLE_WITHIN, at.deadline.left())
+        context = self.operation.context
+        ends = context.clock.now() + min(VISIBLE_WITHIN, context.deadline.left())
         while True:
             with suppress(NotCommitted), open_source(self.store) as index:
                 if index.identity == chosen.identity:
                     return
                 created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
-                if at.leads or newer:
+                if context.is_committer or newer:
                     raise self._replaced()
-            self.operation.still_wanted()
-            if at.leads or at.clock.now() >= ends:
+            self.operation.cancel.check()
+            if context.is_committer or context.clock.now() >= ends:
                 raise self._replaced()
-            at.clock.sleep(0.05)
+            context.clock.sleep(0.05)
 
-    def _check_missing(self, rows: Any, index: Source) -> list[int]:
+    def _check_missing(self, rows: Array, index: Source) -> list[int]:
         """Rows of the shard table that the checkpoint has; the others are an error unless excused."""
         gone = [row for row in range(len(self.table)) if rows[row] < 0]
         empty = {
@@ -362,13 +366,13 @@ class LoadJob:
     def apply(self) -> LoadReport:
         """Put what was read into the state. What fails here is not known to other ranks."""
         give_back(self.leaves, self.filled, self.values, self.built)
-        at = self.operation.at
+        context = self.operation.context
         for finish in self.after:
             try:
                 finish()
             except Exception as error:
                 raise LoadFailed(
-                    f"{at.title}: all was read, but load_state_dict failed on {at.who}: "
+                    f"{context.title}: all was read, but load_state_dict failed on {context.who}: "
                     f"{type(error).__name__}: {error}",
                     rank=self.rank,
                     hint="Other ranks don't know of this.",
@@ -399,12 +403,12 @@ def _fitted(
 
 
 def load(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,

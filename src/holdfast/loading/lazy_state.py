@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,10 +34,10 @@ class Made:
     """A leaf, and what a load has made to take its place."""
 
     leaf: Leaf
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, object] = field(default_factory=dict)
     """By their whole names."""
 
-    def value(self) -> Any:
+    def value(self) -> object:
         """What takes its place, of the parts."""
         name = self.leaf.name
         structure = self.parts.get(join(name, STRUCTURE))
@@ -52,9 +51,15 @@ class LazyStates:
     """Adds leaves, their rows and their owners to those of a load."""
 
     def __init__(
-        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, everyone: tuple[int, ...]
+        self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, participants: tuple[int, ...]
     ) -> None:
-        self.url, self.leaves, self.owner, self.table, self.everyone = url, leaves, owner, table, everyone
+        self.url, self.leaves, self.owner, self.table, self.participants = (
+            url,
+            leaves,
+            owner,
+            table,
+            participants,
+        )
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
@@ -91,7 +96,7 @@ class LazyStates:
         for (leaf, _), at in zip(parts, places, strict=True):
             self._make(leaf, columns, at)
 
-    def build(self, objects: Mapping[int, Any]) -> list[tuple[Leaf, Any]]:
+    def build(self, objects: Mapping[int, object]) -> list[tuple[Leaf, object]]:
         """What takes the place of leaves, once all parts are read; `objects` are those that were, by the
         position of their leaf."""
         for at in range(self._given, len(self.leaves)):
@@ -137,7 +142,7 @@ class LazyStates:
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
         """Leaves for parts of a leaf, and rows for those."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
-        present: dict[str, Any] = {}
+        present: dict[str, object] = {}
         if isinstance(value, ParameterState) and value:
             present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
         for at in rows:
@@ -152,7 +157,7 @@ class LazyStates:
                 made.parts[name] = tensor
             new.append(Leaf(name, tensor, partial(made.parts.__setitem__, name), source=leaf.source))
         self.made.append(made)
-        table, owner = build_shard_table(new, self.table.rank, self.everyone, for_load=True)
+        table, owner = build_shard_table(new, self.table.rank, self.participants, for_load=True)
         parameter = getattr(value, "parameter", None)
         if parameter is not None:
             self._lie_like(table, parameter)
@@ -162,7 +167,9 @@ class LazyStates:
 
     def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
         """Copy the box of the parameter's shard to uneven shards; its offset is already agreed."""
-        late = [row for row, found in enumerate(table.lates) if found is not None and table.boxes[row].volume]
+        late = [
+            row for row, found in enumerate(table.deferred) if found is not None and table.boxes[row].volume
+        ]
         if not late:
             return
         address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
@@ -171,7 +178,7 @@ class LazyStates:
             found = of.get((address, table.boxes[row].shape))
             if found is not None:
                 table.boxes[row] = self.table.boxes[found]
-            elif table.lates[row].start == -1:  # type: ignore[union-attr]
+            elif table.deferred[row].start == -1:  # type: ignore[union-attr]
                 raise BadInput(
                     f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not "
                     f"know, and its parameter is "
@@ -186,7 +193,7 @@ class LazyStates:
             self._at = {
                 (memory.tensor.data_ptr(), box.shape): row
                 for row, (memory, box, late) in enumerate(
-                    zip(self.table.memory, self.table.boxes, self.table.lates, strict=True)
+                    zip(self.table.memory, self.table.boxes, self.table.deferred, strict=True)
                 )
                 if late is not None and isinstance(memory, TensorMemory)
             }
@@ -264,7 +271,7 @@ def _above(name: str, start: int) -> Iterator[str]:
     yield name
 
 
-def _fits(value: Any, dtype: torch.dtype, shape: Dims) -> bool:
+def _fits(value: object, dtype: torch.dtype, shape: Dims) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
 
 
@@ -312,9 +319,9 @@ def _are_parts_of_a_list(keys: list[str]) -> bool:
     return numbers == set(range(len(numbers)))
 
 
-def as_list(parts: Mapping[str, Any]) -> list[Any]:
+def as_list(parts: Mapping[str, object]) -> list[object]:
     """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, object]] = {}
     for path, value in parts.items():
         number, _, key = path.partition(".")
         found.setdefault(int(number), {})[key] = value

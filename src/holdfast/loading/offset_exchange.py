@@ -7,6 +7,7 @@ here; that rank's `Unplaced` brings all of them.
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError, Unplaced
@@ -15,50 +16,65 @@ from holdfast.layout.deferred_offset import place
 from holdfast.layout.tensor import listed
 from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call
+from holdfast.protocol.messages import from_roster, to_message
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.store.base import Store
 
 
 def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
-    """What a rank raises that has such a shard, or knows that its lane is not cut evenly, which others may
-    not see."""
-    for spec, late in zip(table.specs, table.lates, strict=True):
-        if late is not None and late.start < 0:
+    """The error of a rank that has such a shard, or knows that its shard line is not cut evenly, which others
+    may not see; else None."""
+    for spec, deferred in zip(table.specs, table.deferred, strict=True):
+        if deferred is not None and deferred.start < 0:
             return Unplaced(
                 f"{title}: rank {table.rank} holds a part of {spec.name!r} without an offset along axis "
-                f"{late.axis}.",
+                f"{deferred.axis}.",
                 rank=table.rank,
             )
     return None
 
 
+class Lengths(msgspec.Struct, frozen=True):
+    """Each rank to the committer: its deferred rows."""
+
+    rows: list[tuple[str, int, int, int, int, int, int]]
+    """Name and length of the tensor along the axis, then the fields of `DeferredOffset`."""
+
+
+class Shifts(msgspec.Struct, frozen=True):
+    """The committer to one rank: what to add to the offset of each of its deferred rows, in order."""
+
+    shifts: list[int]
+
+
 class OffsetExchange(CollectiveTask):
-    """`shifts`: for each late row of this rank, in order, what to add to its box's offset."""
+    """`shifts`: for each deferred row of this rank, in order, what to add to its box's offset."""
 
     kind = "load"
 
-    def of(self, table: ShardTable, trouble: HoldfastError | None) -> OffsetExchange:
-        self._trouble = trouble if not isinstance(trouble, Unplaced) else None
+    def of(self, table: ShardTable, collect_error: HoldfastError | None) -> OffsetExchange:
+        self._collect_error = collect_error if not isinstance(collect_error, Unplaced) else None
         self.rows = [
-            [spec.name, spec.shape[late.axis], *late]
-            for spec, late in zip(table.specs, table.lates, strict=True)
-            if late is not None
+            (spec.name, spec.shape[deferred.axis], *deferred)
+            for spec, deferred in zip(table.specs, table.deferred, strict=True)
+            if deferred is not None
         ]
         return self
 
     def contribute(self) -> Message:
-        if self._trouble is not None:
-            raise self._trouble  # which the first pass did not come to tell
-        return {"rows": self.rows}
+        if self._collect_error is not None:
+            raise self._collect_error  # which the first pass did not come to tell
+        return to_message(Lengths(self.rows))
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        rows = [(rank, *row) for rank, message in sorted(said.items()) for row in message["rows"]]
+        lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(said.items())}
+        rows = [(rank, *row) for rank, message in lengths.items() for row in message.rows]
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
         lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
-        size, axis, lane, position, length, start = lines.T
-        found = place(np.asarray(tensor, np.int64), axis, lane, position, length, start, size)
+        size, axis, shard_line, position, length, start = lines.T
+        found = place(np.asarray(tensor, np.int64), axis, shard_line, position, length, start, size)
         names = list(number)
         sizes = dict(zip(zip(tensor, axis.tolist(), strict=True), size.tolist(), strict=True))
         if found.differ is not None:
@@ -81,33 +97,33 @@ class OffsetExchange(CollectiveTask):
         shifts: dict[int, list[int]] = {rank: [] for rank in said}
         for row, shift in zip(rows, found.shift.tolist(), strict=True):
             shifts[row[0]].append(shift)
-        return {rank: {"shifts": mine} for rank, mine in shifts.items()}
+        return {rank: to_message(Shifts(mine)) for rank, mine in shifts.items()}
 
     def execute(self, answer: Message) -> Message:
-        self.shifts = list(map(int, answer["shifts"]))
+        self.shifts = from_roster(answer, Shifts).shifts
         return {}
 
 
 def exchange_offsets(
-    store: Store, call: Call, table: ShardTable, trouble: HoldfastError | None
+    store: Store, call: Call, table: ShardTable, collect_error: HoldfastError | None
 ) -> OffsetExchange:
     """Tell the other ranks what this one holds along uneven axes, and hear where its shards begin."""
     lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
-        table, trouble
+        table, collect_error
     )
     lengths.run()
     return lengths
 
 
 def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
-    """Move the boxes of late rows to where they are."""
-    late = [row for row, found in enumerate(table.lates) if found is not None]
-    if [[table.specs[row].name, *(table.lates[row] or ())] for row in late] != [
-        [name, *rest] for name, _, *rest in lengths.rows
+    """Move the boxes of deferred rows to their offsets."""
+    deferred = [row for row, found in enumerate(table.deferred) if found is not None]
+    if [(table.specs[row].name, *(table.deferred[row] or ())) for row in deferred] != [
+        (name, *rest) for name, _, *rest in lengths.rows
     ]:
         raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
-    for row, shift in zip(late, lengths.shifts, strict=True):
-        found, box = table.lates[row], table.boxes[row]
+    for row, shift in zip(deferred, lengths.shifts, strict=True):
+        found, box = table.deferred[row], table.boxes[row]
         if shift and found is not None and box.volume:
             offset = list(box.offset)
             offset[found.axis] += shift

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -283,12 +284,12 @@ def _check_files(store: Store, index: Index) -> None:
     """Every data file that the index names is there, with its size."""
     for name, size in zip(index.file_names(), index.column("file_size").tolist(), strict=True):
         try:
-            reader = store.open(name)
+            with closing(store.open(name)) as reader:
+                found = reader.size
         except NotFound:
             raise _lost(store, name, "is missing") from None
-        reader.close()
-        if reader.size != size:
-            raise _lost(store, name, f"has {reader.size} bytes, but was written with {size}")
+        if found != size:
+            raise _lost(store, name, f"has {found} bytes, but was written with {size}")
 
 
 def _lost(store: Store, name: str, problem: str) -> CorruptCheckpoint:

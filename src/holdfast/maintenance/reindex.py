@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import closing
+from typing import NamedTuple
 
 import msgspec
 
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, HoldfastError
 from holdfast.format.columns import Columns
 from holdfast.format.container import read_header
-from holdfast.format.index import Index, encode
+from holdfast.format.index import encode
 from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.maintenance.target import Place, about, number
 from holdfast.plan.merge import Merger
-from holdfast.saving.commit import present_tail, versions
-from holdfast.store.base import Store
+from holdfast.saving.commit import versions
+from holdfast.store.base import Store, version_of
 from holdfast.store.local import open_store
 
 _ANY_SIZE = 1 << 62
@@ -58,7 +59,7 @@ class _Whole(NamedTuple):
 
     name: str
     rank: int
-    said: dict[str, Any]
+    said: dict[str, object]
     columns: Columns
 
 
@@ -87,14 +88,14 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     columns = _merge(store, chosen)
     data = encode(columns, _about(chosen))
     if not dry_run:
-        store.publish(INDEX, data, present_tail(store))
+        store.publish(INDEX, data, version_of(store, INDEX))
     taken = {file.name for file in chosen}
     left = [LeftOut(file.name, file.why) for file in broken]
     left += [LeftOut(file.name, "it belongs to another attempt") for file in whole if file.name not in taken]
     return Reindexed(
         store.url,
         "would write" if dry_run else "written",
-        chosen[0].said.get("step"),
+        number(chosen[0].said.get("step")),
         len(columns.names),
         tuple(columns.file_names),
         tuple(left),
@@ -107,7 +108,7 @@ def _good_index(store: Store) -> Reindexed | None:
     try:
         with open_index(store) as index:
             columns = index.select()
-            step = about(index).get("step")
+            step = number(about(index).get("step"))
     except HoldfastError:
         return None
     files = tuple(columns.file_names)
@@ -132,28 +133,25 @@ def _look(store: Store, name: str) -> _Whole | _Broken:
     except HoldfastError as error:
         return _Broken(name, error.message)
     try:
-        # The header comes first in a file, so one that was cut short mostly still has it.
-        header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
-        start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
-        if reader.size != stop:
-            return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
-        index = Index(
-            lambda at, length: reader.read(start + at, length),
-            stop - start,
-            f"the embedded index of {store.url}/{name}",
-        )
-        columns = index.embedded()
-        if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
-            return _Broken(name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied")
-        if header.metadata.get("rank") != str(int(columns.file_rank[0])):
-            return _Broken(name, "its header and its embedded index name different ranks")
-        return _Whole(name, int(columns.file_rank[0]), about(index), columns)
+        with closing(reader):
+            # The header comes first in a file, so one that was cut short mostly still has it.
+            header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
+            start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
+            if reader.size != stop:
+                return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
+            index = embedded_index(reader, start, stop, f"{store.url}/{name}")
+            columns = index.embedded()
+            if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
+                return _Broken(
+                    name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
+                )
+            if header.metadata.get("rank") != str(int(columns.file_rank[0])):
+                return _Broken(name, "its header and its embedded index name different ranks")
+            return _Whole(name, int(columns.file_rank[0]), about(index), columns)
     except KeyError:
         return _Broken(name, "it carries no index of itself")
     except HoldfastError as error:
         return _Broken(name, error.message)
-    finally:
-        reader.close()
 
 
 def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: bool) -> list[_Whole]:
@@ -206,7 +204,7 @@ def _merge(store: Store, files: list[_Whole]) -> Columns:
         raise
 
 
-def _about(files: list[_Whole]) -> dict[str, Any]:
+def _about(files: list[_Whole]) -> dict[str, object]:
     """What the new index says of itself: what the files know, and that it was rebuilt."""
     known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
     made = {"created": time.time(), "versions": versions(), "reindexed": True}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from holdfast.errors import NotCommitted
 from holdfast.format.index import Index
@@ -39,17 +38,17 @@ def checkpoint_at(path: Place) -> LocalStore:
     return store.child(steps[max(steps)])
 
 
-def about(index: Index) -> dict[str, Any]:
+def about(index: Index) -> dict[str, object]:
     """The index's own words. They are any JSON, so what is not a dict counts as nothing."""
-    said: Any = index.about
+    said: object = index.about
     return said if isinstance(said, dict) else {}
 
 
-def number(value: Any) -> int | None:
+def number(value: object) -> int | None:
     """A whole number out of untrusted JSON, or None."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def moment(value: Any) -> float | None:
+def moment(value: object) -> float | None:
     """Seconds since the epoch out of untrusted JSON, or None."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e11 else None

@@ -17,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from holdfast.format.container import Entry, Header, read_header
 from holdfast.format.digest import digest
 from holdfast.format.index import PAGE, Index
 from holdfast.format.names import EMBEDDED, FORMAT, INDEX, name_of_chunk, without_offset
+from holdfast.io.open_checkpoint import embedded_index
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import DTYPES
 from holdfast.maintenance.target import Place, about, checkpoint_or_run, number
@@ -126,15 +128,14 @@ def _open_index(store: Store, found: list[Damage]) -> tuple[Columns, int | None]
         found.append(Damage(INDEX, error.message))
         return None
     try:
-        index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-        pages = list(_bad_pages(reader))
-        found += pages
-        return None if pages else (index.select(), number(about(index).get("step")))
+        with closing(reader):
+            index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+            pages = list(_bad_pages(reader))
+            found += pages
+            return None if pages else (index.select(), number(about(index).get("step")))
     except HoldfastError as error:
         found.append(Damage(INDEX, error.message))
         return None
-    finally:
-        reader.close()
 
 
 def _bad_pages(reader: Reader) -> Iterator[Damage]:
@@ -209,19 +210,18 @@ class _Check:
             self._lost(file, "the file is missing" if isinstance(error, NotFound) else error.message)
             return
         try:
-            self.readable.append(file)
-            if reader.size != size:
-                low, high = sorted((reader.size, size))
-                text = f"the file has {reader.size} bytes, but was written with {size}"
-                self.found.append(Damage(name, text, None, low, high))
-                self._beyond(file, reader.size)
-            header = read_header(reader.read, max(reader.size, size), name)
-            self._embedded(file, reader, header)
-            self._header(file, header)
+            with closing(reader):
+                self.readable.append(file)
+                if reader.size != size:
+                    low, high = sorted((reader.size, size))
+                    text = f"the file has {reader.size} bytes, but was written with {size}"
+                    self.found.append(Damage(name, text, None, low, high))
+                    self._beyond(file, reader.size)
+                header = read_header(reader.read, max(reader.size, size), name)
+                self._embedded(file, reader, header)
+                self._header(file, header)
         except HoldfastError as error:
             self.found.append(Damage(name, error.message))
-        finally:
-            reader.close()
 
     def _lost(self, file: int, problem: str) -> None:
         """A file that is not there, with the tensors that go with it."""
@@ -292,11 +292,7 @@ class _Check:
         if reader.size < size:
             return  # said already: the file is cut short
         try:
-            index = Index(
-                lambda at, length: reader.read(start + at, length),
-                size - start,
-                f"the embedded index of {name}",
-            )
+            index = embedded_index(reader, start, size, name)
             said = index.embedded()
         except CorruptCheckpoint as error:
             self.found.append(Damage(name, error.message, None, start, size))
@@ -377,12 +373,10 @@ class _Check:
             reader = self.store.open(name)
         except HoldfastError as error:
             return [Damage(name, error.message)]
-        try:
+        with closing(reader):
             for batch in _batches(self._blocks(chunk) for chunk in chunks):
                 bad += _check_batch(reader, batch)
                 tell(sum(block.length for block in batch))
-        finally:
-            reader.close()
         return self._joined(name, bad)
 
     def _blocks(self, chunk: int) -> list[_Block]:
@@ -441,13 +435,13 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
             yield block, "the bytes do not match the digest they were written with"
 
 
-def _chunk_rows(columns: Columns, chunks: Array) -> Any:
+def _chunk_rows(columns: Columns, chunks: Array) -> Array:
     """What identifies each chunk, as an array of tuples that compare one by one."""
     tensor = columns.tensor_of_chunk()[chunks].tolist()
     offset, size = columns.offset[chunks].tolist(), columns.size[chunks].tolist()
     position, block = columns.position[chunks].tolist(), columns.block[chunks].tolist()
     rows = np.empty(len(chunks), object)
-    shapes: dict[int, tuple[Any, ...]] = {}
+    shapes: dict[int, tuple[str, int, int, tuple[int, ...]]] = {}
     for at, row in enumerate(tensor):
         if row not in shapes:
             kind, dtype = int(columns.kind[row]), int(columns.dtype[row])

@@ -69,7 +69,7 @@ class Merger:
         self._file_names: list[str] = []
         self._file_size: list[int] = []
         self._file_rank: list[int] = []
-        self._lates = 0
+        self._deferred_before = 0
         self._dims = 1
 
     def add(self, rank: int, columns: Columns) -> None:
@@ -109,12 +109,12 @@ class Merger:
                 late_rank=np.full(len(late), rank, "<i4"),
             )
         )
-        self._lates += len(late)
+        self._deferred_before += len(late)
 
     def _numbered(self, late: Array, rows: int) -> Array:
-        """Late rows are numbered over all files; -1 stays what it is."""
+        """Deferred rows, numbered over all files; -1 (not deferred) stays."""
         found = late if len(late) == rows else np.full(rows, -1, "<i8")
-        return np.where(found < 0, -1, found + self._lates)
+        return np.where(found < 0, -1, found + self._deferred_before)
 
     def _place(self, rank: int, columns: Columns) -> Array:
         """The global row of each of a rank's tensors; a name that means something else is refused."""
@@ -147,7 +147,7 @@ class Merger:
         rank_of_row = np.empty(len(names), np.int64)
         rank_of_row[by_name] = np.arange(len(names))
         sorted_names = [str(name) for name in names[by_name]]
-        tick()
+        tick()  # between steps, each of which takes seconds for a large world: others watch for a stall
 
         joined = self._join(rank_of_row)
         tick()
@@ -157,7 +157,7 @@ class Merger:
                 shapes[row, self._dims - len(shape) :] = shape
         shapes = shapes[by_name]
         ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
-        place_late(sorted_names, shapes, ndim, joined)
+        place_deferred(sorted_names, shapes, ndim, joined)
         tick()
         first = np.asarray(self._rank, np.int64)[by_name] if len(names) else np.zeros(0, np.int64)
         check_coverage(sorted_names, shapes, ndim, first, joined)
@@ -237,8 +237,10 @@ def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -
     )
 
 
-def place_late(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
-    """Give shards their offsets that only all lengths together tell; boxes change in place."""
+def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) -> None:
+    """Compute deferred offsets from the lengths that all ranks hold; boxes change in place."""
+    if not len(rows.late_tensor):
+        return
     pad_of = shapes.shape[1] - ndim.astype(np.int64)
     found = place(
         rows.late_tensor,
@@ -352,6 +354,7 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     """What replicas hold must be what was written."""
     if not len(rows.witness_tensor):
         return
+    # Boxes meet by a 64-bit key, without a loop over millions of rows.
     keys = _keys(rows.tensor, rows.offset, rows.size)
     order = np.argsort(keys)
     wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)

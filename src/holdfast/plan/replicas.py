@@ -47,18 +47,21 @@ def first_writer(name: str, box: Box, count: int) -> int:
 
 
 def shares(
-    name: str, box: Box, nbytes: int, replica: Replica, split_bytes: int, everyone: bool
+    name: str, box: Box, nbytes: int, replica: Replica, split_bytes: int, witness_all: bool
 ) -> Iterator[tuple[Box, bool]]:
     """(piece, does this replica write it?) for the pieces it writes or witnesses.
 
-    It writes at most one, and witnesses that of the replica before it, or all others if `everyone`.
+    It writes at most one, and witnesses that of the replica before it, or all others if `witness_all`.
     """
+    # `plan.save.plan_save` has this rule a second time, for all rows at once that go in one piece: a loop
+    # over thousands of experts is too slow. A change here is a change there; tests/plan/test_save.py compares
+    # them.
     index, count = replica
     axis, parts = cut(box, nbytes, count, split_bytes)
     first = first_writer(name, box, count)
     own = (index - first) % count
     if own < parts:
         yield piece(box, axis, parts, own), True
-    for number in range(parts) if everyone else ((own - 1) % count,):
+    for number in range(parts) if witness_all else ((own - 1) % count,):
         if number < parts and number != own:
             yield piece(box, axis, parts, number), False

@@ -15,7 +15,7 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options
 from holdfast.plan.replicas import first_writer, shares
-from holdfast.plan.shard_table import ShardTable, Tables
+from holdfast.plan.shard_table import RowArrays, ShardTable
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
@@ -64,41 +64,50 @@ def first_axis_bytes(size: Array, nbytes: Array) -> Array:
 
 def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
     """Decide from the rows and their settled replicas."""
-    tables = table.tables()
+    arrays = table.arrays()
     index, count = np.array(replicas, np.int64).reshape(-1, 2).T
-    plain = np.asarray(table.plain, bool)
+    unsharded = np.asarray(table.unsharded, bool)
     check = options.check_replicas
-    full = tables.nbytes > 0
-    everyone = np.full(len(table), check == "full") | ((check == "auto") & plain)
-    in_one_piece = full & (count > 1) & (tables.nbytes < 2 * options.split_bytes) & ~everyone
-    whole = np.flatnonzero(in_one_piece)  # most rows of a mixture of experts: no loop over their pieces
+    full = arrays.nbytes > 0
+    witness_all = np.full(len(table), check == "full") | ((check == "auto") & unsharded)
+    in_one_piece = full & (count > 1) & (arrays.nbytes < 2 * options.split_bytes) & ~witness_all
+    # The rule of `plan.replicas.shares`, here a second time for all rows that go in one piece: they are most
+    # rows of a mixture of experts, and a loop over their pieces is too slow. A change here is a change there.
+    whole = np.flatnonzero(in_one_piece)
     first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
-    turn = (index[whole] - np.asarray(first, np.int64)) % count[whole]
-    written = _Rows(tables, np.concatenate([np.flatnonzero(full & (count == 1)), whole[turn == 0]]))
-    seen = _Rows(tables, whole[turn == 1] if check != "off" else whole[:0])
+    place = (index[whole] - np.asarray(first, np.int64)) % count[whole]
+    written = _Rows(arrays, np.concatenate([np.flatnonzero(full & (count == 1)), whole[place == 0]]))
+    seen = _Rows(arrays, whole[place == 1] if check != "off" else whole[:0])
     for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
-        name, box, nbytes = table.specs[row].name, table.boxes[row], int(tables.nbytes[row])
+        name, box, nbytes = table.specs[row].name, table.boxes[row], int(arrays.nbytes[row])
         for part, writes in shares(
-            name, box, nbytes, replicas[row], options.split_bytes, bool(everyone[row])
+            name, box, nbytes, replicas[row], options.split_bytes, bool(witness_all[row])
         ):
             if writes or check != "off":
                 (written if writes else seen).add(row, part)
-    wide = _to_cut(table, options.columns)
-    chunks = _panels(*written.arrays(), tables.itemsize, wide)
-    witnesses = _panels(*seen.arrays(), tables.itemsize, wide)
+    patterns = options.columns
+    wide = (
+        np.asarray([any(matches(spec.name, one) for one in patterns) for spec in table.specs], bool)
+        if patterns
+        else np.zeros(0, bool)
+    )
+    chunks = _panels(*written.arrays(), arrays.itemsize, wide)
+    witnesses = _panels(*seen.arrays(), arrays.itemsize, wide)
     complete = (
-        plain[witnesses.row]
+        unsharded[witnesses.row]
         if options.check_replicas == "auto"
         else np.full(len(witnesses.row), options.check_replicas == "full")
     )
-    return SavePlan(tables.dims, _in_order(chunks, tables.itemsize), witnesses, complete)
+    # File order: widest elements first, so that every chunk is aligned without holes.
+    order = np.argsort(-arrays.itemsize[chunks.row], kind="stable")
+    return SavePlan(arrays.dims, Planned(*(column[order] for column in chunks)), witnesses, complete)
 
 
 class _Rows:
     """Boxes of a shard table: whole rows, and parts of some."""
 
-    def __init__(self, tables: Tables, whole: Array) -> None:
-        self._tables, self._whole = tables, whole
+    def __init__(self, arrays: RowArrays, whole: Array) -> None:
+        self._arrays, self._whole = arrays, whole
         self._rows: list[int] = []
         self._parts: list[Box] = []
 
@@ -108,20 +117,12 @@ class _Rows:
 
     def arrays(self) -> tuple[Array, Array, Array]:
         """Row, offset and size of each."""
-        tables, dims = self._tables, self._tables.dims
+        arrays, dims = self._arrays, self._arrays.dims
         return (
             np.concatenate([self._whole, np.asarray(self._rows, np.int64)]),
-            np.concatenate([tables.offset[self._whole], pad([part.offset for part in self._parts], dims, 0)]),
-            np.concatenate([tables.size[self._whole], pad([part.shape for part in self._parts], dims, 1)]),
+            np.concatenate([arrays.offset[self._whole], pad([part.offset for part in self._parts], dims, 0)]),
+            np.concatenate([arrays.size[self._whole], pad([part.shape for part in self._parts], dims, 1)]),
         )
-
-
-def _to_cut(table: ShardTable, patterns: tuple[str, ...]) -> Array:
-    """Rows of the shard table whose matrices the options want in column panels."""
-    found = (
-        [any(matches(spec.name, pattern) for pattern in patterns) for spec in table.specs] if patterns else ()
-    )
-    return np.asarray(found, bool)
 
 
 def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Array) -> Planned:
@@ -140,9 +141,3 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
         size[:, -1] //= parts[at]
         offset[:, -1] += panel * size[:, -1]
     return Planned(row, offset, size, nbytes, block_sizes(nbytes, first_axis_bytes(size, nbytes)))
-
-
-def _in_order(chunks: Planned, itemsize: Array) -> Planned:
-    """File order: widest elements first, so that every chunk is aligned without holes."""
-    order = np.argsort(-itemsize[chunks.row], kind="stable")
-    return Planned(*(column[order] for column in chunks))

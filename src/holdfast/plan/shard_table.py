@@ -43,36 +43,36 @@ class ShardTable:
     boxes: list[Box] = field(default_factory=list)
     replicas: list[Replica | None] = field(default_factory=list)
     """(index, count) of this copy; None: not declared, to be agreed with the other ranks."""
-    plain: list[bool] = field(default_factory=list)
-    """A replica nobody promised: a plain tensor or an object, to be compared in full."""
+    unsharded: list[bool] = field(default_factory=list)
+    """A plain tensor or an object: nobody has declared that copies are equal, so all bytes are compared."""
     memory: list[Memory] = field(default_factory=list)
-    lates: list[DeferredOffset | None] = field(default_factory=list)
-    """Where a shard stands whose offset others' lengths may tell."""
-    _tables: Tables | None = None
+    deferred: list[DeferredOffset | None] = field(default_factory=list)
+    """The position of a shard whose offset depends on the lengths of the others on its shard line."""
+    _arrays: RowArrays | None = None
 
     def add(
         self,
         spec: TensorSpec,
         box: Box,
         replica: Replica | None,
-        plain: bool,
+        unsharded: bool,
         memory: Memory,
-        late: DeferredOffset | None = None,
+        deferred: DeferredOffset | None = None,
     ) -> None:
         self.specs.append(spec)
         self.boxes.append(box)
         self.replicas.append(replica)
-        self.plain.append(plain)
+        self.unsharded.append(unsharded)
         self.memory.append(memory)
-        self.lates.append(late)
+        self.deferred.append(deferred)
 
     def extend(self, other: ShardTable) -> None:
         self.specs += other.specs
         self.boxes += other.boxes
         self.replicas += other.replicas
-        self.plain += other.plain
+        self.unsharded += other.unsharded
         self.memory += other.memory
-        self.lates += other.lates
+        self.deferred += other.deferred
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -80,6 +80,7 @@ class ShardTable:
     def check(self) -> None:
         """The same name must mean the same tensor, and boxes must lie inside it."""
         seen: dict[str, TensorSpec] = {}
+        # Found here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
         for spec, box in zip(self.specs, self.boxes, strict=True):
             first = seen.setdefault(spec.name, spec)
             if first is not spec and first != spec:
@@ -95,17 +96,14 @@ class ShardTable:
                     rank=self.rank,
                 )
 
-    def tables(self) -> Tables:
+    def arrays(self) -> RowArrays:
         """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
-        if self._tables is None or len(self._tables.nbytes) != len(self):
-            self._tables = self._make_tables()
-        return self._tables
-
-    def _make_tables(self) -> Tables:
+        if self._arrays is not None and len(self._arrays.nbytes) == len(self):
+            return self._arrays
         dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
         dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
         size = pad([box.shape for box in self.boxes], dims, 1)
-        return Tables(
+        self._arrays = RowArrays(
             dims=dims,
             shape=pad([spec.shape for spec in self.specs], dims, 1),
             offset=pad([box.offset for box in self.boxes], dims, 0),
@@ -113,10 +111,11 @@ class ShardTable:
             itemsize=ITEMSIZE[dtype],
             nbytes=np.prod(size, axis=1) * ITEMSIZE[dtype] if len(self) else np.zeros(0, np.int64),
         )
+        return self._arrays
 
 
 @dataclass
-class Tables:
+class RowArrays:
     dims: int
     shape: Array
     offset: Array
@@ -148,4 +147,4 @@ def contiguous_at(shape: Dims, box: Box) -> int | None:
     return start
 
 
-__all__ = ["Memory", "Replica", "ShardTable", "Tables", "contiguous_at", "describe", "whole"]
+__all__ = ["Memory", "Replica", "RowArrays", "ShardTable", "contiguous_at", "describe", "whole"]

@@ -8,11 +8,10 @@ deadline.
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from holdfast.deadline import REAL_CLOCK, Clock, Deadline, check_seconds
@@ -20,9 +19,11 @@ from holdfast.errors import BadInput
 from holdfast.options import read_environment
 from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
-from holdfast.store.run_folder import STEPS
 
-_default: list[tuple[Any, Roster]] = []
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_default: list[tuple[ref[object], Roster]] = []
 """A weak reference to the default process group's store, and the roster over it."""
 
 
@@ -50,7 +51,7 @@ def begin_call(
     *,
     no_dist: bool = False,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     timeout: float,
     stall_timeout: float,
     clock: Clock = REAL_CLOCK,
@@ -62,8 +63,8 @@ def begin_call(
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
     found = find_roster(roster, no_dist)
-    everyone = find_participants(found, participants, process_group)
-    return Call(found, everyone, Deadline(timeout, clock), stall_timeout)
+    ranks = find_participants(found, participants, process_group)
+    return Call(found, ranks, Deadline(timeout, clock), stall_timeout)
 
 
 def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
@@ -74,9 +75,13 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
                 f"roster={roster!r} is no roster.", hint="Leave it out: torch.distributed has one."
             )
         return roster
-    if not no_dist and _torch_is_up():
+    if no_dist:
+        return MemoryRoster()
+    import torch.distributed as dist  # here: the command line asks for no ranks, and must not import torch
+
+    if dist.is_available() and dist.is_initialized():
         return _roster_of_the_default_group()
-    if not no_dist and read_environment().world_size > 1:
+    if read_environment().world_size > 1:
         raise BadInput(
             f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so "
             f"ranks can't find "
@@ -92,15 +97,10 @@ def _roster_of_the_default_group() -> Roster:
     from holdfast.torch_private import default_store
 
     store = default_store()
+    # One roster a store, because histories and beacons hang on it: calls are counted per roster.
     if not _default or _default[0][0]() is not store:
         _default[:] = [(ref(store), TorchRoster())]  # the process group was started anew
     return _default[0][1]
-
-
-def _torch_is_up() -> bool:
-    import torch.distributed as dist
-
-    return bool(dist.is_available() and dist.is_initialized())
 
 
 def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | None:
@@ -115,7 +115,7 @@ def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | 
 
 
 def find_participants(
-    roster: Roster, participants: Iterable[int] | None, process_group: Any
+    roster: Roster, participants: Iterable[int] | None, process_group: ProcessGroup | None
 ) -> tuple[int, ...]:
     """The ranks that take part, ascending; this rank must be one of them."""
     if participants is not None and process_group is not None:
@@ -139,7 +139,7 @@ def find_participants(
     return ranks
 
 
-def _ranks_of(process_group: Any) -> list[int]:
+def _ranks_of(process_group: ProcessGroup) -> list[int]:
     from torch.distributed import get_process_group_ranks
 
     try:
@@ -149,26 +149,3 @@ def _ranks_of(process_group: Any) -> list[int]:
             f"process_group={process_group!r} is no process group that this rank is in.",
             hint="Give what torch.distributed.new_group returned, or participants=.",
         ) from None
-
-
-def whole_step(step: Any) -> int:
-    """A step as a whole number; NumPy's and other integers count, booleans don't."""
-    if not isinstance(step, bool) and hasattr(step, "__index__"):
-        with suppress(TypeError):  # a tensor of several elements
-            number = operator.index(step)
-            if 0 <= number < STEPS:
-                return number
-    raise BadInput(
-        f"step must be a whole number from 0 on, below {STEPS:.0e}, not {step!r}.",
-        hint="Count steps; a time in nanoseconds is too large." if hasattr(step, "__index__") else "",
-    )
-
-
-def one_folder(
-    path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
-) -> str | os.PathLike[str]:
-    """The one folder that a call names."""
-    given = path if path is not None else checkpoint_id
-    if given is None or (path is not None and checkpoint_id is not None):
-        raise BadInput("Give the folder once: as path, or as checkpoint_id=.")
-    return given

@@ -32,7 +32,9 @@ class StepConsensus:
 
     def propose(self) -> None:
         """On a background thread: there is something to do. Returns once the call is chosen."""
-        with self._lock:
+        with (
+            self._lock
+        ):  # `reached` counts on another thread: the number must be of before or after, not between
             self._announced, following = True, self._calls + 1
         try:
             self._chosen = agree(

@@ -15,7 +15,7 @@ unable to know: it looks into storage, and if the index is not there it says Com
 No rank but the committer believes a message that says `committed`: it looks for the index of this attempt
 itself.
 
-Who waits for whom: the committer (lowest participant) waits for everyone, everyone else waits
+Who waits for whom: the committer (lowest participant) waits for all ranks, every other rank waits
 for the outcome and keeps an eye on the committer. A rank is given up when its process is gone
 (seen at once on one host), when it neither works on nor beats for `stall_timeout`, or when the
 deadline passes. A rank that waits for others is not stalled while it beats.
@@ -30,7 +30,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RosterLost, from_message
 from holdfast.protocol.effects import (
@@ -38,16 +37,29 @@ from holdfast.protocol.effects import (
     Context,
     Do,
     Get,
-    LoadWork,
+    LoadActions,
     Pause,
     Put,
-    SaveWork,
+    SaveActions,
     Steps,
-    TaskWork,
+    TaskActions,
 )
 from holdfast.protocol.liveness import ASK, QUOTED, PeerMonitor
-from holdfast.protocol.messages import Assigned, Chosen, Claims, Listed, M, from_roster, to_message
-from holdfast.roster.base import Message
+from holdfast.protocol.messages import (
+    Assigned,
+    Before,
+    Chosen,
+    Final,
+    Fingerprint,
+    M,
+    Outcome,
+    RowList,
+    Said,
+    abandoned_by,
+    from_roster,
+    to_message,
+)
+from holdfast.roster.base import Json, Message
 
 VISIBLE_WITHIN = 75.0
 """Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
@@ -55,9 +67,9 @@ folder for 60."""
 UNDISTURBED = 0.25
 """Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by
 then."""
-_STAGES = {
-    "claims": "enter the save",
-    "told": "list its replicated tensors",
+_DUTIES = {
+    "fingerprint": "enter the save",
+    "rows": "list its replicated tensors",
     "written": "write its part",
     "read": "read its part",
     "asked": "enter",
@@ -66,107 +78,112 @@ _STAGES = {
 """What a rank that is waited for has yet to do."""
 
 
-def save_steps(at: Context, work: SaveWork) -> Steps:
+def save_steps(context: Context, job: SaveActions) -> Steps:
     """One rank's save; returns the `final` message or raises the error that all ranks raise."""
     try:
-        assigned = None
-        yield from _refuse_late(at)
-        mine = yield Do("claims", work.claims)
-        if len(at.participants) > 1 or mine is not None:
-            assigned = yield from _agree_on_claims(at, mine, work)
-        at.enter("writing")
-        message = yield Do("write", lambda: work.write(assigned))
-        at.enter("written")
-        if at.leads:
-            written = yield from _collect_typed(at, "written", message, at.participants)
-            at.enter("committing")
-            yield Do("prepare", lambda: work.prepare(written))
-            yield from _claim_agreed(at)
-            final = yield from _publish(at, work)
-            yield from _tidy(work.tidy)
+        assigned = None  # what is declared needs no answer: every rank knows its replica
+        yield from _refuse_late(context)
+        mine = yield Do("fingerprint", job.fingerprint)
+        # A rank without undeclared rows still says so: the committer can't know who has none.
+        if len(context.participants) > 1 or mine is not None:
+            assigned = yield from _agree_on_replicas(context, mine, job)
+        context.enter("writing")
+        message = yield Do("write", partial(job.write, assigned))
+        # From here on the others may commit what this rank has written, whatever becomes of this rank.
+        context.enter("written")
+        if context.is_committer:
+            written = yield from _collect_typed(context, "written", message, context.participants)
+            context.enter("committing")
+            yield Do("prepare", partial(job.prepare, written))
+            # The point of no return: nothing can abandon the save after this claim, and only this rank acts.
+            yield from _claim_agreed(context)
+            final = yield from _publish(context, job)
+            with suppress(HoldfastError):  # the save has succeeded: an interruption changes nothing
+                yield Do("tidy", job.tidy)
             return final
-        yield at.say("written", message)
-        return (yield from _await_final(at, work))
-    except _Settled as settled:
-        raise settled.error from None
+        yield context.report("written", message)
+        return (yield from _await_final(context, job))
+    except _Decided as decided:
+        raise decided.error from None
     except CommitUnconfirmed:
-        at.enter("unconfirmed")
+        context.enter("unconfirmed")
         raise
     except RosterLost as error:
-        return (yield from _without_roster(at, work, error))
+        return (yield from _without_roster(context, job, error))
     except HoldfastError as error:
-        abandoned = yield from _abandon(at, error)
-        if abandoned is None and at.phase not in ("written", "committing"):
-            abandoned = _not_ours(at)
+        abandoned = yield from _abandon(context, error)
+        if abandoned is None and context.phase not in ("written", "committing"):
+            abandoned = _not_ours(context)
         elif abandoned is None:  # every rank had written, this one too: somebody will have committed
-            at.enter("unconfirmed")
-            abandoned = _unconfirmed(at, error)
+            context.enter("unconfirmed")
+            abandoned = _unconfirmed(context, error)
         raise abandoned from error.__cause__
 
 
-def load_steps(at: Context, work: LoadWork) -> Steps:
+def load_steps(context: Context, job: LoadActions) -> Steps:
     """One rank's load; all ranks load the same version, and none succeeds unless all do."""
     try:
-        yield from _refuse_late(at)
-        if at.leads:
-            chosen = yield Do("choose", work.choose)
-            yield Put(f"{at.key}/chosen", to_message(chosen))
+        yield from _refuse_late(context)
+        if context.is_committer:
+            chosen = yield Do("choose", job.choose)
+            # A message of its own: the others must know the version before anybody can agree.
+            yield Put(f"{context.key}/chosen", to_message(chosen))
         else:
-            message = yield from _await(at, f"{at.key}/chosen", "name the checkpoint")
-            chosen = from_roster(message, Chosen, at.committer)
-        at.enter("reading")
-        message = yield Do("read", lambda: work.read(chosen))
-        at.enter("read")
-        if at.leads:
-            reports = yield from _collect_typed(at, "read", message, at.participants)
-            yield Do("check", lambda: work.check(reports))
-            yield from _claim_agreed(at)
+            message = yield from _await(context, f"{context.key}/chosen", "name the checkpoint")
+            chosen = from_roster(message, Chosen, context.committer)
+        context.enter("reading")
+        message = yield Do("read", partial(job.read, chosen))
+        context.enter("read")
+        if context.is_committer:
+            reports = yield from _collect_typed(context, "read", message, context.participants)
+            yield Do("check", partial(job.check, reports))
+            yield from _claim_agreed(context)
         else:
-            yield at.say("read", message)
-            yield from _await(at, at.outcome, "say that every rank has read")
-        at.enter("loaded")
+            yield context.report("read", message)
+            yield from _await_agreed(context, "say that every rank has read")
+        context.enter("loaded")
         return message
     except RosterLost:
-        at.enter("failed")
+        context.enter("failed")
         raise
     except HoldfastError as error:
-        abandoned = yield from _abandon(at, error)
-        if (
-            abandoned is None and at.phase == "read"
-        ):  # every rank has read, and this one's patience ended a moment early
-            at.enter("loaded")
+        abandoned = yield from _abandon(context, error)
+        # Every rank had read, this one too; its deadline only passed a moment before it heard of the outcome.
+        if abandoned is None and context.phase == "read":
+            context.enter("loaded")
             return message
-        raise (abandoned or _not_ours(at)) from error.__cause__
+        raise (abandoned or _not_ours(context)) from error.__cause__
 
 
-def choice_steps(at: Context, choose: Callable[[dict[int, Any]], Any], mine: Any = None) -> Steps:
+def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mine: Json = None) -> Steps:
     """The committer's answer, on every rank, once every rank has said its part of the question."""
     asked = False
     try:
-        yield from _refuse_late(at)
-        if at.leads:
-            heard = yield from _collect(at, "asked", {"mine": mine}, at.participants)
-            said = {rank: message["mine"] for rank, message in heard.items()}
-            value = yield Do("choose", lambda: choose(said))
-            yield from _claim_agreed(at, value=value)
+        yield from _refuse_late(context)
+        if context.is_committer:
+            heard = yield from _collect_typed(context, "asked", Said(mine), context.participants)
+            said = {rank: message.value for rank, message in heard.items()}
+            value = yield Do("choose", partial(choose, said))
+            yield from _claim_agreed(context, value)
         else:
-            yield at.say("asked", {"mine": mine})
-            asked = True
-            value = (yield from _await(at, at.outcome, "choose"))["value"]
-        at.enter("chosen")
+            yield context.report("asked", Said(mine))
+            asked = True  # only now can the others agree without this rank
+            value = (yield from _await_agreed(context, "choose")).value
+        context.enter("chosen")
         return value
     except RosterLost:
-        at.enter("failed")
+        context.enter("failed")
         raise
     except HoldfastError as error:
-        abandoned = yield from _abandon(at, error)
+        abandoned = yield from _abandon(context, error)
         if abandoned is None and asked:
-            at.enter("chosen")
-            return at.settled["value"]  # type: ignore[index]
-        raise (abandoned or _not_ours(at)) from error.__cause__
+            context.enter("chosen")
+            assert context.known_outcome is not None
+            return context.known_outcome.value
+        raise (abandoned or _not_ours(context)) from error.__cause__
 
 
-def task_steps(at: Context, work: TaskWork) -> Steps:
+def task_steps(context: Context, job: TaskActions) -> Steps:
     """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all
     have.
 
@@ -174,276 +191,298 @@ def task_steps(at: Context, work: TaskWork) -> Steps:
     others.
     """
     try:
-        yield from _refuse_late(at)
-        mine = yield Do("mine", work.contribute)
-        if at.leads:
-            asked = yield from _collect(at, "asked", mine, at.participants)
-            answers = yield Do("choose", lambda: work.decide(asked))
-            for rank in at.participants:
-                if rank != at.rank:
-                    yield at.tell("answer", rank, answers[rank])
-            answer = answers[at.rank]
+        yield from _refuse_late(context)
+        mine = yield Do("contribute", job.contribute)
+        if context.is_committer:
+            asked = yield from _collect(context, "asked", mine, context.participants)
+            answers = yield Do("choose", partial(job.decide, asked))
+            # One message a rank, because answers differ (a rank's groups, its part of a table).
+            for rank in context.participants:
+                if rank != context.rank:
+                    yield context.answer("answer", rank, answers[rank])
+            answer = answers[context.rank]
         else:
-            yield at.say("asked", mine)
-            at.own.add(at.said("answer", at.rank))
-            answer = yield from _await(at, at.said("answer", at.rank), "answer")
-        at.enter("acting")
-        yield Do("begin", lambda: work.begin(answer))
-        yield Do("rest", lambda: work.wait(min(UNDISTURBED, at.deadline.left())))
-        if at.leads:
-            reports = yield from _collect(at, "acted", {}, at.participants, work.poll)
-            reports[at.rank] = yield from _act(at, work)
-            at.enter("acted")
-            value = yield Do("finish", lambda: work.finish(reports))
-            yield from _claim_agreed(at, value=value)
+            yield context.report("asked", mine)
+            context.own.add(context.key_of("answer", context.rank))
+            answer = yield from _await(context, context.key_of("answer", context.rank), "answer")
+        context.enter("acting")
+        yield Do("begin", partial(job.begin, answer))
+        # Messages cost time on the very cores that act: look only once this takes longer than usual.
+        yield Do("rest", partial(job.wait, min(UNDISTURBED, context.deadline.left())))
+        if context.is_committer:
+            # This rank's own part goes on meanwhile, on its thread; `poll` raises what that has met.
+            reports = yield from _collect(context, "acted", {}, context.participants, job.poll)
+            reports[context.rank] = yield from _act(context, job)
+            context.enter("acted")
+            value = yield Do("finish", partial(job.finish, reports))
+            yield from _claim_agreed(context, value)
         else:
-            report = yield from _act(at, work)
-            at.enter("acted")
-            yield at.say("acted", report)
-            value = (yield from _await(at, at.outcome, "say that every rank has done its part"))["value"]
-        at.enter("done")
+            report = yield from _act(context, job)
+            context.enter("acted")
+            yield context.report("acted", report)
+            value = (yield from _await_agreed(context, "say that every rank has done its part")).value
+        context.enter("done")
         return value
     except RosterLost:
-        at.enter("failed")
+        context.enter("failed")
         raise
     except HoldfastError as error:
-        met = error
-        better = yield Do("explain", lambda: work.explain(met))
-        abandoned = yield from _abandon(at, better)
-        if abandoned is None and at.phase == "acted":  # all ranks had done their part
-            at.enter("done")
-            return at.settled["value"]  # type: ignore[index]
-        raise (abandoned or _not_ours(at)) from error.__cause__
+        better = yield Do("explain", partial(job.explain, error))
+        abandoned = yield from _abandon(context, better)
+        if abandoned is None and context.phase == "acted":  # all ranks had done their part
+            context.enter("done")
+            assert context.known_outcome is not None
+            return context.known_outcome.value
+        raise (abandoned or _not_ours(context)) from error.__cause__
 
 
 # -- the parts ------------------------------------------------------------------------------
 
 
-def _refuse_late(at: Context) -> Steps:
+def _refuse_late(context: Context) -> Steps:
     """A rank that comes after its operation was abandoned gets the same error at once."""
-    outcome = (yield Get([at.outcome]))[0]
-    if outcome is not None:
-        at.settled = outcome
-        raise _not_ours(at) if outcome["state"] == "agreed" else from_message(outcome["error"])
+    context.known_outcome = yield from _raise_if_abandoned(context)
+    if context.known_outcome is not None:
+        raise _not_ours(context)
 
 
-def _not_ours(at: Context) -> HoldfastError:
+def _not_ours(context: Context) -> HoldfastError:
     """An outcome that can't be: no rank can agree before this one has done its part."""
-    if at.phase != "failed":
-        at.enter("failed")
+    if context.phase != "failed":
+        context.enter("failed")
     return HoldfastError(
-        f"{at.title}: the message store says that all ranks agreed, but rank {at.rank} had not done its part "
+        f"{context.title}: the message store says that all ranks agreed, but rank "
+        f"{context.rank} had not done its part "
         f"yet. Nothing that it says of "
         "this call can be believed.",
-        step=at.step,
-        rank=at.rank,
+        step=context.step,
+        rank=context.rank,
         hint="Something else writes into the message store of this job, or ranks were restarted one by one; "
         "see docs/security.md.",
     )
 
 
-def _tidy(tidy: Callable[[], None]) -> Steps:
-    """The call has succeeded: an interruption of what is left to do changes nothing."""
-    with suppress(HoldfastError):
-        yield Do("tidy", tidy)
-
-
-def _agree_on_claims(at: Context, mine: str | None, work: SaveWork) -> Steps:
+def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> Steps:
     """Which replica this rank is of what nobody declared.
 
     Mostly every rank holds the same names, and one round of fingerprints shows it; only where
     they differ does everyone send its list. Ranks without such tensors say so and go on.
     """
-    if not at.leads:
-        yield at.say("claims", Claims(mine))
+    if not context.is_committer:
+        yield context.report("fingerprint", Fingerprint(mine))
         if mine is None:
             return None
-        at.enter("claims")
-        message = yield from _await(at, f"{at.key}/assigned", "say who writes replicated tensors")
-        assigned = from_roster(message, Assigned, at.committer)
+        context.enter("assigning")
+        message = yield from _await(context, f"{context.key}/assigned", "say who writes replicated tensors")
+        assigned = from_roster(message, Assigned, context.committer)
         if not assigned.lists_wanted:
             return assigned
-        yield at.say("told", (yield Do("tell", work.tell)))
-        at.own.add(at.said("assigned", at.rank))
-        message = yield from _await(at, at.said("assigned", at.rank), "say who writes replicated tensors")
-        return from_roster(message, Assigned, at.committer)
+        yield context.report("rows", (yield Do("list_rows", job.list_rows)))
+        context.own.add(context.key_of("assigned", context.rank))
+        message = yield from _await(
+            context, context.key_of("assigned", context.rank), "say who writes replicated tensors"
+        )
+        return from_roster(message, Assigned, context.committer)
     if mine is not None:
-        at.enter("claims")
-    messages = yield from _collect_typed(at, "claims", Claims(mine), at.participants)
-    holders = [rank for rank in at.participants if messages[rank].claims is not None]
+        context.enter("assigning")
+    messages = yield from _collect_typed(context, "fingerprint", Fingerprint(mine), context.participants)
+    holders = [rank for rank in context.participants if messages[rank].fingerprint is not None]
     if not holders:
         return None
-    if len({messages[rank].claims for rank in holders}) == 1:
-        yield Put(f"{at.key}/assigned", to_message(Assigned(holders)))
+    if len({messages[rank].fingerprint for rank in holders}) == 1:
+        yield Put(f"{context.key}/assigned", to_message(Assigned(holders)))
         return Assigned(holders) if mine is not None else None
-    yield Put(f"{at.key}/assigned", to_message(Assigned(lists_wanted=True)))
-    own = Listed([], []) if mine is None else (yield Do("tell", work.tell))
-    told = yield from _collect_typed(at, "told", own, tuple({at.rank, *holders}))
-    assigned = yield Do("assign", lambda: work.assign({rank: told[rank] for rank in holders}))
+    yield Put(f"{context.key}/assigned", to_message(Assigned(lists_wanted=True)))
+    own = RowList([], []) if mine is None else (yield Do("list_rows", job.list_rows))
+    lists = yield from _collect_typed(context, "rows", own, tuple({context.rank, *holders}))
+    assigned = yield Do("assign", partial(job.assign, {rank: lists[rank] for rank in holders}))
     for rank, message in assigned.items():
-        if rank != at.rank:
-            yield at.tell("assigned", rank, message)
-    return assigned.get(at.rank)
+        if rank != context.rank:
+            yield context.answer("assigned", rank, message)
+    return assigned.get(context.rank)
 
 
-def _act(at: Context, work: TaskWork) -> Steps:
+def _act(context: Context, job: TaskActions) -> Steps:
     """Until this rank has done its part."""
-    watch = PeerMonitor(at)
-    at.on_wait([])  # what it does may wait for any of the others
+    watch = PeerMonitor(context)
+    context.on_wait([])  # what it does may wait for any of the others
     while True:
-        report = yield Do("poll", work.poll)
+        report = yield Do("poll", job.poll)
         if report is not None:
-            at.on_wait(None)
+            context.on_wait(None)
             return report
-        yield from _raise_if_abandoned(at)
-        if not at.leads:
-            yield from watch.look([at.committer], "do its part")
-        elif at.deadline.passed():
+        yield from _raise_if_abandoned(context)
+        if not context.is_committer:
+            yield from watch.look([context.committer], "do its part")
+        elif context.deadline.passed():
             raise DeadlineExceeded(
-                f"{at.who} did not do its part in {at.deadline.seconds:g} s.", rank=at.rank
+                f"{context.who} did not do its part in {context.deadline.seconds:g} s.", rank=context.rank
             )
-        pause = watch.patience()
-        yield Do("rest", lambda: work.wait(pause))  # noqa: B023
+        yield Do("rest", partial(job.wait, watch.patience()))
 
 
 def _collect(
-    at: Context, stage: str, mine: Message, ranks: Sequence[int], poll: Callable[[], Any] = lambda: None
+    context: Context,
+    topic: str,
+    mine: Message,
+    ranks: Sequence[int],
+    poll: Callable[[], object] = lambda: None,
 ) -> Steps:
     """Committer: everybody's message for a stage, or the error that names who is missing.
 
     `poll` raises what this rank itself has met meanwhile.
     """
-    found = {at.rank: mine}
-    missing = sorted(rank for rank in ranks if rank != at.rank)
-    watch = PeerMonitor(at)
+    found = {context.rank: mine}
+    missing = sorted(rank for rank in ranks if rank != context.rank)
+    if not missing:
+        return found
+    watch = PeerMonitor(context)
     while missing:
-        at.on_wait(missing[:QUOTED])
-        yield from _raise_if_abandoned(at)
+        context.on_wait(missing[:QUOTED])
+        yield from _raise_if_abandoned(context)
         yield Do("poll", poll)
+        # Heard ranks are not asked again, so a call costs one message a rank and not one a rank and look.
         some = missing[:ASK]  # a bounded question, however large the world
-        messages = yield Get([at.said(stage, rank) for rank in some])
+        messages = yield Get([context.key_of(topic, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
-        for message in heard.values():
-            at.hear(message)
+        for rank, message in heard.items():
+            context.note_abandoned(from_roster(message, Before, rank).abandoned)
         found.update(heard)
         missing = [rank for rank in missing if rank not in heard]
         if len(heard) == len(some):
-            continue
+            continue  # all of these were there, so the next ones may be too: no pause
         if missing:
-            yield from watch.look(missing, _STAGES[stage])
-            yield Pause(at.said(stage, missing[0]), watch.patience())
-    at.on_wait(None)
+            yield from watch.look(missing, _DUTIES[topic])
+            yield Pause(context.key_of(topic, missing[0]), watch.patience())
+    context.on_wait(None)
     return found
 
 
-def _collect_typed(at: Context, stage: str, mine: M, ranks: Sequence[int]) -> Steps:
+def _collect_typed(context: Context, topic: str, mine: M, ranks: Sequence[int]) -> Steps:
     """`_collect`, of messages that are all of the type of this rank's own."""
-    raw = yield from _collect(at, stage, {}, ranks)
-    return {rank: mine if rank == at.rank else from_roster(raw[rank], type(mine), rank) for rank in raw}
+    raw = yield from _collect(context, topic, {}, ranks)
+    return {rank: mine if rank == context.rank else from_roster(raw[rank], type(mine), rank) for rank in raw}
 
 
-def _await(at: Context, key: str, what: str) -> Steps:
-    """Another rank's: the committer's message under a key."""
-    watch = PeerMonitor(at)
-    at.on_wait([at.committer])
+def _await(context: Context, key: str, what: str) -> Steps:
+    """The message that the committer puts under a key."""
+    watch = PeerMonitor(context)
+    context.on_wait([context.committer])
     while True:
         found = (yield Get([key]))[0]
-        if found is not None and (key != at.outcome or found["state"] == "agreed"):
-            if key == at.outcome:
-                at.settled = found
-            at.on_wait(None)
+        if found is not None:
+            context.on_wait(None)
             return found
-        yield from _raise_if_abandoned(at)
-        yield from watch.look([at.committer], what)
+        yield from _raise_if_abandoned(context)
+        yield from watch.look([context.committer], what)
         yield Pause(key, watch.patience())
 
 
-def _await_final(at: Context, work: SaveWork) -> Steps:
-    yield from _await(at, at.outcome, "commit")
-    watch = PeerMonitor(at)
-    at.on_wait([at.committer])
+def _await_agreed(context: Context, what: str) -> Steps:
+    """The outcome, once the committer has agreed."""
+    watch = PeerMonitor(context)
+    context.on_wait([context.committer])
     while True:
-        final = (yield Get([at.final]))[0]
-        if final is not None:
-            if "error" in final:
-                error = from_message(final["error"])
+        outcome = yield from _raise_if_abandoned(context)
+        if outcome is not None:
+            context.known_outcome = outcome
+            context.on_wait(None)
+            return outcome
+        yield from watch.look([context.committer], what)
+        yield Pause(context.outcome, watch.patience())
+
+
+def _await_final(context: Context, job: SaveActions) -> Steps:
+    yield from _await_agreed(context, "commit")
+    watch = PeerMonitor(context)
+    context.on_wait([context.committer])
+    while True:
+        message = (yield Get([context.final]))[0]
+        if message is not None:
+            final = from_roster(message, Final, context.committer)
+            if final.error is not None:
+                error = from_message(final.error)
                 if isinstance(error, CommitUnconfirmed):
                     raise error
-                at.enter("failed")
-                raise _Settled(error)
-            at.on_wait(None)
-            yield from _look(at, work, VISIBLE_WITHIN, f"rank {at.committer} says that it is committed")
+                context.enter("failed")
+                raise _Decided(error)
+            context.on_wait(None)
+            yield from _look(
+                context, job, VISIBLE_WITHIN, f"rank {context.committer} says that it is committed"
+            )
             return final
         try:
-            yield from watch.look([at.committer], "put the index in place")
+            yield from watch.look([context.committer], "put the index in place")
         except HoldfastError as error:
-            yield from _look(at, work, 0.0, error)
-            return {"state": "committed"}
-        yield Pause(at.final, watch.patience())
+            # The committer is gone, or time is up: nobody may abandon any more, so storage alone can tell.
+            yield from _look(context, job, 0.0, error)
+            return Final()
+        yield Pause(context.final, watch.patience())
 
 
-def _look(at: Context, work: SaveWork, seconds: float, cause: HoldfastError | str) -> Steps:
+def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastError | str) -> Steps:
     """Until the index of this attempt is seen in storage. Raises CommitUnconfirmed if it is not within so
     many seconds, or the deadline."""
-    ends = at.clock.now() + min(at.deadline.left(), seconds)
+    ends = context.clock.now() + min(context.deadline.left(), seconds)
     pause = 0.01
-    while not (yield Do("look", work.is_committed)):
-        if at.clock.now() >= ends:
+    while not (yield Do("look", job.is_committed)):
+        if context.clock.now() >= ends:
             if isinstance(cause, str):
                 cause = HoldfastError(
-                    f"{cause}, but its index is not to be seen from here", rank=at.committer
+                    f"{cause}, but its index is not to be seen from here", rank=context.committer
                 )
-            raise _unconfirmed(at, cause) from None
-        yield Do("rest", partial(at.clock.sleep, pause))
+            raise _unconfirmed(context, cause) from None
+        # A network file system may show another host's file late; asking more often does not help.
+        yield Do("rest", partial(context.clock.sleep, pause))
         pause = min(2 * pause, 1.0)
-    at.enter("committed")
+    context.enter("committed")
 
 
-def _unconfirmed(at: Context, cause: HoldfastError) -> CommitUnconfirmed:
+def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
     return CommitUnconfirmed(
-        f"{at.title}: all ranks had written, but this rank could not learn whether the index was put in "
+        f"{context.title}: all ranks had written, but this rank could not learn whether the index was put in "
         f"place ({cause.message})",
-        step=at.step,
-        phase=at.phase,
+        step=context.step,
+        phase=context.phase,
         rank=cause.rank,
         missing=cause.missing,
         hint="Once storage is reachable, `holdfast latest` tells; the checkpoint is whole or not there.",
     )
 
 
-def _claim_agreed(at: Context, **more: Any) -> Steps:
-    standing = yield Claim(at.outcome, at.agreed(**more))
-    at.settled = standing
-    if standing["state"] == "abandoned":
-        raise from_message(standing["error"])
+def _claim_agreed(context: Context, value: object = None) -> Steps:
+    standing = from_roster((yield Claim(context.outcome, to_message(context.agreed(value)))), Outcome)
+    context.known_outcome = standing
+    if standing.state == "abandoned":
+        raise from_message(standing.error)
 
 
-def _publish(at: Context, work: SaveWork) -> Steps:
+def _publish(context: Context, job: SaveActions) -> Steps:
     """After `agreed`: only the committer acts, and it tells the others how it went."""
     try:
-        final = yield Do("publish", work.publish)
+        final = yield Do("publish", job.publish)
     except RosterLost:
         raise
     except HoldfastError as error:
         with suppress(RosterLost):  # the others will look into storage
-            yield Put(at.final, {"error": error.to_message()})
+            yield Put(context.final, to_message(Final(error=error.to_message())))
         if isinstance(error, CommitUnconfirmed):
             raise
-        at.enter("failed")
-        raise _Settled(error) from None
-    for _ in range(2):
+        context.enter("failed")
+        raise _Decided(error) from None
+    for _ in range(2):  # a Ctrl-C may be thrown in here once
         try:
-            yield Put(at.final, final)
+            yield Put(context.final, to_message(final))
             break
         except RosterLost:
             break  # the index is there: that is what committed means, and the others will find it
         except HoldfastError:
             continue  # this rank was interrupted; the others must hear of the commit all the same
-    at.enter("committed")
+    context.enter("committed")
     return final
 
 
-class _Settled(Exception):
+class _Decided(Exception):
     """Carries an error past `_abandon`: the outcome is decided and everybody has been told."""
 
     def __init__(self, error: HoldfastError) -> None:
@@ -451,56 +490,60 @@ class _Settled(Exception):
         self.error = error
 
 
-def _abandon(at: Context, error: HoldfastError) -> Steps:
+def _abandon(context: Context, error: HoldfastError) -> Steps:
     """Publish the failure first, then raise: the first one to be published is everyone's.
 
     Returns the error to raise, or None where all ranks had agreed before.
     """
-    judging = at.leads and at.phase in ("claims", "committing", "read")  # of what others said
+    # In these phases the committer judges what others have said: what is wrong need not be its own fault.
+    judging = context.is_committer and context.phase in ("assigning", "committing", "read")
     if error.rank is None and not error.missing and not judging:
-        error.rank = at.rank
-    if error.rank == at.rank and not error.missing and not error.phase:
-        error.message = f"{at.title} failed on {at.who} in phase {at.phase!r}: {error.message}"
-    error.step = at.step if error.step is None else error.step
-    error.phase = error.phase or at.phase
-    at.on_wait(None)
+        error.rank = context.rank
+    if error.rank == context.rank and not error.missing and not error.phase:
+        error.message = f"{context.title} failed on {context.who} in phase {context.phase!r}: {error.message}"
+    error.step = context.step if error.step is None else error.step
+    error.phase = error.phase or context.phase
+    context.on_wait(None)
     try:
-        standing = yield Claim(
-            at.outcome,
-            {"state": "abandoned", "rank": at.rank, "error": error.to_message()},
-        )
+        message = yield Claim(context.outcome, abandoned_by(context.rank, error))
     except RosterLost:
-        if at.phase == "written" and not at.leads:  # the others may commit what this rank has written
-            at.enter("unconfirmed")
-            return _unconfirmed(at, error)
-        at.enter("failed")
+        if context.phase == "written" and not context.is_committer:  # the others may commit its files
+            context.enter("unconfirmed")
+            return _unconfirmed(context, error)
+        context.enter("failed")
         return error
-    at.settled = standing
-    if standing["state"] == "agreed":
+    standing = from_roster(message, Outcome)
+    context.known_outcome = standing
+    if standing.state == "agreed":
         return None
-    at.enter("failed")
-    return error if standing["rank"] == at.rank else from_message(standing["error"])
+    context.enter("failed")
+    return error if standing.rank == context.rank else from_message(standing.error)
 
 
-def _without_roster(at: Context, work: SaveWork, error: RosterLost) -> Steps:
+def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> Steps:
     """The message store is gone. What is in storage is all there is to know."""
-    error.step, error.phase = at.step, error.phase or at.phase
-    if at.phase in ("written", "committing"):
-        if at.leads:  # the committer alone creates the index, and it has not
-            at.enter("failed")
+    error.step, error.phase = context.step, error.phase or context.phase
+    if context.phase in ("written", "committing"):
+        if context.is_committer:  # the committer alone creates the index, and it has not
+            context.enter("failed")
             raise error
         try:
-            yield from _look(at, work, 5.0, error)
+            yield from _look(context, job, 5.0, error)
         except CommitUnconfirmed:
-            at.enter("unconfirmed")
+            context.enter("unconfirmed")
             raise
-        return {"state": "committed"}
-    at.enter("failed")
+        return Final()
+    context.enter("failed")
     raise error
 
 
-def _raise_if_abandoned(at: Context) -> Steps:
-    outcome = (yield Get([at.outcome]))[0]
-    if outcome is not None and outcome["state"] == "abandoned":
-        at.settled = outcome
-        raise from_message(outcome["error"])
+def _raise_if_abandoned(context: Context) -> Steps:
+    """The outcome if the ranks have agreed, None if there is none yet."""
+    message = (yield Get([context.outcome]))[0]
+    if message is None:
+        return None
+    outcome = from_roster(message, Outcome)
+    if outcome.state == "abandoned":
+        context.known_outcome = outcome
+        raise from_message(outcome.error)
+    return outcome

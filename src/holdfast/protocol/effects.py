@@ -10,8 +10,17 @@ from msgspec import Struct
 
 from holdfast.deadline import Deadline
 from holdfast.errors import HoldfastError
-from holdfast.protocol.messages import Assigned, Chosen, HaveRead, Listed, Written, to_message
-from holdfast.protocol.phases import TRANSITIONS, Table
+from holdfast.protocol.messages import (
+    Assigned,
+    Chosen,
+    Final,
+    HaveRead,
+    Outcome,
+    RowList,
+    Written,
+    to_message,
+)
+from holdfast.protocol.phases import TRANSITIONS, Transitions
 from holdfast.roster.base import Message
 
 
@@ -50,7 +59,7 @@ class Do(NamedTuple):
     """Work on this rank; what it raises is raised in the protocol."""
 
     name: str
-    action: Callable[[], Any]
+    action: Callable[[], object]
 
 
 class Alive(NamedTuple):
@@ -73,7 +82,7 @@ class Context:
     title: str
     deadline: Deadline
     stall_timeout: float
-    table: Table = field(default_factory=lambda: TRANSITIONS)
+    transitions: Transitions = field(default_factory=lambda: TRANSITIONS)
     step: int | None = None
     on_phase: Callable[[str], None] = lambda phase: None
     on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
@@ -82,13 +91,13 @@ class Context:
     who: str = ""
     """This rank as errors name it."""
     about: Message = field(default_factory=dict)
-    """What its presence message says of this call (`rendezvous.Site`)."""
+    """What its presence message says of this call (`rendezvous.CallSignature`)."""
     hint: str = ""
     """What an error adds that names ranks which are missing."""
     abandoned: dict[str, int] = field(default_factory=dict)
     """This rank's calls that were abandoned since the last good end (`protocol/rendezvous.py`); told with its
     first message."""
-    settled: Message | None = None
+    known_outcome: Outcome | None = None
     """The outcome, once this rank knows it."""
     own: set[str] = field(default_factory=set)
     """Keys that nobody needs once this rank has left."""
@@ -99,65 +108,61 @@ class Context:
     def __post_init__(self) -> None:
         self.clock = self.deadline.clock
         self.committer = min(self.participants)
+        self.is_committer = self.rank == self.committer
         self.who = self.who or f"rank {self.rank}"
-        self.meet(self.key)
+        self.set_key(self.key)
 
-    def meet(self, key: str) -> None:
+    def set_key(self, key: str) -> None:
         """Set the key under which the ranks of this operation meet."""
         self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
 
-    @property
-    def leads(self) -> bool:
-        return self.rank == self.committer
-
     def enter(self, phase: str) -> None:
         """Move to a phase that the table allows."""
-        if phase not in self.table[self.phase]:
+        if phase not in self.transitions[self.phase]:
             raise AssertionError(f"the protocol has no way from {self.phase!r} to {phase!r}")
         self.phase = phase
         self.on_phase(phase)
 
-    def said(self, stage: str, rank: int) -> str:
-        """The key of what a rank says, or is told, at a stage."""
-        return f"{self.key}/{stage}/{rank}"
+    def key_of(self, topic: str, rank: int) -> str:
+        """The key of what a rank reports, or is answered, on a topic."""
+        return f"{self.key}/{topic}/{rank}"
 
-    def say(self, stage: str, message: Message | Struct) -> Put:
+    def report(self, topic: str, message: Message | Struct) -> Put:
         """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were
         abandoned before it."""
-        key = self.said(stage, self.rank)
+        key = self.key_of(topic, self.rank)
         self.own.add(key)
-        told = {"abandoned": self.abandoned} if self.abandoned else {}
-        return Put(key, {**to_message(message), **told})
+        before = {"abandoned": self.abandoned} if self.abandoned else {}
+        return Put(key, {**to_message(message), **before})
 
-    def tell(self, stage: str, rank: int, message: Message | Struct) -> Put:
+    def answer(self, topic: str, rank: int, message: Message | Struct) -> Put:
         """Committer: tell one rank, which deletes it when it leaves."""
-        key = self.said(stage, rank)
+        key = self.key_of(topic, rank)
         self.answers.add(key)
         return Put(key, to_message(message))
 
-    def hear(self, message: Message) -> None:
+    def note_abandoned(self, abandoned: dict[str, int]) -> None:
         """Committer: take in which calls another rank has seen abandoned."""
-        for site, number in message.get("abandoned", {}).items():
-            self.abandoned[site] = max(self.abandoned.get(site, 0), int(number))
+        for signature, number in abandoned.items():
+            self.abandoned[signature] = max(self.abandoned.get(signature, 0), number)
 
-    def agreed(self, **more: Any) -> Message:
+    def agreed(self, value: object = None) -> Outcome:
         """The outcome of a call that all ranks bring to its end."""
-        told = {"abandoned": self.abandoned} if self.abandoned else {}
-        return {"state": "agreed", "rank": self.rank, **told, **more}
+        return Outcome("agreed", self.rank, abandoned=self.abandoned, value=value)
 
 
-class SaveWork(Protocol):
+class SaveActions(Protocol):
     """What a save does on one rank; the simulation has its own."""
 
-    def claims(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """A fingerprint of what this rank holds without a declared replica, or None if nothing."""
         ...
 
-    def tell(self) -> Listed:
+    def list_rows(self) -> RowList:
         """All of it, for when fingerprints differ."""
         ...
 
-    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
+    def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
         """Committer: for each rank that told, which replica it is of each tensor."""
         ...
 
@@ -169,7 +174,7 @@ class SaveWork(Protocol):
         """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
         ...
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         """Committer: put the index in place, durably."""
         ...
 
@@ -182,7 +187,7 @@ class SaveWork(Protocol):
         ...
 
 
-class TaskWork(Protocol):
+class TaskActions(Protocol):
     """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for
     by `poll`."""
 
@@ -213,7 +218,7 @@ class TaskWork(Protocol):
         ...
 
 
-class LoadWork(Protocol):
+class LoadActions(Protocol):
     def choose(self) -> Chosen:
         """Committer: which checkpoint, and which version of it."""
         ...

@@ -21,25 +21,28 @@ class PeerMonitor:
 
     LOOK_EVERY = 0.25
 
-    def __init__(self, at: Context) -> None:
-        self.at = at
+    def __init__(self, context: Context) -> None:
+        self.context = context
         self.timers: dict[int, StallTimer] = {}
-        self.next_look = at.clock.now() + self.LOOK_EVERY / 2
+        # Mostly the message that is waited for comes before the first look, which then costs nothing.
+        self.next_look = context.clock.now() + self.LOOK_EVERY / 2
         self.rounds = 0
         self.turn = 0
 
     def patience(self) -> float:
         """How long to pause before looking again: short at first, longer in a long wait."""
         self.rounds += 1
-        limit = min(self.LOOK_EVERY, self.at.stall_timeout / 4)
-        return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.at.deadline.left() + 0.05))
+        # A quarter of the stall timeout: a short one is to be kept to. And 0.05 s past the deadline rather
+        # than just short of it, because the look after this pause is the one that must find it passed.
+        limit = min(self.LOOK_EVERY, self.context.stall_timeout / 4)
+        return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.context.deadline.left() + 0.05))
 
     def look(self, ranks: list[int], what: str) -> Steps:
-        at = self.at
-        now = at.clock.now()
-        if now < self.next_look and not at.deadline.passed():
+        context = self.context
+        now = context.clock.now()
+        if now < self.next_look and not context.deadline.passed():
             return
-        self.next_look = now + min(self.LOOK_EVERY, at.stall_timeout / 4)
+        self.next_look = now + min(self.LOOK_EVERY, context.stall_timeout / 4)
         if len(ranks) > 4 * ASK:  # large worlds are looked at in turns
             self.turn = (self.turn + 4 * ASK) % len(ranks)
             ranks = (ranks[self.turn :] + ranks[: self.turn])[: 4 * ASK]
@@ -47,8 +50,10 @@ class PeerMonitor:
         here = dict(zip(ranks, messages, strict=True))
         lost: list[RankInfo] = []
         for rank, message in here.items():
-            timer = self.timers.setdefault(rank, StallTimer(at.stall_timeout, at.clock))
+            # Its time begins when it is first waited for: what it did before is none of this rank's business.
+            timer = self.timers.setdefault(rank, StallTimer(context.stall_timeout, context.clock))
             if message is not None:
+                # None (another host) says nothing; there the timer decides.
                 if (yield Alive(message)) is False:
                     lost.append(self._describe(rank, message, "its process has ended"))
                     continue
@@ -58,19 +63,26 @@ class PeerMonitor:
                 lost.append(self._describe(rank, message, self._where(message) or quiet))
         if lost:
             raise self._failed(lost, what, RankFailed)
-        if at.deadline.passed() and (at.leads or now >= at.deadline.at + COURTESY):
-            waits_for = self._waits_for(here.get(at.committer)) if not at.leads else []
+        if context.deadline.passed() and (context.is_committer or now >= context.deadline.at + COURTESY):
+            waits_for = self._waits_for(here.get(context.committer)) if not context.is_committer else []
             if waits_for:  # the committer itself only waits: name those that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
-                here, what = dict(zip(waits_for, messages, strict=True)), f"let rank {at.committer} go on"
+                here, what = (
+                    dict(zip(waits_for, messages, strict=True)),
+                    f"let rank {context.committer} go on",
+                )
             out = [self._describe(rank, message, self._where(message)) for rank, message in here.items()]
             raise self._failed(out, what, DeadlineExceeded)
 
     def _mark(self, message: Message) -> object:
-        """What changes when a rank gets on: in this operation, or anywhere as long as it is not in this
-        one."""
+        """The progress mark of a rank, from its presence message: its stall timer is reset when this changes.
+
+        Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a rank
+        that waits has nothing else to show. Outside of it: the same of all operations that it is in; the beat
+        counts only for a resident one, which has no progress of its own.
+        """
         operations: dict[str, Message] = message.get("operations") or {}
-        inside = operations.get(self.at.key)
+        inside = operations.get(self.context.key)
         if inside is None:
             parts = [(key, part.get("phase"), part.get("progress")) for key, part in operations.items()]
             resident = any(part.get("resident") for part in operations.values())
@@ -79,66 +91,67 @@ class PeerMonitor:
         return inside.get("phase"), inside.get("progress"), message.get("beat") if beats else None
 
     def _describe(self, rank: int, message: Message | None, note: str) -> RankInfo:
-        return describe(rank, message, self.at.clock.wall(), note, self.at.key)
+        return describe(rank, message, self.context.clock.wall(), note, self.context.key)
 
     def _waits_for(self, message: Message | None) -> list[int]:
         """Whom a rank in this very operation waits for, as it says itself."""
-        inside = ((message or {}).get("operations") or {}).get(self.at.key) or {}
+        inside = ((message or {}).get("operations") or {}).get(self.context.key) or {}
         return [
             rank
             for rank in inside.get("waiting_for") or ()
-            if rank in self.at.participants and rank != self.at.rank
+            if rank in self.context.participants and rank != self.context.rank
         ]
 
     def _where(self, message: Message | None) -> str:
         """Why a rank is not in this call, as far as its message tells; empty if it is."""
-        at = self.at
+        context = self.context
         if message is None:
-            return f"it never entered {at.title}"
+            return f"it never entered {context.title}"
         operations: dict[str, Message] = message.get("operations") or {}
-        if at.key in operations:
+        if context.key in operations:
             return ""
         last: Message = message.get("last") or {}
         for key, part in [*operations.items(), (str(last.get("key")), last)]:
             said = self._other_call(key, part, key in operations)
             if said:
                 return said
-        return f"it has not entered {at.title}"
+        return f"it has not entered {context.title}"
 
     def _other_call(self, key: str, part: Message, now: bool) -> str:
         """What a rank's call has to do with this one, if it is of the same kind and place."""
-        at = self.at
-        site, _, number = at.key.rpartition(".")
+        context = self.context
+        site, _, number = context.key.rpartition(".")
         other, _, its = key.rpartition(".")
         if other == site and its.isdecimal() and its != number:
             behind = int(its) < int(number)
             return (
                 f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number "
-                f"{int(its) + 1} of {at.title}, this one is "
+                f"{int(its) + 1} of {context.title}, this one is "
                 f"number {int(number) + 1}" + (", and the others had given that one up" if behind else "")
             )
-        if part.get("site") is not None and part["site"] == at.about.get("site") and other != site:
+        if part.get("site") is not None and part["site"] == context.about.get("site") and other != site:
             return (
-                f"{'it is in another call' if now else 'its last call was another one'} of {at.title}, with "
+                f"{'it is in another call' if now else 'its last call was another one'} of "
+                f"{context.title}, with "
                 f"arguments {part.get('arguments')} "
-                f"where rank {at.rank} has {at.about.get('arguments')}"
+                f"where rank {context.rank} has {context.about.get('arguments')}"
             )
         return ""
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
-        at = self.at
+        context = self.context
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
             f"; and {len(infos) - QUOTED} more" if len(infos) > QUOTED else ""
         )
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
-        waited = at.deadline.elapsed()
+        waited = context.deadline.elapsed()
         return kind(
-            f"{at.title} failed after {waited:.1f} s, {why} while rank {at.rank} waited for "
+            f"{context.title} failed after {waited:.1f} s, {why} while rank {context.rank} waited for "
             f"{'rank ' + str(infos[0].rank) if len(infos) == 1 else str(len(infos)) + ' ranks'} to {what}: "
             f"{shown}.",
-            step=at.step,
-            phase=at.phase,
+            step=context.step,
+            phase=context.phase,
             rank=infos[0].rank,
             missing=tuple(infos),
-            hint=at.hint,
+            hint=context.hint,
         )

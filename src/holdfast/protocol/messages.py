@@ -7,22 +7,72 @@ abandoned before it (`effects.Context.say`).
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.plan.save import WrittenFile
-from holdfast.roster.base import Message
+from holdfast.roster.base import Json, Message
 
 
-class Claims(msgspec.Struct, frozen=True):
+class Generation(msgspec.Struct, frozen=True):
+    """Whose a generation number of a rank is: that of the process that has drawn this token."""
+
+    token: str
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The first rank of a call to all: the call has begun."""
+
+    rank: int
+    attempt: str
+    """A name of this attempt that no other has."""
+
+
+class Before(msgspec.Struct, frozen=True):
+    """What the first message of a call carries besides: the calls that were abandoned before it."""
+
+    abandoned: dict[str, int] = {}
+    """By call signature, the number of the next call."""
+
+
+class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The one decision of a call: whoever claims its key first decides for all ranks."""
+
+    state: Literal["agreed", "abandoned"]
+    rank: int
+    """Who has claimed it."""
+    error: Message = {}
+    """Of an abandoned call, what every rank raises (`HoldfastError.to_message`)."""
+    abandoned: dict[str, int] = {}
+    """Of an agreed call, as in `Before`, the highest numbers of all ranks."""
+    value: Json = None
+    """Of an agreed choice or task, its result. It is any JSON."""
+
+
+class Final(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The committer to all: how its last step ended, which comes after the outcome."""
+
+    index: str = ""
+    """Version of the index that is in place, as hex digits."""
+    error: Message | None = None
+    """What was raised instead."""
+
+
+class Said(msgspec.Struct, frozen=True):
+    """Each rank to the committer: what it has to say to a choice. It is any JSON."""
+
+    value: Json = None
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
     """Each rank to the committer: a digest of the rows whose holders are not declared; None if all are."""
 
-    claims: str | None
+    fingerprint: str | None
 
 
-class Listed(msgspec.Struct, frozen=True):
+class RowList(msgspec.Struct, frozen=True):
     """Each such rank to the committer, where digests differ: the rows themselves."""
 
     keys: list[str]
@@ -46,7 +96,7 @@ class Written(msgspec.Struct, frozen=True):
     """Each rank to the committer: what it has written, durably."""
 
     step: int | None
-    grid: dict[str, Any] | None
+    grid: Message | None
     files: list[WrittenFile]
     report: Message = {}
     """What an integration tells besides (`SaveRequest.report`)."""
@@ -56,7 +106,7 @@ class Chosen(msgspec.Struct, frozen=True):
     """The committer to all: which version of a checkpoint is loaded."""
 
     identity: str
-    created: Any = None
+    created: Json = None
     """Seconds since the epoch, as the index says it. It is any JSON."""
 
 
@@ -79,14 +129,21 @@ def to_message(value: Message | msgspec.Struct) -> Message:
     return value
 
 
-def from_roster(message: Message, kind: type[M], rank: int) -> M:
-    """A message of rank `rank`. Raises HoldfastError if it is not of its type."""
+def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
+    """A message of rank `rank`, None where any rank may have written it. Raises HoldfastError if it is not of
+    its type."""
     try:
         return msgspec.convert(message, kind)
     except msgspec.ValidationError as error:
         raise HoldfastError(
-            f"Rank {rank} has sent a message that is no {kind.__name__}: {error}.",
+            f"{'A rank' if rank is None else f'Rank {rank}'} has sent a message that "
+            f"is no {kind.__name__}: {error}.",
             rank=rank,
             hint="Do all ranks run the same version of Holdfast? See docs/security.md for who can write "
             "messages.",
         ) from None
+
+
+def abandoned_by(rank: int, error: HoldfastError) -> Message:
+    """What a rank claims as the outcome of a call that it gives up."""
+    return to_message(Outcome("abandoned", rank, error.to_message()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
@@ -14,10 +14,10 @@ from holdfast.errors import HoldfastError, RosterLost, Unplaced
 from holdfast.protocol.call import Call
 from holdfast.protocol.core import choice_steps
 from holdfast.protocol.effects import Context, Steps
-from holdfast.protocol.phases import CHOICE_TRANSITIONS, Table
-from holdfast.protocol.rendezvous import Site, history_of, leave, meet
-from holdfast.protocol.runner import Cancel, Stages, run
-from holdfast.roster.base import Roster
+from holdfast.protocol.phases import CHOICE_TRANSITIONS, Transitions
+from holdfast.protocol.rendezvous import CallSignature, history_of, leave, meet
+from holdfast.protocol.runner import CallSteps, Cancel, run
+from holdfast.roster.base import Json, Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
 
@@ -39,71 +39,70 @@ class Operation:
         title: str,
         place: str,
         call: Call,
-        table: Table,
+        transitions: Transitions,
         step: int | None = None,
-        **arguments: object,
+        arguments: Mapping[str, object] | None = None,
     ) -> None:
         self.kind, self.place, self.step, self.call = kind, place, step, call
         self.begun = time.monotonic()
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
+        self.bytes_total = 0
+        """How many bytes `progress` will have noted at the end, once that is known."""
         self.alone = len(call.participants) == 1
         # What nobody else takes part in needs no message store, and leaves nothing there.
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
-        self._site = Site(kind, place, {"step": step, **arguments}, call.participants)
+        self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
         self._history = history_of(self.roster, call.participants)
         self.presence = Presence(call.roster, title, min(1.0, call.stall_timeout / 5))
-        self.presence.about = self._site.about
+        self.presence.about = self._signature.about
         me = self.presence.identity
         self.clocks = {"entered": self.begun}
-        self.at = Context(
+        self.context = Context(
             call.rank,
             call.participants,
             "",
             title,
             call.deadline,
             call.stall_timeout,
-            table=table,
+            transitions=transitions,
             step=step,
             on_phase=self._on_phase,
             on_wait=self.presence.wait_for,
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
-            about=self._site.about,
+            about=self._signature.about,
         )
         self.emit("entered")
 
-    def emit(self, name: str, **fields: Any) -> None:
+    def emit(self, name: str, **fields: object) -> None:
         events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
 
     def _on_phase(self, phase: str) -> None:
         self.clocks[phase] = time.monotonic()
         self.presence.phase = phase
         with suppress(HoldfastError):  # a beat that is late is no reason to fail
-            self.presence.send()
+            self.presence.beacon.send()
         with self.presence.working():
             self.emit(phase)
 
-    def progress(self, moved: int, total: int = 0) -> None:
+    def progress(self, moved: int) -> None:
         """Note `moved` bytes; raises if the operation was given up meanwhile."""
-        self.still_wanted()
+        self.cancel.check()
         self.presence.progress += moved
-        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=total)
+        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
 
     def tick(self) -> None:
         """Progress that is not bytes."""
-        self.still_wanted()
-        self.presence.progress += 1
-
-    def still_wanted(self) -> None:
         self.cancel.check()
+        self.presence.progress += 1
 
     def _meet(self) -> Steps:
         """Find the others, and show this rank to them."""
-        self.attempt = yield from meet(self.at, self._site, self._history)
+        self.attempt = yield from meet(self.context, self._signature, self._history)
         try:
-            self.presence.begin(self.at.key, None if self.alone else self.at.outcome)
+            self.presence.begin(self.context.key, None if self.alone else self.context.outcome)
         except RosterLost:
             if not self.alone:
                 raise
@@ -111,32 +110,32 @@ class Operation:
             self.cancel.set(error)
 
     def _leave(self) -> Steps:
+        """Close the call; a message store that is gone keeps what is there."""
         with suppress(RosterLost):
-            yield from leave(self.at, self._history)
+            yield from leave(self.context, self._history)
 
     def run(
-        self, make: Callable[[], Steps], trouble: HoldfastError | None = None, beside_training: bool = False
+        self, steps: Steps, collect_error: HoldfastError | None = None, pause_collector: bool = True
     ) -> Any:
-        """Run the protocol to its end; returns or raises by the deadline. `trouble` is what reading the
+        """Run the protocol to its end; returns or raises by the deadline. `collect_error` is what reading the
         state met: the protocol tells it to the others, and Ctrl-C among it goes on from here.
 
-        beside_training: the process does something else meanwhile, which needs its garbage collector.
+        pause_collector: keep the garbage collector off meanwhile; False if the process trains beside it.
         """
         try:
-            with nullcontext() if beside_training else collector_paused():
-                return run(
-                    Stages(self._meet, make, self._leave), self.at, self.roster, self.presence, self.cancel
-                )
+            with collector_paused() if pause_collector else nullcontext():
+                whole = CallSteps(self._meet(), steps, self._leave())
+                return run(whole, self.context, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
                 self.emit("raised", error=type(error).__name__, message=str(error))
-            cause = trouble.__cause__ if trouble is not None else None
+            cause = collect_error.__cause__ if collect_error is not None else None
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None
             raise
         finally:
-            if self.at.settled is None:
-                self._history.give_up(self.at.key)
+            if self.context.known_outcome is None:
+                self._history.give_up(self.context.key)
 
     def seconds(self) -> float:
         return time.monotonic() - self.begun
@@ -154,17 +153,20 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
             read()
     except HoldfastError as error:
         return error
+    # Not raised here: this rank must still enter the call, or the others would wait for it in vain.
     except BaseException as error:  # Ctrl-C, too, is told to the others, and raised again after
-        trouble = HoldfastError(f"The state could not be read: {type(error).__name__}: {error}", rank=rank)
-        trouble.__cause__ = error
-        return trouble
+        collect_error = HoldfastError(
+            f"The state could not be read: {type(error).__name__}: {error}", rank=rank
+        )
+        collect_error.__cause__ = error
+        return collect_error
     return None
 
 
 def agree(
-    title: str, place: str, choose: Callable[[dict[int, Any]], Any], call: Call, mine: Any = None
-) -> Any:
+    title: str, place: str, choose: Callable[[dict[int, Json]], Json], call: Call, mine: Json = None
+) -> Json:
     """The lowest participant's answer, a JSON value, on every participant; it is given what each says
     (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
-    return operation.run(lambda: choice_steps(operation.at, choose, mine))
+    return operation.run(choice_steps(operation.context, choose, mine))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-Table = dict[str, dict[str, str]]
+Transitions = dict[str, dict[str, str]]
 
-TRANSITIONS: Table = {
+TRANSITIONS: Transitions = {
     "entered": {
-        "claims": "a rank holds tensors whose replicas nobody declared",
+        "assigning": "a rank holds tensors whose replicas nobody declared",
         "writing": "this rank knows what it writes",
         "failed": "an error on this rank, or an outcome `abandoned`",
     },
-    "claims": {
+    "assigning": {
         "writing": "the committer said who writes them",
         "failed": "an error on this rank, or an outcome `abandoned`",
     },
@@ -35,7 +35,7 @@ TRANSITIONS: Table = {
 }
 """A save on one rank: phase -> next phase -> why. docs/protocol.md draws this table."""
 
-LOAD_TRANSITIONS: Table = {
+LOAD_TRANSITIONS: Transitions = {
     "entered": {"reading": "the committer named the checkpoint", "failed": "none there, or an error"},
     "reading": {"read": "all bytes verified and in place", "failed": "an error on this rank, or `abandoned`"},
     "read": {"loaded": "every rank has read", "failed": "outcome `abandoned`"},
@@ -44,7 +44,7 @@ LOAD_TRANSITIONS: Table = {
 }
 
 
-TASK_TRANSITIONS: Table = {
+TASK_TRANSITIONS: Transitions = {
     "entered": {
         "acting": "the committer has heard all ranks, and answered",
         "failed": "an error, or `abandoned`",
@@ -56,7 +56,7 @@ TASK_TRANSITIONS: Table = {
 }
 """What ranks do together at one time (`task_steps`): open process groups, warm them up, close them."""
 
-CHOICE_TRANSITIONS: Table = {
+CHOICE_TRANSITIONS: Transitions = {
     "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},
     "chosen": {},
     "failed": {},

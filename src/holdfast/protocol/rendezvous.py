@@ -31,6 +31,7 @@ from weakref import WeakKeyDictionary
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
 from holdfast.protocol.effects import Claim, Context, Count, Delete, Steps
+from holdfast.protocol.messages import Generation, Opened, Outcome, abandoned_by, from_roster, to_message
 from holdfast.roster.base import Message, Roster
 
 _REMEMBERED = 1024
@@ -43,8 +44,8 @@ SHARED = ("open", "outcome", "final", "chosen", "assigned", "left")
 """Keys of a call that all its ranks may read."""
 
 
-class Site:
-    """What a rank calls, and with which arguments: ranks meet if both are equal."""
+class CallSignature:
+    """What identifies a call: kind, place, arguments and participants. Ranks with equal ones meet in it."""
 
     def __init__(
         self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
@@ -67,12 +68,15 @@ def _hash(text: str) -> str:
 
 
 class History:
-    """The calls that the participants of a lane have made together, as this rank counts them."""
+    """Counters of this rank's calls with one set of participants, one counter a signature.
+
+    The counter's value is a part of the call's key: the n-th call of one rank meets the n-th of the others.
+    """
 
     def __init__(self) -> None:
-        self.life: int | None = None
-        """How often these ranks began on this lane of this message store: a store may outlive a process
-        group."""
+        self.generation: int | None = None
+        """Generation: how often these ranks began on this lane of this message store, which may outlive a
+        process group."""
         self.token = secrets.token_hex(6)
         self._lock = threading.Lock()
         self._next: OrderedDict[str, int] = OrderedDict()
@@ -84,16 +88,16 @@ class History:
         self._left_over: list[tuple[float, str]] = []
         """When and where a call was abandoned."""
 
-    def begin(self, site: str) -> str:
-        """The key of this call."""
+    def begin(self, site: str) -> tuple[str, dict[str, int]]:
+        """The key of this call, and the calls that were abandoned since the last good end."""
         with self._lock:
-            number = self._next.pop(site, 0)
+            number = self._next.pop(site, 0)  # and put in again at the end: the oldest one is dropped first
             self._next[site] = number + 1
             if len(self._next) > _REMEMBERED:
                 self._next.popitem(last=False)
-            key = f"{site}/{self.life}.{number}"
+            key = f"{site}/{self.generation}.{number}"
             self._open[key] = site, False
-            return key
+            return key, dict(self._abandoned)
 
     def give_up(self, key: str) -> None:
         """This rank went on although the call has not come to its end here: a thread of it is stuck."""
@@ -105,26 +109,23 @@ class History:
         with self._lock:
             return [key for key, (_, gone) in self._open.items() if gone]
 
-    def abandoned(self) -> dict[str, int]:
-        with self._lock:
-            return dict(self._abandoned)
-
-    def end(self, key: str, outcome: Message, now: float) -> list[str] | None:
+    def end(self, key: str, outcome: Outcome, now: float) -> list[str] | None:
         """Note how a call ended. Returns keys of abandoned calls that nobody needs any more; None if the end
         was noted before."""
         with self._lock:
             site, _ = self._open.pop(key, ("", False))
             if not site:
                 return None
-            if outcome["state"] == "abandoned":
+            if outcome.state == "abandoned":
                 self._abandoned[site] = self._next.get(site, 0)
                 self._left_over.append((now, key))
                 if len(self._abandoned) > _REMEMBERED:
                     self._abandoned.popitem(last=False)
                 return []
-            for other, number in outcome.get("abandoned", {}).items():
-                self._next[other] = max(self._next.get(other, 0), int(number))
-                if self._abandoned.get(other, 0) <= int(number):
+            # All ranks take the committer's numbers, so one that skipped a call is level with them again.
+            for other, number in outcome.abandoned.items():
+                self._next[other] = max(self._next.get(other, 0), number)
+                if self._abandoned.get(other, 0) <= number:
                     self._abandoned.pop(other, None)
             old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
             self._left_over = [entry for entry in self._left_over if now - entry[0] < SWEEP_AFTER]
@@ -137,55 +138,65 @@ _lock = threading.Lock()
 
 def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
     with _lock:
-        return _histories.setdefault(roster, {}).setdefault(participants, History())
+        known = _histories.setdefault(roster, {})
+        if participants not in known:
+            known[participants] = History()
+        return known[participants]
 
 
-def meet(at: Context, site: Site, history: History) -> Steps:
-    """Find the others of this call; returns the name of this attempt, which no other has."""
+def meet(context: Context, signature: CallSignature, history: History) -> Steps:
+    """Derive the key of this call and open it; returns the name of the attempt, which all its ranks share."""
+    # First, because an outcome that is learned here may move the number that this call gets.
     for key in history.given_up():
-        yield from _settle(at, history, key)
-    if history.life is None:
-        history.life = yield from _count_lives(at, history.token)
-    at.meet(history.begin(site.key))
-    at.abandoned = history.abandoned()
-    opened = yield Claim(f"{at.key}/open", {"rank": at.rank, "attempt": secrets.token_hex(6)})
-    return str(opened["attempt"])
+        yield from _learn_outcome(context, history, key)
+    if history.generation is None:
+        history.generation = yield from _claim_generation(context, history.token)
+    key, context.abandoned = history.begin(signature.key)
+    context.set_key(key)
+    mine = to_message(Opened(context.rank, secrets.token_hex(6)))
+    return from_roster((yield Claim(f"{context.key}/open", mine)), Opened).attempt
 
 
-def leave(at: Context, history: History) -> Steps:
-    """Note how the call ended, and delete what nobody reads any more."""
-    if at.settled is None:
-        history.give_up(at.key)
-        return  # others may still wait for what this rank has said
-    old = history.end(at.key, at.settled, at.clock.now())
+def leave(context: Context, history: History) -> Steps:
+    """Close this call on this rank: note its outcome, and delete the messages that nobody reads any more."""
+    if context.known_outcome is None:
+        history.give_up(context.key)
+        return  # its outcome is open: others may still wait for what this rank has said
+    old = history.end(context.key, context.known_outcome, context.clock.now())
     if old is None:
         return
-    mine = at.own | at.answers if at.settled["state"] == "abandoned" else at.own
+    # After an abandoned call nobody reads answers any more; after a good one each reader has deleted its own.
+    mine = context.own | context.answers if context.known_outcome.state == "abandoned" else context.own
     if mine:
         yield Delete(sorted(mine))
-    yield from _one_less(at, at.key)
-    if old and at.leads:
+    yield from _one_less(context, context.key)
+    if old and context.is_committer:
         yield Delete(old)
 
 
-def _one_less(at: Context, key: str) -> Steps:
-    if (yield Count(f"{key}/left")) >= len(at.participants):
+def _one_less(context: Context, key: str) -> Steps:
+    # The counter is atomic, so exactly one rank is the last; if a rank never comes nobody is, and a later
+    # good call sweeps (SWEEP_AFTER).
+    if (yield Count(f"{key}/left")) >= len(context.participants):
         yield Delete([f"{key}/{name}" for name in SHARED])
 
 
-def _settle(at: Context, history: History, key: str) -> Steps:
+def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     """A call that this rank gave up without hearing how it ended is over now, one way or the other."""
-    gave_up = HoldfastError(f"{at.who} gave it up, and went on.", rank=at.rank)
-    message = {"state": "abandoned", "rank": at.rank, "error": gave_up.to_message()}
-    outcome = yield Claim(f"{key}/outcome", message)
-    if history.end(key, outcome, at.clock.now()) is not None:
-        yield from _one_less(at, key)
+    gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
+    message = yield Claim(f"{key}/outcome", abandoned_by(context.rank, gave_up))
+    outcome = from_roster(message, Outcome)
+    if history.end(key, outcome, context.clock.now()) is not None:
+        yield from _one_less(context, key)
 
 
-def _count_lives(at: Context, token: str) -> Steps:
-    """How often this rank began on this lane with these participants; the same on all of them, as they begin
-    together."""
-    who, life = _hash(str(at.participants)), 0
-    while (yield Claim(f"life/{who}/{at.rank}/{life}", {"token": token}))["token"] != token:
-        life += 1
-    return life
+def _claim_generation(context: Context, token: str) -> Steps:
+    """Claim the first free generation number. All ranks get the same one, as they begin together."""
+    who, number = _hash(str(context.participants)), 0
+    mine = Generation(token)
+    while True:
+        standing = yield Claim(f"life/{who}/{context.rank}/{number}", to_message(mine))
+        if from_roster(standing, Generation) == mine:
+            break
+        number += 1
+    return number

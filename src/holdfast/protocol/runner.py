@@ -10,13 +10,14 @@ in the caller is thrown into the protocol, which tells the other ranks, and is t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.deadline import REAL_CLOCK
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, RankInfo, from_message
 from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
+from holdfast.protocol.messages import Outcome, from_roster
 from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence
 from holdfast.threads import start_thread
@@ -58,9 +59,9 @@ class Cancel:
 
 def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Drive a protocol to its end on this thread."""
-    result: Any = None
+    result: object = None
     error: BaseException | None = None
-    told = False
+    told = False  # the reason of a cancel is thrown in once: telling the others must not be cancelled again
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
@@ -73,6 +74,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             result = _do(effect, roster, presence)
         except Cancelled:
             if cancel.reason is None or told:
+                # Without a reason nobody is to be told: the caller has gone on, and this thread just ends.
                 steps.close()
                 raise
             error, told = cancel.reason, True
@@ -102,141 +104,144 @@ def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
         case Alive(message):
             return presence.identity.alive(message)
         case Do(_, action):
+            # An error about a stuck thread says whether it was at work or asked the message store.
             with presence.working():
                 return action()
 
 
-class Stages(NamedTuple):
-    """A call from its beginning to its end."""
+class CallSteps(NamedTuple):
+    """The protocols of one call, in their order."""
 
-    meet: Callable[[], Steps]
+    meet: Steps
     """Finds the meeting place, and begins the beat."""
-    body: Callable[[], Steps]
-    leave: Callable[[], Steps]
+    body: Steps
+    leave: Steps
     """Deletes messages; what it meets changes nothing."""
 
-    def perform(self, roster: Roster, presence: Presence, cancel: Cancel, ended: _Ended) -> None:
-        """How the call ended is in `ended` before this rank leaves, which may take its time."""
-        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
-        try:
-            perform(self.meet(), roster, presence, never)
-            ended.value = perform(self.body(), roster, presence, cancel)
-        except BaseException as error:
-            ended.error = error
-        ended.known.set()
-        with suppress(HoldfastError):
-            perform(self.leave(), roster, presence, never)
 
-
+@dataclass
 class _Ended:
     """How a call ended on this rank: with a value or an error, once it is `known`."""
 
-    def __init__(self) -> None:
-        self.known = threading.Event()
-        self.value: Any = None
-        self.error: BaseException | None = None
+    known: threading.Event = field(default_factory=threading.Event)
+    value: object = None
+    error: BaseException | None = None
 
 
-def run(stages: Stages, at: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
     ended = _Ended()
 
     def work() -> None:
+        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
         try:
-            stages.perform(roster, presence, cancel, ended)
+            perform(steps.meet, roster, presence, never)
+            ended.value = perform(steps.body, roster, presence, cancel)
+        except BaseException as error:
+            ended.error = error
+        try:
+            ended.known.set()  # before this rank leaves, which may take its time
+            with suppress(HoldfastError):
+                perform(steps.leave, roster, presence, never)
         finally:
             done.set()
             presence.leave()
 
+    # Storage and the message store may block for ever, so they are called on a thread that can be left
+    # behind.
     thread: threading.Thread | None = None
     try:
-        thread = start_thread(work, "holdfast-operation", at.rank)
+        thread = start_thread(work, "holdfast-operation", context.rank)
     except HoldfastError as error:
         cancel.set(error)  # the protocol tells it to the others, which takes no thread
         work()
     try:
-        _wait(done, ended, at, presence)
+        _wait(done, ended, context, presence)
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
-            roster.renew()
+            roster.renew()  # the thread may be stuck inside a connection that the next call would use
             raise
     except BaseException as interrupt:
         reason = HoldfastError(
-            f"{at.title}: {at.who} was interrupted by {type(interrupt).__name__}.",
-            rank=at.rank,
-            phase=at.phase,
+            f"{context.title}: {context.who} was interrupted by {type(interrupt).__name__}.",
+            rank=context.rank,
+            phase=context.phase,
         )
         cancel.set(reason)
-        done.wait(LAST_CALL + GRACE)
+        done.wait(LAST_CALL + GRACE)  # time to tell the others; Ctrl-C must come back soon all the same
         raise
     finally:
         presence.stop()
     if done.is_set() and thread is not None:
         thread.join(timeout=LAST_CALL)
-    if not ended.known.is_set() and at.phase in SUCCESS:
+    if not ended.known.is_set() and context.phase in SUCCESS:
         return None  # what it still tidies up goes on by itself
     if not ended.known.is_set() or isinstance(ended.error, Cancelled):
-        raise _stuck(at, presence)
+        raise _stuck(context, presence)
     if ended.error is not None:
         raise ended.error
     return ended.value
 
 
-def _wait(done: threading.Event, ended: _Ended, at: Context, presence: Presence) -> None:
+def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Presence) -> None:
     """Until the worker is done; earlier when the others have given up and it does not come back."""
     heard: float | None = None
     succeeded: float | None = None
+    # Short looks once the others have given up, as this rank is then to come back within GRACE.
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
         if ended.known.is_set():
-            done.wait(LAST_CALL)
+            done.wait(LAST_CALL)  # it still leaves the call; its messages may also go later
             return
-        if at.phase in SUCCESS:
+        if context.phase in SUCCESS:
             succeeded = now if succeeded is None else succeeded
-            if now >= succeeded + TIDY or now >= at.deadline.at + GRACE:
+            if now >= succeeded + TIDY or now >= context.deadline.at + GRACE:
                 return
-            continue
-        if (
-            heard is None
-            and presence.noticed.is_set()
-            and presence.seen
-            and presence.seen["state"] == "abandoned"
-        ):
+            continue  # a success is not given up because the others have gone
+        if heard is None and presence.noticed.is_set() and _others_error(presence) is not None:
             heard = now
-        if now >= at.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
-            raise _stuck(at, presence)
+        if now >= context.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
+            raise _stuck(context, presence)
 
 
-def _stuck(at: Context, presence: Presence) -> HoldfastError:
+def _others_error(presence: Presence) -> HoldfastError | None:
+    """What the others have given the call up for, if the beat has seen it."""
+    outcome = from_roster(presence.seen, Outcome) if presence.seen is not None else None
+    return from_message(outcome.error) if outcome is not None and outcome.state == "abandoned" else None
+
+
+def _stuck(context: Context, presence: Presence) -> HoldfastError:
     """This rank's own work does not come back."""
-    if presence.seen and presence.seen["state"] == "abandoned":
-        return from_message(presence.seen["error"])
-    kind = CommitUnconfirmed if at.phase in UNSURE else DeadlineExceeded
+    error = _others_error(presence)
+    if error is not None:
+        return error
+    kind = CommitUnconfirmed if context.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(
-            f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {at.who}, in phase "
-            f"{at.phase!r}, asks the message "
+            f"{context.title} did not come back by its deadline of "
+            f"{context.deadline.seconds:g} s: {context.who}, in phase "
+            f"{context.phase!r}, asks the message "
             "store, which does not answer. Which rank is missing can't be known without it.",
-            step=at.step,
-            phase=at.phase,
+            step=context.step,
+            phase=context.phase,
             hint="Its host, mostly rank 0's process or the launcher, is stopped or can't be reached.",
         )
     me = presence.identity
     here = RankInfo(
-        at.rank,
+        context.rank,
         me.host,
         me.pid,
-        f"{at.title}: {at.phase}",
+        f"{context.title}: {context.phase}",
         0.0,
         "its call into storage or a callback does not return",
     )
     return kind(
-        f"{at.title} did not come back by its deadline of {at.deadline.seconds:g} s: {here}.",
-        step=at.step,
-        phase=at.phase,
-        rank=at.rank,
+        f"{context.title} did not come back by its deadline of {context.deadline.seconds:g} s: {here}.",
+        step=context.step,
+        phase=context.phase,
+        rank=context.rank,
         missing=(here,),
         hint="A stack of its thread `holdfast-operation` (py-spy, faulthandler) shows where it is.",
     )

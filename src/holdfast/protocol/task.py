@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from types import FrameType
 
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit
@@ -41,7 +41,7 @@ class CollectiveTask:
     def __init__(self, title: str, place: str, call: Call) -> None:
         self.operation = Operation(self.kind, title, place, call, TASK_TRANSITIONS)
         self.operation.presence.more = self._more
-        self.operation.at.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
+        self.operation.context.hint = "Look at that rank's log, or at its stack (py-spy dump --pid)."
         self.roster = call.roster
         self._doing = ""
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class CollectiveTask:
     def run(self) -> Message:
         """Raises the error that all ranks raise."""
         try:
-            result: Message = self.operation.run(lambda: task_steps(self.operation.at, self))
+            result: Message = self.operation.run(task_steps(self.operation.context, self))
             return result
         finally:
             _started[:] = [thread for thread in _started if thread.is_alive()]
@@ -96,6 +96,7 @@ class CollectiveTask:
                 self._ended.append((None, error))
             self._over.set()
 
+        # What it does may be a collective that never returns: the call ends without it, by its deadline.
         self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
         at_exit(Stage.THREADS, _fail_with_stuck_threads)
         _started.append(self._thread)
@@ -124,7 +125,7 @@ class CollectiveTask:
         asked = list(ranks)
         messages = self.roster.get([at_key(rank) for rank in asked])
         found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
-        key = self.operation.at.key
+        key = self.operation.context.key
         return {rank: {**message, **message["operations"].get(key, {})} for rank, message in found.items()}
 
     def is_gone(self, message: Message) -> bool:
@@ -137,6 +138,8 @@ class CollectiveTask:
 
     def _stack(self) -> str:
         """Where the thread stands, innermost call last."""
-        frame: Any = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        frame: FrameType | None = (
+            sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        )
         calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
         return " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)

@@ -14,7 +14,9 @@ import msgspec
 
 from holdfast.errors import RosterLost
 
-Message = dict[str, Any]
+Json = Any
+"""A value that JSON has; whoever reads one from a message checks it."""
+Message = dict[str, Json]
 
 
 class Roster(Protocol):
@@ -63,12 +65,8 @@ class Roster(Protocol):
         ...
 
 
-def encode(message: Message) -> bytes:
-    return msgspec.json.encode(message)
-
-
 def decode(data: bytes, key: str) -> Message:
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(data, type=Message)
     except (msgspec.DecodeError, ValueError) as error:
         raise RosterLost(f"The message {key!r} is not what a rank of Holdfast writes ({error}).") from None

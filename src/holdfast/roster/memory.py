@@ -5,19 +5,23 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from holdfast.roster.base import Message, decode, encode
+import msgspec
+
+from holdfast.roster.base import Message, decode
 
 
+@dataclass(eq=False)
 class Board:
     """The messages that the ranks of one world share."""
 
-    def __init__(self) -> None:
-        self.messages: dict[str, bytes] = {}
-        self.counters: dict[str, int] = {}
-        self.changed = threading.Condition()
-        self.job = secrets.token_hex(8)
-        self._lanes: dict[str, Board] = {}
+    messages: dict[str, bytes] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    job: str = field(default_factory=partial(secrets.token_hex, 8))
+    _lanes: dict[str, Board] = field(default_factory=dict)
 
     def lane(self, name: str) -> Board:
         with self.changed:
@@ -36,7 +40,7 @@ class MemoryRoster:
 
     def put(self, key: str, message: Message) -> None:
         with self.board.changed:
-            self.board.messages[key] = encode(message)
+            self.board.messages[key] = msgspec.json.encode(message)
             self.board.changed.notify_all()
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
@@ -46,7 +50,7 @@ class MemoryRoster:
 
     def claim(self, key: str, message: Message) -> Message:
         with self.board.changed:
-            standing = self.board.messages.setdefault(key, encode(message))
+            standing = self.board.messages.setdefault(key, msgspec.json.encode(message))
             self.board.changed.notify_all()
         return decode(standing, key)
 

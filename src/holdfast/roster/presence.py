@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 from holdfast.errors import RankInfo, RosterLost
@@ -46,12 +47,18 @@ def _machine() -> str:
     return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
 
 
+@cache
+def _process(pid: int) -> tuple[str, str, str]:
+    """Host, machine and start time of this process, whose pid is given because a fork is another one."""
+    return socket.gethostname(), _machine(), _started(pid)
+
+
 class Identity:
     """What does not change while the process lives."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
-        self.host, self.machine, self.started = socket.gethostname(), _machine(), _started(os.getpid())
+        self.host, self.machine, self.started = _process(self.pid)
 
     def alive(self, message: Message) -> bool | None:
         """Is the process behind a message alive? None where that can't be seen from here."""
@@ -125,25 +132,18 @@ class Presence:
             **self.more(),
         }
 
-    def message(self) -> Message:
-        """The rank's whole message."""
-        return self.beacon.message()
-
-    def send(self) -> None:
-        self.beacon.send()
-
     def begin(self, operation: str, watched: str | None) -> None:
         """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
         self.operation, self.watched = operation, watched
         self.beacon.add(self)
-        self.send()
+        self.beacon.send()
 
     def leave(self) -> None:
         """Show that the operation is over here; whoever misses this rank later can quote how it ended."""
         if self.operation:
             self.beacon.remove(self)
             with suppress(RosterLost):
-                self.send()
+                self.beacon.send()
 
     def stop(self) -> None:
         """End the beat, if no other operation needs it; one that is stuck in the message store is left to end
@@ -196,6 +196,7 @@ class Beacon:
         started."""
         with self._changed:
             self._operations[presence.operation] = presence
+            # A call of one rank alone needs no beat: nobody watches it.
             if presence.watched is None or self._thread is not None:
                 self._changed.notify_all()  # its interval may be a shorter one
                 return
@@ -223,8 +224,11 @@ class Beacon:
                 roster = self._roster()
                 if roster is None:
                     break
-                client = roster.second()
+                client = (
+                    roster.second()
+                )  # a client of its own, which a stuck call of the protocol can't hold up
                 self.send(client)
+                # The beat looks for the outcome as well: it goes on where the protocol's own thread is stuck.
                 with self._changed:
                     unseen = [presence for presence in self._beating() if not presence.noticed.is_set()]
                 found = client.get([str(presence.watched) for presence in unseen])

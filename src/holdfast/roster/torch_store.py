@@ -16,13 +16,17 @@ from datetime import timedelta
 from typing import Any
 from weakref import ref
 
+import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import RosterLost
 from holdfast.options import read_environment
-from holdfast.roster.base import Message, decode, encode
+from holdfast.roster.base import Message, decode
 from holdfast.roster.seal import Seal
 from holdfast.torch_private import clone_store, default_store
+
+Client = Any
+"""A client of torch's store. torch.distributed does not export its class."""
 
 _NOTHING = "\0"
 """No message is this. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for
@@ -40,13 +44,13 @@ class _Connections:
     with it, or the next process group on that port would meet the messages of the last.
     """
 
-    def __init__(self, store: Any) -> None:
-        self._parent: Callable[[], Any] = ref(default_store()) if store is None else lambda: store
-        self._clients: dict[str, Any] = {}
+    def __init__(self, store: Client | None) -> None:
+        self._parent: Callable[[], Client] = ref(default_store()) if store is None else lambda: store
+        self._clients: dict[str, Client] = {}
         self._seal: Seal | None = None
         self.prefix = f"holdfast/{read_environment().incarnation}/"
 
-    def client(self, name: str) -> Any:
+    def client(self, name: str) -> Client:
         """The client of this name; connecting may block, so it is left to a worker thread."""
         if name not in self._clients:
             parent = self._parent()
@@ -63,7 +67,7 @@ class _Connections:
                 self._clients[name] = made
         return self._clients[name]
 
-    def seal(self, client: Any) -> Seal:
+    def seal(self, client: Client) -> Seal:
         """The seal of this job: its secret is drawn by the rank that comes first, and read by the others."""
         if self._seal is None:
             with _Reachable("reading the job's secret"):
@@ -82,7 +86,9 @@ class TorchRoster:
     of the default process group if they are not given.
     """
 
-    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
+    def __init__(
+        self, store: Client | None = None, rank: int | None = None, world_size: int | None = None
+    ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
         self._set(_Connections(store), "main", "")
@@ -101,11 +107,11 @@ class TorchRoster:
         return self._kept[kept_as]
 
     @property
-    def _store(self) -> Any:
+    def _store(self) -> Client:
         return self._connections.client(self._name)
 
     def _signed(self, key: str, message: Message) -> bytes:
-        return self._connections.seal(self._store).sign(key, encode(message))
+        return self._connections.seal(self._store).sign(key, msgspec.json.encode(message))
 
     def _read(self, key: str, sealed: bytes) -> Message:
         return decode(self._connections.seal(self._store).check(key, sealed), key)

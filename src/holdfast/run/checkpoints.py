@@ -6,13 +6,14 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from msgspec.structs import replace
 
 from holdfast.background.pending import Pending
 from holdfast.loading.job import LoadReport, LoadRequest
-from holdfast.protocol.call import Call, whole_step
+from holdfast.protocol.arguments import whole_step
+from holdfast.protocol.call import Call
+from holdfast.roster.base import Json
 from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
@@ -41,12 +42,12 @@ class Checkpoints(RunFolder):
     def save(
         self,
         step: int,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         expected: str | Iterable[str] | None = PREVIOUS,
-        notes: Any = None,
+        notes: Json = None,
     ) -> Pending | None:
         """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is
         durable.
@@ -81,7 +82,7 @@ class Checkpoints(RunFolder):
 
     def restore(
         self,
-        state: Mapping[str, Any],
+        state: Mapping[str, object],
         step: int | None = None,
         *,
         include: Sequence[str] | None = None,
@@ -102,17 +103,26 @@ class Checkpoints(RunFolder):
         return None if report is None else report.step
 
     def restore_report(
-        self, state: Mapping[str, Any], step: int | None = None, *, fallback: bool = True, **how: Any
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        strict: bool = True,
+        fallback: bool = True,
     ) -> LoadReport | None:
-        """`restore`, returning the whole report."""
+        """`restore`, returning the whole report; None if there is no checkpoint at all."""
 
         def load(store: Store, call: Call) -> LoadReport:
             report = LoadRequest(
                 store=store,
                 collect=lambda rank: flatten(state, rank),
                 call=call,
+                include=include,
+                exclude=exclude,
+                strict=strict,
                 options=self._options,
-                **how,
             ).run()
             number = step_of(os.path.basename(store.url))
             if report.step is not None and report.step != number:

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from holdfast import events
 from holdfast.background.manager import EXIT_GRACE, LANE, background_of
@@ -25,10 +25,10 @@ from holdfast.errors import (
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_budget, check_grid
-from holdfast.protocol.call import Call, begin_call, check_participants, whole_step
+from holdfast.protocol.arguments import check_arguments, whole_step
+from holdfast.protocol.call import Call, begin_call, check_participants
 from holdfast.protocol.operation import agree
-from holdfast.roster.base import Roster
+from holdfast.roster.base import Json, Roster
 from holdfast.run.owner import lease_of
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import Store
@@ -41,6 +41,9 @@ from holdfast.store.run_folder import (
     retire,
     step_folder,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 log = logging.getLogger("holdfast")
 _RETRY = re.compile(r"retry\((\d+)\)")
@@ -85,7 +88,7 @@ class RunFolder:
         on_failure: str = "raise",
         host_memory_budget: int | None = None,
         participants: Iterable[int] | None = None,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         timeout: float = 1800.0,
         stall_timeout: float = 120.0,
@@ -103,8 +106,7 @@ class RunFolder:
         tries = _RETRY.fullmatch(on_failure) if isinstance(on_failure, str) else None
         if on_failure not in ("raise", "warn") and tries is None:
             raise BadInput(f"on_failure must be 'raise', 'warn' or 'retry(n)', not {on_failure!r}.")
-        check_budget(host_memory_budget)
-        check_grid(grid)
+        check_arguments(grid=grid, host_memory_budget=host_memory_budget)
         self.store = open_store(run)
         self.keep = keep
         self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
@@ -252,7 +254,7 @@ class RunFolder:
         """`load` a step, or the newest that is whole; None if there is none."""
         step = None if step is None else whole_step(step)
         self._settle()
-        call = self._call()
+        call = self._call()  # one for all steps that are tried: an older one does not renew the deadline
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
@@ -285,7 +287,7 @@ class RunFolder:
     def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
 
-        def newest(said: dict[int, Any]) -> int | None:
+        def newest(said: dict[int, Json]) -> int | None:
             found = self.steps()
             if not found:
                 refuse_other_checkpoints(self.store)

@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from weakref import WeakSet, finalize
@@ -31,7 +31,7 @@ from holdfast.exits import Stage, at_exit
 from holdfast.format.names import OWNER
 from holdfast.options import read_environment
 from holdfast.roster.presence import Identity
-from holdfast.store.base import TAIL, NotFound, Store
+from holdfast.store.base import VERSION_BYTES, NotFound, Store
 from holdfast.threads import start_thread, within
 
 log = logging.getLogger("holdfast")
@@ -181,17 +181,15 @@ class Lease:
             reader = self.store.open(OWNER)
         except NotFound:
             return None, None
-        try:
+        with closing(reader):
             data = reader.read(0, 1 << 16)
-        finally:
-            reader.close()
         try:
-            return msgspec.json.decode(data, type=Owner), data[-TAIL:]
+            return msgspec.json.decode(data, type=Owner), data[-VERSION_BYTES:]
         except msgspec.MsgspecError:
-            return None, data[-TAIL:]
+            return None, data[-VERSION_BYTES:]
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
-        owner = msgspec.structs.replace(owner, version=secrets.token_hex(TAIL))
+        owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
         self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
         self._mine = owner
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 from weakref import WeakKeyDictionary
 
 from holdfast.deadline import REAL_CLOCK, Deadline
@@ -18,6 +18,9 @@ from holdfast.errors import RosterLost
 from holdfast.protocol.call import begin_call, find_participants, find_roster
 from holdfast.protocol.consensus import StepConsensus
 from holdfast.roster.base import Roster
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 LANE = "preemption"
 ASKED = "asked"
@@ -50,7 +53,7 @@ class Preemption:
         budget: float = 60.0,
         signals: Iterable[int] = (signal.SIGTERM,),
         participants: Iterable[int] | None = None,
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         no_dist: bool = False,
         roster: Roster | None = None,
     ) -> None:

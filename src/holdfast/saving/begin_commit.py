@@ -10,21 +10,21 @@ import numpy as np
 
 from holdfast.errors import BadInput, HoldfastError
 from holdfast.format.columns import Columns
-from holdfast.format.names import rank_in_name
+from holdfast.format.names import INDEX, rank_in_name
 from holdfast.io.open_checkpoint import open_index
 from holdfast.protocol.operation import Operation
 from holdfast.roster.base import Message
-from holdfast.saving.commit import Commit, present_tail
+from holdfast.saving.commit import Commit
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import is_selected
-from holdfast.store.base import Store
+from holdfast.store.base import Store, version_of
 
 
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
     """What the committer knows before the others have written: the version that it may replace."""
     store = request.store
-    replacing = present_tail(store)
-    if replacing is not None and not request.overwrite:
+    replaced_version = version_of(store, INDEX)
+    if replaced_version is not None and not request.overwrite:
         raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
     names: list[str] | None = None
     source = ""
@@ -32,7 +32,10 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     if isinstance(request.expected, str):
         if request.expected != PREVIOUS:
             raise BadInput(f"expected={request.expected!r}: give a list of names, {PREVIOUS!r}, or None.")
-        compared = store if replacing is not None else request.previous()
+        if replaced_version is not None:
+            compared = store
+        elif request.previous is not None:
+            compared = request.previous()
         names = _previous_names(compared)
         source = f"the checkpoint {compared.url}" if compared is not None else ""
     elif request.expected is not None:
@@ -44,8 +47,10 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
             return False  # a rank's own value, and the world is smaller now
         return is_selected(name, (request.include, request.exclude))
 
+    # Deleted after the commit only (`SaveJob.tidy`). An index that can't be read names nothing: its data
+    # stays.
     replaced: set[str] = set()
-    if replacing is not None:
+    if replaced_version is not None:
         with suppress(HoldfastError), open_index(store) as index:
             replaced = set(index.file_names())
     return Commit(
@@ -53,7 +58,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         title=request.title,
         deadline=request.call.deadline,
         about={"step": request.step, "grid": grid, "notes": request.notes, "attempt": operation.attempt},
-        replacing=replacing,
+        replaced_version=replaced_version,
         expected=names,
         expected_from=source,
         last_writer=partial(_writers, compared),

@@ -1,4 +1,4 @@
-"""What a save finds before it writes, and what it takes away if it fails."""
+"""What a save takes away if it fails."""
 
 from __future__ import annotations
 
@@ -7,26 +7,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from holdfast.deadline import REAL_CLOCK
-from holdfast.errors import HoldfastError, StorageError
+from holdfast.errors import HoldfastError
 from holdfast.io.file_writer import discard
-from holdfast.store.base import Kind, Store
+from holdfast.store.base import Store
 from holdfast.threads import start_thread
 
 OWN_FILES = 1.0
 """Seconds that a failed call waits until its files are deleted. No longer: storage may be what failed."""
 OTHERS_LEAVE = 2.0
 """Seconds that the folder then has to become empty, which other ranks' files have yet to leave."""
-
-
-def makes_folder(store: Store) -> bool:
-    """Is the folder not there yet? Raises StorageError for what nothing can be saved into."""
-    found = store.stat()
-    if found is None:
-        return True
-    if found.kind is not Kind.FOLDER:
-        what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
-        raise StorageError(f"{store.url} is {what}.", hint="Remove it, or save to another place.")
-    return False
 
 
 def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool) -> None:
@@ -41,6 +30,7 @@ def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool)
                 _remove_folder(store, deleted)
         deleted.set()
 
+    # Beside the caller, which is about to raise: storage may be the very thing that hangs.
     with suppress(HoldfastError):  # no thread is to be had: `prune` sweeps what stays
         start_thread(work, "holdfast-sweep")
         deleted.wait(OWN_FILES)

@@ -6,10 +6,9 @@ import logging
 import platform
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from holdfast import events
 from holdfast.deadline import Deadline
@@ -22,49 +21,20 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.columns import Columns
-from holdfast.format.index import Index, encode
+from holdfast.format.index import encode
 from holdfast.format.names import INDEX, is_data_file
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.file_writer import About
+from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
 from holdfast.plan.save import WrittenFile
 from holdfast.protocol.core import VISIBLE_WITHIN
-from holdfast.protocol.messages import Written
-from holdfast.roster.base import Message
-from holdfast.store.base import TAIL, NotFound, Reader, Store, Unsettled
+from holdfast.protocol.messages import Final, Written
+from holdfast.store.base import VERSION_BYTES, NotFound, Store, Unsettled, version_of
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
 LOOK_AGAIN = 10.0
 """Seconds that a commit which failed for no reason of the store's looks whether its index is there."""
-
-
-def present_tail(store: Store) -> bytes | None:
-    """What tells the index that is there now from another, or None."""
-    try:
-        reader = store.open(INDEX)
-    except NotFound:
-        return None
-    try:
-        return reader.read(max(reader.size - TAIL, 0), TAIL)
-    finally:
-        reader.close()
-
-
-def embedded_index(store: Store, file: WrittenFile) -> Columns:
-    """The index that a data file carries of itself, read back from storage and verified."""
-    reader = store.open(file.name)
-    try:
-        where = f"{store.url}/{file.name}"
-        if reader.size != file.size:
-            raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
-        index = Index(_part(reader, file.index_start), file.index_size, f"the embedded index of {where}")
-        return index.embedded()
-    finally:
-        reader.close()
-
-
-def _part(reader: Reader, start: int) -> Callable[[int, int], bytes]:
-    return lambda at, length: reader.read(start + at, length)
 
 
 @cache
@@ -88,8 +58,8 @@ class Commit:
     store: Store
     title: str
     deadline: Deadline
-    about: dict[str, Any]
-    replacing: bytes | None
+    about: About
+    replaced_version: bytes | None
     expected: Sequence[str] | None
     """Names that must be there, or None."""
     expected_from: str
@@ -124,6 +94,7 @@ class Commit:
         if not columns.names:
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
         self._warn_if_stale(columns)
+        # Last, so that the time is that of the commit; the index is encoded once and published as it is.
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
         self.data = encode(columns, self.about)
         self.file_names = columns.file_names
@@ -168,7 +139,7 @@ class Commit:
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                return embedded_index(self.store, file)
+                return self._embedded(file)
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -177,9 +148,8 @@ class Commit:
                         rank=rank,
                         hint="All ranks must write to one shared file system.",
                     ) from None
-                if (
-                    clock.now() >= ticked + 1.0
-                ):  # others take a committer that waits in silence for a stuck one
+                # The others would take a committer that waits in silence for a stuck one.
+                if clock.now() >= ticked + 1.0:
                     self.tick()
                     ticked = clock.now()
                     log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
@@ -188,27 +158,35 @@ class Commit:
                 error.rank = rank
                 raise
 
-    def publish(self) -> Message:
+    def _embedded(self, file: WrittenFile) -> Columns:
+        """What a data file says of itself, read back from storage and verified."""
+        where = f"{self.store.url}/{file.name}"
+        with closing(self.store.open(file.name)) as reader:
+            if reader.size != file.size:
+                raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
+            stop = file.index_start + file.index_size
+            return embedded_index(reader, file.index_start, stop, where).embedded()
+
+    def publish(self) -> Final:
         """The index comes into being, at once and durably; from here on the checkpoint exists.
 
         Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other
         error deletes the data that the index names.
         """
         try:
-            self.store.publish(INDEX, self.data, self.replacing)
+            self.store.publish(INDEX, self.data, self.replaced_version)
         except BaseException as error:
             unconfirmed = self._unconfirmed(error)
             if unconfirmed is None:
                 raise
             raise unconfirmed from error
-        return {"state": "committed", "index": self.data[-TAIL:].hex()}
+        return Final(self.data[-VERSION_BYTES:].hex())
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
         """What is to be raised after a failure to publish, or None if the index is known not to be in
         place."""
-        known = isinstance(error, HoldfastError) and not isinstance(
-            error, Unsettled
-        )  # by the store's contract
+        # By the store's contract any error of its own but `Unsettled` means: not in place, and never will be.
+        known = isinstance(error, HoldfastError) and not isinstance(error, Unsettled)
         in_place = error.in_place if isinstance(error, Unsettled) else False
         looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
         reason = error.message if isinstance(error, HoldfastError) else f"{type(error).__name__}: {error}"
@@ -236,7 +214,7 @@ class Commit:
         ends = clock.now() + seconds
         while True:
             try:
-                return present_tail(self.store) == self.data[-TAIL:]
+                return version_of(self.store, INDEX) == self.data[-VERSION_BYTES:]
             except Exception as error:
                 log.debug("%s: the index can't be looked at: %s", self.title, error)
             if clock.now() >= ends:

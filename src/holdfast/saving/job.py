@@ -9,33 +9,38 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from holdfast.errors import CommitUnconfirmed, HoldfastError
+from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
-from holdfast.io.file_writer import WriteRequest, discard, write_files
+from holdfast.io.file_writer import About, WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT
 from holdfast.options import Options
 from holdfast.plan.merge import disagreement
 from holdfast.plan.save import WrittenFile, plan_save
 from holdfast.plan.shard_table import Replica, ShardTable, describe
-from holdfast.protocol.call import begin_call, one_folder
+from holdfast.protocol.arguments import one_folder
+from holdfast.protocol.call import begin_call
 from holdfast.protocol.core import save_steps
-from holdfast.protocol.messages import Assigned, Listed, Written
+from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Json, Roster
 from holdfast.saving.begin_commit import begin_commit
-from holdfast.saving.cleanup import clean_up, makes_folder
+from holdfast.saving.cleanup import clean_up
 from holdfast.saving.commit import Commit, is_of_attempt
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.store.base import Kind
 from holdfast.store.local import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -56,7 +61,7 @@ class FileSink(Protocol):
     """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of
     asynchronous saves."""
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files
         say of themselves."""
         ...
@@ -65,11 +70,13 @@ class FileSink(Protocol):
 class DirectSink:
     """Writes from where the tensors lie, on the thread that runs the protocol (`protocol.runner.run`)."""
 
-    def write(self, job: SaveJob, replicas: list[Replica], about: dict[str, Any]) -> list[WrittenFile]:
+    def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
         plan = plan_save(job.table, replicas, job.options)
         job.streams.wait()
-        job.bytes_total = int(plan.chunks.nbytes.sum())
-        return write_files(WriteRequest(job.store, job.table, plan, about, job.options, job.moved))
+        job.operation.bytes_total = int(plan.chunks.nbytes.sum())
+        return write_files(
+            WriteRequest(job.store, job.table, plan, about, job.options, job.operation.progress)
+        )
 
 
 class SaveJob:
@@ -82,15 +89,15 @@ class SaveJob:
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
-        self.trouble: HoldfastError | None = None
+        self.collect_error: HoldfastError | None = None
         """What collecting the state met. The protocol tells it to the other ranks."""
         self.makes_folder = False
         """Was the folder not there when this rank began?"""
-        self._begin()
-        self.trouble = read_state(self._collect, self.rank)
+        self.begin()
+        self.collect_error = read_state(self._collect, self.rank)
 
-    def _begin(self) -> None:
-        """Begin an attempt."""
+    def begin(self) -> None:
+        """Begin an attempt: the first one or, after a failure, another with the same rows and deadline."""
         request = self.request
         self.operation = Operation(
             "save",
@@ -99,23 +106,17 @@ class SaveJob:
             request.call,
             TRANSITIONS,
             request.step,
-            include=request.include,
-            exclude=request.exclude,
+            {"include": request.include, "exclude": request.exclude},
         )
-        self.leads = self.operation.at.leads
+        self.is_committer = self.operation.context.is_committer
         self.commit: Commit | None = None
         self.files: list[WrittenFile] = []
-        self.bytes_total = 0
 
-    def begin_again(self) -> None:
-        """After a failure: begin another attempt with the same rows, under the same deadline."""
-        self._begin()
-
-    def run(self, beside_training: bool = False) -> SaveReport:
+    def run(self, pause_collector: bool = True) -> SaveReport:
         """Run the protocol to its end. Raises the error that all ranks raise."""
         operation = self.operation
         try:
-            operation.run(lambda: save_steps(operation.at, self), self.trouble, beside_training)
+            operation.run(save_steps(operation.context, self), self.collect_error, pause_collector)
         except CommitUnconfirmed:
             raise
         except HoldfastError:
@@ -141,27 +142,28 @@ class SaveJob:
 
     # -- agree who writes what ----------------------------------------------------------------------
 
-    def claims(self) -> str | None:
+    def fingerprint(self) -> str | None:
         """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
         folder."""
-        if self.trouble is not None:
-            raise self.trouble
-        self.makes_folder = makes_folder(self.store) or self.makes_folder
-        if self.leads:
-            self.request.permit(self.operation.tick)
+        if self.collect_error is not None:
+            raise self.collect_error
+        self._check_folder()
+        if self.is_committer:
+            if self.request.permit is not None:
+                self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
-        rows = self._undeclared()
+        rows = self._undeclared_rows()
         if not rows:
             return None
         keys, specs = self._names(rows)
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
-    def tell(self) -> Listed:
+    def list_rows(self) -> RowList:
         """The undeclared rows themselves, where digests differ between ranks."""
-        keys, specs = self._names(self._undeclared())
-        return Listed(keys, specs)
+        keys, specs = self._names(self._undeclared_rows())
+        return RowList(keys, specs)
 
-    def assign(self, told: dict[int, Listed]) -> dict[int, Assigned]:
+    def assign(self, told: dict[int, RowList]) -> dict[int, Assigned]:
         """Committer: which copy each rank holds of each row that it told of."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
@@ -176,15 +178,24 @@ class SaveJob:
             for rank, message in told.items()
         }
 
-    def _undeclared(self) -> list[int]:
+    def _check_folder(self) -> None:
+        """Note whether the folder is there. Raises StorageError for what nothing can be saved into."""
+        found = self.store.stat()
+        if found is None:
+            self.makes_folder = True
+        elif found.kind is not Kind.FOLDER:
+            what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
+            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
+
+    def _undeclared_rows(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]
 
     def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
         """What identifies each undeclared row, and what must be equal on all that hold it."""
         keys, specs = [], []
         for row in rows:
-            spec, plain = self.table.specs[row], self.table.plain[row]
-            box, late = self.table.boxes[row], self.table.lates[row]
+            spec, plain = self.table.specs[row], self.table.unsharded[row]
+            box, late = self.table.boxes[row], self.table.deferred[row]
             part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
             keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
@@ -197,7 +208,7 @@ class SaveJob:
     def _replicas(self, assigned: Assigned | None) -> list[Replica]:
         """(index, count) of every row, with what the committer has assigned."""
         replicas = list(self.table.replicas)
-        rows = self._undeclared()
+        rows = self._undeclared_rows()
         if assigned is not None and assigned.holders is not None:
             mine = (assigned.holders.index(self.rank), len(assigned.holders))
             for row in rows:
@@ -220,27 +231,27 @@ class SaveJob:
             "ranks": len(request.call.participants),
         }
         self.files = self.sink.write(self, self._replicas(assigned), about)
-        return Written(request.step, self.grid, self.files, request.report())
-
-    def moved(self, nbytes: int) -> None:
-        """Note that so many bytes more were written."""
-        self.operation.progress(nbytes, self.bytes_total)
+        return Written(
+            request.step, self.grid, self.files, request.report() if request.report is not None else {}
+        )
 
     # -- commit -----------------------------------------------------------------------------------
 
     def prepare(self, written: dict[int, Written]) -> None:
         """Committer: check what all ranks have written, and make the index."""
         assert self.commit is not None
-        merged = self.request.merge_reports({rank: told.report for rank, told in written.items()})
-        if merged:
-            self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
+        if self.request.merge_reports is not None:
+            merged = self.request.merge_reports({rank: message.report for rank, message in written.items()})
+            if merged:
+                self.commit.about["notes"] = {**(self.commit.about["notes"] or {}), **merged}
         self.commit.prepare(written)
 
-    def publish(self) -> Message:
+    def publish(self) -> Final:
         """Committer: put the index in place."""
         assert self.commit is not None
-        self.request.permit(self.operation.tick)
-        self.operation.still_wanted()
+        if self.request.permit is not None:
+            self.request.permit(self.operation.tick)
+        self.operation.cancel.check()
         return self.commit.publish()
 
     def is_committed(self) -> bool:
@@ -254,8 +265,9 @@ class SaveJob:
         with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):
                 self.store.delete(name)
-        with suppress(HoldfastError):
-            self.request.after()
+        if self.request.after is not None:
+            with suppress(HoldfastError):
+                self.request.after()
 
     def discard(self) -> None:
         """After a failure: delete this rank's files, if it is known that no index names them."""
@@ -264,13 +276,13 @@ class SaveJob:
 
 
 def save(
-    state_dict: Mapping[str, Any],
+    state_dict: Mapping[str, object],
     path: str | os.PathLike[str] | None = None,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     step: int | None = None,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
@@ -279,7 +291,7 @@ def save(
     expected: str | Iterable[str] | None = PREVIOUS,
     overwrite: bool = True,
     grid: Grid | None = None,
-    notes: Any = None,
+    notes: Json = None,
     options: Options | None = None,
     roster: Roster | None = None,
 ) -> SaveReport:

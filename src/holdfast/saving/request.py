@@ -6,14 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_grid, check_options, check_texts
-from holdfast.protocol.call import Call, whole_step
-from holdfast.roster.base import Message
+from holdfast.protocol.arguments import check_arguments, whole_step
+from holdfast.protocol.call import Call
+from holdfast.roster.base import Json, Message
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
 
@@ -42,22 +41,24 @@ class SaveRequest:
     expected: str | Iterable[str] | None = None
     overwrite: bool = True
     grid: Grid | None = None
-    notes: Any = None
+    notes: Json = None
     options: Options = field(default_factory=Options)
-    previous: Callable[[], Store | None] = lambda: None
-    permit: Callable[[Callable[[], None]], None] = lambda tick: None
-    after: Callable[[], None] = lambda: None
-    report: Callable[[], Message] = dict
-    merge_reports: Callable[[dict[int, Message]], Message] = lambda reports: {}
+    previous: Callable[[], Store | None] | None = None
+    permit: Callable[[Callable[[], None]], None] | None = None
+    after: Callable[[], None] | None = None
+    report: Callable[[], Message] | None = None
+    merge_reports: Callable[[dict[int, Message]], Message] | None = None
 
     def __post_init__(self) -> None:
-        check_grid(self.grid)
-        check_options(self.options)
-        check_texts("include", self.include)
-        check_texts("exclude", self.exclude)
         if isinstance(self.expected, Iterable) and not isinstance(self.expected, str):
             object.__setattr__(self, "expected", tuple(self.expected))  # an iterator is gone after one look
-        check_texts("expected", self.expected)
+        check_arguments(
+            grid=self.grid,
+            options=self.options,
+            include=self.include,
+            exclude=self.exclude,
+            expected=self.expected,
+        )
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
         try:

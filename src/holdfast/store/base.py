@@ -17,14 +17,14 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
 
-TAIL = 16
+VERSION_BYTES = 16
 """Bytes at the end of a published file that tell one version of it from another."""
 
 
@@ -109,7 +109,7 @@ class Store(Protocol):
         ...
 
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
-        """Put a small file in place at once. `replacing` is the last TAIL bytes of the version
+        """Put a small file in place at once. `replacing` is the last VERSION_BYTES bytes of the version
         it may replace, None if there must be none; otherwise `Conflict`.
 
         Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
@@ -146,16 +146,17 @@ class Store(Protocol):
 
 def replace_file(store: Store, path: str, data: bytes) -> None:
     """Put a small file in place at once, whatever stands there; a link is replaced, not followed."""
+    store.publish(path, data, version_of(store, path))
+
+
+def version_of(store: Store, path: str) -> bytes | None:
+    """The last bytes of a file, which tell one published version from another; None if it is not there."""
     try:
         reader = store.open(path)
     except NotFound:
-        before = None
-    else:
-        try:
-            before = reader.read(max(reader.size - TAIL, 0), TAIL)
-        finally:
-            reader.close()
-    store.publish(path, data, before)
+        return None
+    with closing(reader):
+        return reader.read(max(reader.size - VERSION_BYTES, 0), VERSION_BYTES)
 
 
 def checked(path: str) -> str:

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 from holdfast.deadline import REAL_CLOCK
@@ -89,7 +90,7 @@ def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
 
 def open_folder(path: str) -> int:
     """A descriptor of a folder."""
-    return retry(lambda: os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), PASSING)
+    return retry(partial(os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), PASSING)
 
 
 def sync_open_folder(fd: int, path: str) -> None:

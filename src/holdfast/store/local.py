@@ -13,6 +13,7 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
@@ -37,7 +38,7 @@ class LocalReader:
     def __init__(self, path: str, root: str) -> None:
         self._path = path
         with storage_errors("Opening", path):
-            self._fd = retry(lambda: _open_within(path, root), STALE)
+            self._fd = retry(partial(_open_within, path, root), STALE)
             about = os.fstat(self._fd)
             if not stat.S_ISREG(about.st_mode):
                 self.close()
@@ -248,7 +249,13 @@ def open_store(place: str | os.PathLike[str]) -> LocalStore:
         store = LocalStore(expanded)
     except FileNotFoundError:
         raise BadInput(f"{text!r} is relative, and the current folder of this process is gone.") from None
-    _refuse_what_is_no_utf8(store.root)
+    try:
+        store.root.encode()
+    except UnicodeEncodeError:
+        raise BadInput(
+            f"{store.root!r} is not valid UTF-8, in which ranks tell each other their paths.",
+            hint="Rename the folder.",
+        ) from None
     return store
 
 
@@ -262,13 +269,3 @@ def _as_text(place: object) -> str:
     if "\0" in text:
         raise BadInput(f"{text!r} is not a path: it has a null character in it.")
     return text
-
-
-def _refuse_what_is_no_utf8(path: str) -> None:
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise BadInput(
-            f"{path!r} is not valid UTF-8, in which ranks tell each other their paths.",
-            hint="Rename the folder.",
-        ) from None

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from holdfast.buffers import Buffer
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, Entry, Kind, NotFound, checked
+from holdfast.store.base import VERSION_BYTES, Entry, Kind, NotFound, checked
 
 
 def _error(kind: type[StorageError], message: str, number: int) -> StorageError:
@@ -94,7 +94,7 @@ class MemoryStore:
         name = self._full(path)
         with self._lock:
             present = self.files.get(name)
-            if (None if present is None else present[-TAIL:]) != replacing:
+            if (None if present is None else present[-VERSION_BYTES:]) != replacing:
                 raise Conflict(
                     f"{name} was put in place by another save since this one began; that one stands."
                 )

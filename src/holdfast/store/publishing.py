@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import TAIL, Unsettled, storage_errors
+from holdfast.store.base import VERSION_BYTES, Unsettled, storage_errors
 from holdfast.store.filesystem import (
     STALE,
     close_quietly,
@@ -49,9 +49,9 @@ class _Hidden:
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
-        while len(view):
+        while len(view):  # one write takes 2 GiB at most, and may take less
             view = view[os.write(self._fd, view[: 1 << 30]) :]
-        os.fsync(self._fd)
+        os.fsync(self._fd)  # before it has its name: whoever sees the name sees all bytes, after a crash too
         self._links = os.fstat(self._fd).st_nlink
 
     def link(self, target: str) -> None:
@@ -119,7 +119,7 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
         else:
             opened.callback(close_quietly, _lock(target, replacing))
             _settle(hidden, target, hidden.rename)
-        hidden.discard()
+        hidden.discard()  # before the sync, which then makes this durable as well
         try:
             for path, fd in folders.items():
                 sync_open_folder(fd, path)
@@ -153,8 +153,12 @@ def _lock(target: str, replacing: bytes) -> int:
     except FileNotFoundError:
         raise _conflict(target) from None
     try:
+        # First the content: a lock on a version that is not the one to replace would prove nothing.
         here = os.fstat(fd)
-        if not stat.S_ISREG(here.st_mode) or os.pread(fd, TAIL, max(here.st_size - TAIL, 0)) != replacing:
+        if (
+            not stat.S_ISREG(here.st_mode)
+            or os.pread(fd, VERSION_BYTES, max(here.st_size - VERSION_BYTES, 0)) != replacing
+        ):
             raise _conflict(target)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
@@ -162,6 +166,8 @@ def _lock(target: str, replacing: bytes) -> int:
             raise _conflict(target) from None
         except OSError:
             pass  # a file system without locks: the check above is all there is
+        # Another save may have renamed over it between open and lock; then this lock is on a file nobody
+        # sees.
         if inode(target, follow=True) != (here.st_dev, here.st_ino):
             raise _conflict(target)
     except BaseException:

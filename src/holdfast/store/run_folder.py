@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -144,10 +144,8 @@ def is_only_marked(store: Store) -> bool:
         reader = store.open(METADATA)
     except StorageError:
         return False
-    try:
+    with closing(reader):
         return is_marker(reader.read(0, MARKER_HEAD))
-    finally:
-        reader.close()
 
 
 def _best(store: Store, folders: list[str]) -> _Marked | None:

@@ -21,7 +21,7 @@ from contextlib import suppress
 import pytest
 
 from holdfast.errors import BadInput, Conflict, StorageError
-from holdfast.store.base import TAIL, Kind, NotFound, Store
+from holdfast.store.base import VERSION_BYTES, Kind, NotFound, Store
 
 HOSTILE_PATHS = (
     "", "/", ".", "..", "../a", "a/../b", "a/..", "/etc/passwd", "a//b", "a/", "./a", "a/./b", "a\0b",
@@ -193,14 +193,14 @@ class StoreContract:
     def test_publish_replaces_just_the_version_it_was_told(self, store: Store) -> None:
         first, second, third = (digit * 100 for digit in (b"1", b"2", b"3"))
         with pytest.raises(Conflict):
-            store.publish("index", second, first[-TAIL:])
+            store.publish("index", second, first[-VERSION_BYTES:])
         store.publish("index", first, None)
         with pytest.raises(Conflict):
-            store.publish("index", second, b"9" * TAIL)
+            store.publish("index", second, b"9" * VERSION_BYTES)
         assert content(store, "index") == first
-        store.publish("index", second, first[-TAIL:])
+        store.publish("index", second, first[-VERSION_BYTES:])
         with pytest.raises(Conflict):
-            store.publish("index", third, first[-TAIL:])
+            store.publish("index", third, first[-VERSION_BYTES:])
         assert content(store, "index") == second
         assert store.list() == ["index"]
 
@@ -208,7 +208,7 @@ class StoreContract:
         first, second = b"1" * 100, b"2" * 50
         store.publish("index", first, None)
         reader = store.open("index")
-        store.publish("index", second, first[-TAIL:])
+        store.publish("index", second, first[-VERSION_BYTES:])
         assert bytes(reader.read(0, reader.size)) == first
         reader.close()
 
@@ -229,7 +229,7 @@ class StoreContract:
         versions = [bytes([at]) * 40 for at in range(8)]
 
         def publish(at: int) -> Callable[[], object]:
-            return lambda: store.publish("index", versions[at], old[-TAIL:])
+            return lambda: store.publish("index", versions[at], old[-VERSION_BYTES:])
 
         found = race([publish(at) for at in range(8)])
         self._one_won(store, found, versions)
@@ -251,7 +251,7 @@ class StoreContract:
             for _ in range(10):
                 now = content(store, "count")
                 try:
-                    store.publish("count", b"%016d" % (int(now) + 1), now[-TAIL:])
+                    store.publish("count", b"%016d" % (int(now) + 1), now[-VERSION_BYTES:])
                     done += 1
                 except Conflict:
                     continue

@@ -127,7 +127,7 @@ class _Opening(CollectiveTask):
         }
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        first = self.operation.at.rank
+        first = self.operation.context.rank
         for rank, message in sorted(said.items()):
             for what, value in message.items():
                 other = said[first][what]

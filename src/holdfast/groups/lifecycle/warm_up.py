@@ -248,7 +248,7 @@ class _WarmUp(CollectiveTask):
 
     def _who_did_not_come(self, error: DeadlineExceeded) -> HoldfastError | None:
         """Of the group in the earliest round that is not through: who arrived, and who did not."""
-        said = self.presences(self.operation.at.participants)
+        said = self.presences(self.operation.context.participants)
         at = {rank: int(message.get("position", 0)) for rank, message in said.items()}
         at[self.roster.rank] = self._position
         stuck = []
@@ -261,7 +261,7 @@ class _WarmUp(CollectiveTask):
             arrived = [rank for rank in ranks if rank not in absent]
             culprits = absent or arrived
             infos = tuple(
-                describe(rank, said.get(rank), time.time(), "", self.operation.at.key)
+                describe(rank, said.get(rank), time.time(), "", self.operation.context.key)
                 for rank in culprits[:8]
             )
             free = said.get(culprits[0], {}).get("free") if culprits else None

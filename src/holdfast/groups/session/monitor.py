@@ -142,7 +142,7 @@ class Monitor:
         try:
             while not self._stop.wait(self._interval):
                 if self._beats.is_set():
-                    self.presence.send()
+                    self.presence.beacon.send()
                 self._look()
                 self._turned = time.monotonic()
                 if self.failure is not None:

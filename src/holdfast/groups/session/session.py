@@ -46,7 +46,7 @@ class _Beginning(CollectiveTask):
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         token = secrets.token_hex(6)
-        host = self.operation.presence.message()  # said by the lowest rank
+        host = self.operation.presence.beacon.message()  # said by the lowest rank
         return {rank: {"token": token, "host": host} for rank in said}
 
     def execute(self, answer: Message) -> Message:
