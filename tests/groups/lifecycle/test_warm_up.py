@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.layout.grid import Grid
-from tests.groups import jobs
+from tests.groups.lifecycle import jobs
 from tests.support.processes import ProcessWorld
 
 VICTIM = 5

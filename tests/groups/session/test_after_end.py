@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import BadInput
-from tests.groups.launch import launch
+from tests.groups.session.launch import launch
 
 pytestmark = pytest.mark.usefixtures("forks")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from tests.groups import jobs
-from tests.groups.launch import WORLD, launch
+from tests.groups.session import jobs
+from tests.groups.session.launch import WORLD, launch
 from tests.support.processes import ProcessWorld
 
 pytestmark = pytest.mark.usefixtures("forks")
