@@ -18,8 +18,8 @@ from holdfast import events
 from holdfast.background.manager import background_of_this_thread
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
+from tests.support.collectives import counted
 from tests.system.jobs import moe_state
-from tests.system.test_content import _counted
 
 HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
 
@@ -46,7 +46,7 @@ def save_and_spoil(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
             assert pending.done()
             assert pending.progress().phase == "committed"
 
-    return _counted(work)
+    return counted(work)
 
 
 def mishap(

@@ -19,6 +19,7 @@ from holdfast.errors import BadInput, HoldfastError, MissingTensors, RankFailed
 from tests.integrations.megatron.cpu import use_cpu, with_a_device
 from tests.integrations.megatron.fused import use_fused_adam
 from tests.integrations.megatron.models import Layout, Recipe, Training, parallel
+from tests.support.collectives import counted
 
 
 @contextlib.contextmanager
@@ -110,18 +111,17 @@ def stock_save_both(
     from megatron.core import dist_checkpointing
 
     from holdfast import megatron
-    from tests.system.test_content import _counted
 
     with training(layout, recipe) as run:
         for _ in range(2):
             run.step()
         metadata = run.metadata()
-        mine = _counted(
+        mine = counted(
             lambda: megatron.save(
                 state_of(run), ours, content_metadata=metadata, timeout=60, stall_timeout=30
             )
         )
-        mine += _counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
+        mine += counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
         model = run.model_state()
         state = {
             **model,
@@ -133,7 +133,7 @@ def stock_save_both(
             os.makedirs(stock)
         dist.barrier()
         with children_allowed():
-            theirs = _counted(
+            theirs = counted(
                 lambda: dist_checkpointing.save(state, stock, content_metadata=storable(metadata))
             )
         return mine, theirs
@@ -256,7 +256,6 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     from holdfast import megatron
-    from tests.system.test_content import _counted
 
     seen: list[Any] = []
     calls = AsyncCallsQueue()
@@ -274,7 +273,7 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
 
     megatron.install(timeout=60, stall_timeout=30)
     try:
-        return seen, _counted(loop)
+        return seen, counted(loop)
     finally:
         megatron.uninstall()
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast.errors import BadInput, HoldfastError, RankFailed
+from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
-from tests.system.test_content import _counted
 
 
 class Framework:
@@ -43,7 +43,7 @@ def guarded_job(rank: int) -> tuple[list[Any], list[str], bool]:
     )
     answers: list[Any] = []
     try:
-        seen = _counted(lambda: answers.extend(Framework().save(rank, groups)))
+        seen = counted(lambda: answers.extend(Framework().save(rank, groups)))
     finally:
         megatron.uninstall()
     return answers, seen, Framework.save is original and dist.barrier is barrier
