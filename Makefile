@@ -1,6 +1,8 @@
 # Every target makes .venv by itself; nothing else needs to be installed first.
 PYTHON ?= python3
 VENV := .venv
+# Processes of pytest: ranks mostly wait, for each other or for a timeout.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
 PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public.py \
@@ -25,7 +27,7 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.ready  ## the suite
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
 lint: $(VENV)/.ready  ## style, types, direction of imports
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -141,10 +140,8 @@ def test_0d_tensors_and_nothing() -> None:
     check(1, [(0, Box((1,), (0,)))], [(0, whole((3,)))], 1)
 
 
-def candidates(
-    monkeypatch: pytest.MonkeyPatch, wanted: list[Box], stored: list[Box]
-) -> tuple[int, int, float]:
-    """(pairs looked at, pairs found, seconds) of one join."""
+def candidates(monkeypatch: pytest.MonkeyPatch, wanted: list[Box], stored: list[Box]) -> tuple[int, int]:
+    """(pairs looked at, pairs found) of one join."""
     looked = []
     original = read._join
 
@@ -155,10 +152,9 @@ def candidates(
 
     monkeypatch.setattr(read, "_join", counting)
     dims = len(stored[0].shape)
-    begun = time.perf_counter()
     found = join(1, [(0, b) for b in wanted], [(0, b) for b in stored], dims)
     assert looked, "the join was not used"
-    return sum(looked), len(found.chunk), time.perf_counter() - begun
+    return sum(looked), len(found.chunk)
 
 
 LARGE = {
@@ -188,7 +184,6 @@ LARGE = {
 @pytest.mark.parametrize("case", LARGE)
 def test_many_by_many_does_not_look_at_every_pair(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, stored = LARGE[case]()
-    looked, found, seconds = candidates(monkeypatch, wanted, stored)
+    looked, found = candidates(monkeypatch, wanted, stored)
     assert len(wanted) * len(stored) > 10 * looked
     assert looked <= 4 * (found + len(wanted) + len(stored)), (looked, found, len(wanted), len(stored))
-    assert seconds < 5

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.roster.presence import Identity, Presence, at_key, describe
 from holdfast.roster.torch_store import TorchRoster
 from holdfast.testing.roster_contract import RosterContract
+from tests.support.waiting import wait_until
 
 
 class TestMemoryRoster(RosterContract):
@@ -228,10 +228,3 @@ class TestPresence:
             call.leave()
             call.stop()
         wait_until(lambda: "holdfast-beat" not in [thread.name for thread in threading.enumerate()])
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)

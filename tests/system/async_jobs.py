@@ -16,12 +16,19 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.background.manager import background_of_this_thread
+from holdfast.background.writer_client import START
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
 from tests.support.collectives import counted
 from tests.system.jobs import moe_state
 
 HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
+
+
+def writer_process() -> psutil.Process:
+    """The process that writes this rank's asynchronous saves."""
+    (found,) = [child for child in psutil.Process().children() if str(START) in child.cmdline()]
+    return found
 
 
 def spoil(state: dict[str, Any]) -> None:
@@ -55,7 +62,7 @@ def mishap(
     """A save that meets something bad on one rank's writer; then one that must succeed."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    writer = background_of_this_thread()._writer
+    writer = background_of_this_thread().writer
     assert writer.pid is not None
     stop: Any = lambda: None  # noqa: E731
     if rank == victim:
@@ -98,8 +105,7 @@ def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None
     file."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    pid = background_of_this_thread()._writer.pid
-    assert pid is not None
+    pid = writer_process().pid
     if rank == victim:
         Path(folder, "writer").write_text(str(pid))
         os.kill(pid, signal.SIGSTOP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,17 @@ from holdfast.errors import (
 )
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
-from tests.system.checks import errors_of, in_time, names_rank, no_checkpoint, no_data, same_everywhere
+from tests.support.waiting import wait_until
+from tests.system.checks import (
+    PATIENT,
+    at_once,
+    errors_of,
+    in_time,
+    names_rank,
+    no_checkpoint,
+    no_data,
+    same_everywhere,
+)
 from tests.system.jobs import load_job, save_job
 
 FAST = {"timeout": 30.0, "stall_timeout": 5.0}
@@ -35,10 +46,10 @@ State = dict[str, Any]
 
 def fails(world: ProcessWorld, path: str, how: dict[str, Any], step: int = 1) -> HoldfastError:
     """All eight raise the same error, soon, and nothing is left."""
-    world.start(save_job, path, step, {**FAST, **how})
-    errors = errors_of(world.collect(30))
+    world.start(save_job, path, step, {**PATIENT, **how})
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 8)
-    in_time(errors, 1.0)
+    at_once(errors)
     no_checkpoint(path)
     no_data(path)
     return error
@@ -294,13 +305,7 @@ def test_two_jobs_saving_into_one_folder(tmp_path: Path) -> None:
             1,
             {**FAST, "stall_timeout": 20.0, "mishap": {0: ("pause", "save.written", str(flag))}},
         )
-        import signal
-        import time
-
-        ends = time.monotonic() + 20
-        while not flag.exists():
-            assert time.monotonic() < ends
-            time.sleep(0.02)
+        wait_until(flag.exists)
         two.run(save_job, path, 2, FAST)
         one.signal(0, signal.SIGCONT)
         error = same_everywhere(errors_of(one.collect(30)), 8)

@@ -124,7 +124,7 @@ def warm_with(
             time.sleep(timeout + 1)
             return "", 0.0, None, []
         if what == "comes late":
-            time.sleep(10)
+            time.sleep(4)
         misbehave(3, what)
     try:
         warm_up(groups, timeout=timeout, stall_timeout=stall)
@@ -143,7 +143,7 @@ def another_layout(rank: int, world: int, victim: int, how: str) -> tuple[str, f
             dist.new_group([rank])
     begun = time.monotonic()
     try:
-        open_groups(Grid(world, **layout), timeout=10)
+        open_groups(Grid(world, **layout), timeout=30)
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "open", time.monotonic() - begun
@@ -249,7 +249,7 @@ def listed_on_some(rank: int) -> str:
 def a_grid_that_does_not_fit(rank: int) -> tuple[str, float]:
     begun = time.monotonic()
     try:
-        open_groups(Grid(8 if rank == 2 else 4, tp=2), timeout=20)
+        open_groups(Grid(8 if rank == 2 else 4, tp=2), timeout=30)
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "open", 0.0

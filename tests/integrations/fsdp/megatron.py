@@ -4,6 +4,7 @@ importable by spawned processes."""
 from __future__ import annotations
 
 import random
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -220,11 +221,23 @@ def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: st
     return compared
 
 
-def stock_alone(rank: int, layout: Layout) -> str:
-    """What stock preparation does with states as ranks have them after a step."""
+_stepped: list[FsdpTraining] = []
+
+
+def step_and_prepare(rank: int, layout: Layout) -> float:
+    """Train a step, and prepare the states as ranks have them then; the seconds that this takes."""
     begin(layout)
     training = FsdpTraining(layout)
     training.step()
+    _stepped.append(training)
+    begun = time.monotonic()
+    training.prepared(training.state(), ours, training.model)
+    return time.monotonic() - begun
+
+
+def stock_alone(rank: int) -> str:
+    """What stock preparation does with the same states."""
+    (training,) = _stepped
     try:
         training.prepared(training.state(), stock())
     except Exception as error:

@@ -413,7 +413,7 @@ def broken_factory(rank: int, folder: str, strict: str) -> tuple[str, float]:
     wanted = {"w": ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda loaded: loaded)}
     begun = time.monotonic()
     try:
-        megatron.load(wanted, folder, strict=strict, timeout=30, stall_timeout=10)
+        megatron.load(wanted, folder, strict=strict, timeout=60, stall_timeout=30)
     except HoldfastError as error:
         return str(error), time.monotonic() - begun
     return "loaded", 0.0

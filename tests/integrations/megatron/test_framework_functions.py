@@ -32,6 +32,7 @@ from tests.integrations.megatron.jobs import training
 from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import SLACK
 
 SMALL = Recipe(layers=2)
 HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=4)
@@ -347,5 +348,5 @@ def test_who_never_comes_is_named(saved: Saved, tmp_path: Path) -> None:
         found = world.run(save_without, saved.name, str(tmp_path), 5, timeout=120)
     for rank, (said, took) in enumerate(found):
         assert said == ("elsewhere" if rank == 5 else "RankFailed 5")
-        assert took < 10
+        assert took < 2 + SLACK
     assert not (tmp_path / TRACKER).exists()
