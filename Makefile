@@ -5,8 +5,8 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
-PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public.py \
-	tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
+PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving tests/background \
+	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
 BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp

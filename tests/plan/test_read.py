@@ -123,9 +123,9 @@ def test_many_boxes_take_the_join_and_agree_with_brute_force(
 ) -> None:
     random = np.random.default_rng([KINDS.index(stored), KINDS.index(wanted), len(shape)])
     joined = []
-    original = read._join
-    monkeypatch.setattr(read, "_join", lambda *args: joined.append(1) or original(*args))
-    monkeypatch.setattr(read, "_DIRECT", 1)
+    original = read.candidate_pairs
+    monkeypatch.setattr(read, "candidate_pairs", lambda *args: joined.append(1) or original(*args))
+    monkeypatch.setattr(read, "DIRECT", 1)
     kept = [(0, b) for b in boxes_by(stored, random, shape, 150) if b.volume]
     asked = [(0, b) for b in boxes_by(wanted, random, shape, 150)]
     check(1, asked, kept, len(shape))
@@ -143,14 +143,14 @@ def test_0d_tensors_and_nothing() -> None:
 def candidates(monkeypatch: pytest.MonkeyPatch, wanted: list[Box], stored: list[Box]) -> tuple[int, int]:
     """(pairs looked at, pairs found) of one join."""
     looked = []
-    original = read._join
+    original = read.candidate_pairs
 
     def counting(*args: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         pairs = original(*args)
         looked.append(len(pairs[0]))
         return pairs
 
-    monkeypatch.setattr(read, "_join", counting)
+    monkeypatch.setattr(read, "candidate_pairs", counting)
     dims = len(stored[0].shape)
     found = join(1, [(0, b) for b in wanted], [(0, b) for b in stored], dims)
     assert looked, "the join was not used"

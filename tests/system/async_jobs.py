@@ -20,6 +20,7 @@ from holdfast.background.writer_client import START
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
 from tests.support.collectives import counted
+from tests.support.waiting import wait_until
 from tests.system.jobs import moe_state
 
 HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
@@ -74,8 +75,7 @@ def mishap(
             stopped = writer.pid
 
             def kill() -> None:
-                while not writer.busy:  # one that dies before it has the job is replaced
-                    time.sleep(0.001)
+                wait_until(lambda: writer.busy)  # one that dies before it has the job is replaced
                 if writer.pid == stopped:
                     os.kill(stopped, signal.SIGKILL)
 

@@ -18,7 +18,7 @@ from holdfast.errors import HoldfastError
 from holdfast.groups.lifecycle.device import Device
 from holdfast.groups.lifecycle.open import open_groups
 from holdfast.groups.lifecycle.warm_up import warm_up
-from holdfast.groups.session.session import _open as open_sessions
+from holdfast.groups.session.session import open_sessions
 from holdfast.layout.grid import Grid
 from holdfast.torch_private import known_groups
 

@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.errors import HoldfastError
-from holdfast.groups.session.session import Session
-from holdfast.groups.session.session import _open as open_sessions
+from holdfast.groups.session.session import Session, open_sessions
 from holdfast.torch_private import default_store
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}

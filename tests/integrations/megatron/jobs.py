@@ -20,6 +20,7 @@ from tests.integrations.megatron.cpu import use_cpu, with_a_device
 from tests.integrations.megatron.fused import use_fused_adam
 from tests.integrations.megatron.models import Layout, Recipe, Training, parallel
 from tests.support.collectives import counted
+from tests.support.waiting import wait_until
 
 
 @contextlib.contextmanager
@@ -314,9 +315,8 @@ def iterations(rank: int, run: str) -> list[Any]:
         checkpoints.close()
     except BadInput as error:
         found.append("common_state['lock']" in str(error))
-    ends = time.monotonic() + 30
-    while os.path.exists(f"{run}/iter_0000040") and time.monotonic() < ends:
-        time.sleep(0.01)  # the last rank to delete its files takes the folder away, beside what it does next
+    # The last rank to delete its files takes the folder away, beside what it does next.
+    wait_until(lambda: not os.path.exists(f"{run}/iter_0000040"))
     found.append(told())
     loaded = checkpoints.load(state(-1.0))
     found.append((loaded["n"], loaded["w"].unique().tolist()))
