@@ -138,6 +138,16 @@ def failing_once(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
     return said
 
 
+def mapped_arenas() -> int:
+    """Bytes of shared memory that this process has mapped."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            found += end - begin
+    return found
+
+
 def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int], int]:
     """RSS and shared memory over many saves, and descriptors gained."""
     me = psutil.Process()
@@ -149,7 +159,7 @@ def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int]
         state["step"] = step
         run.save(step, state)
         rss.append(me.memory_info().rss)
-        shared.append(len(os.listdir("/dev/shm")))
+        shared.append(mapped_arenas())
         if step == 3:
             files = me.num_fds()
     run.close()

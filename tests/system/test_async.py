@@ -95,7 +95,7 @@ def test_a_failure_is_raised_at_the_same_call_on_all_ranks(
 def test_fifty_saves_leave_nothing_behind(world: ProcessWorld, tmp_path: Path) -> None:
     for rss, shared, descriptors in world.run(jobs.many_saves, str(tmp_path), 50, timeout=120):
         assert max(rss[40:]) - max(rss[5:10]) < 8 << 20
-        assert max(shared) == min(shared)
+        assert max(shared) == min(shared) > 0
         assert descriptors <= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000048", "step-00000049"]
 
