@@ -7,8 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from holdfast.protocol.call import begin_call
 from holdfast.protocol.operation import agree
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalReader, LocalStore, LocalWriter
-from tests.docs.threads import on_ranks
 from tests.support.processes import ProcessWorld
+from tests.support.threads import no_more_threads, on_ranks
 from tests.support.waiting import SLACK, wait_until
 from tests.system.jobs import interruptible
 
@@ -193,16 +192,6 @@ def test_a_retry_in_the_background_has_the_deadline_of_its_save(
 
 
 # -- 25: no thread is left --------------------------------------------------------------------
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    """The system refuses new threads, as at a limit on processes: no stack is so large."""
-    before = threading.stack_size(1 << 46)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def test_a_rank_without_threads_fails_the_save_of_all_and_not_the_next(
