@@ -80,6 +80,7 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
         real(self, start, buffers)
 
     monkeypatch.setattr(LocalWriter, "write_at", stuck)
+    before = set(threading.enumerate())
     place = tmp_path / "step"
     begun = time.monotonic()
     found = ranks(
@@ -94,7 +95,7 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
         assert error.rank == 1
         assert "rank 1" in str(error)
         assert "writing" in str(error)
-    wait_for_threads()  # the stuck one goes on now, and must not make a checkpoint of it
+    wait_for_threads(before)  # the stuck one goes on now, and must not make a checkpoint of it
     assert not (place / "index.safetensors").exists()
 
 

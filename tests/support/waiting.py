@@ -20,7 +20,7 @@ def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
-def wait_for_threads(before: Iterable[threading.Thread] = ()) -> None:
+def wait_for_threads(before: Iterable[threading.Thread]) -> None:
     """Wait for the end of every thread of Holdfast's that was not there before."""
     known = set(before)
     wait_until(
