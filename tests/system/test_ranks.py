@@ -40,7 +40,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     world.run(save_job, str(tmp_path / "before"), 0, {})  # so that everybody has been heard of
     ranks = [rank for rank in range(8) if rank != absent]
     world.start(save_job, path, 1, FAST, ranks=ranks)
-    errors = errors_of(world.collect(20))
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, RankFailed)
     names_rank(world, error, absent, "has not entered", "idle since save of", "committed'")
@@ -49,7 +49,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     no_data(path)
     # The absent rank comes after all: it gets the same error at once, and the next save works.
     world.start(save_job, path, 1, PATIENT, ranks=[absent])
-    late = errors_of(world.collect(20))
+    late = errors_of(world.collect(40))
     assert late[0].message == error.message
     at_once(late)
     world.run(save_job, path, 1, FAST)
@@ -59,7 +59,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
 def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
     world.start(save_job, path, 1, {"timeout": 3.0, "stall_timeout": 60.0}, ranks=[0, 1, 2, 3, 4, 5, 7])
-    errors = errors_of(world.collect(20))
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, DeadlineExceeded)
     names_rank(world, error, 6)
@@ -105,10 +105,10 @@ def test_stopped_rank_is_named(mortal: ProcessWorld, tmp_path: Path, victim: int
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     mortal.start(save_job, path, 1, {**FAST, "mishap": {victim: ("pause", "save.writing", str(flag))}})
     wait_until(flag.exists)
-    errors = errors_of(mortal.collect(30, [rank for rank in range(8) if rank != victim]))
+    errors = errors_of(mortal.collect(40, [rank for rank in range(8) if rank != victim]))
     in_time(errors, 3.0)
     mortal.signal(victim, signal.SIGCONT)
-    errors += errors_of(mortal.collect(30))
+    errors += errors_of(mortal.collect(40))
     error = same_everywhere(errors, 8)  # the stopped rank learns of it when it wakes
     names_rank(mortal, error, victim, "writing", "no progress")
     no_checkpoint(path)
@@ -122,7 +122,7 @@ def test_stopped_rank_is_waited_for(mortal: ProcessWorld, tmp_path: Path) -> Non
     wait_until(flag.exists)
     assert mortal.collect_some(6.0) == [], "all wait"
     mortal.signal(5, signal.SIGCONT)
-    for result in mortal.collect(30):
+    for result in mortal.collect(40):
         result.get()
     mortal.run(load_job, path, 1, {})
 
@@ -133,7 +133,7 @@ def test_store_host_dies(tmp_path: Path) -> None:
         world.start(save_job, path, 1, {**FAST, "mishap": {0: ("pause", "save.entered", str(flag))}})
         wait_until(flag.exists)
         world.signal(0, signal.SIGKILL)
-        results = world.collect(20)
+        results = world.collect(40)
         errors = errors_of(results)
         assert len(errors) == 7
         for error in errors:
@@ -147,7 +147,7 @@ def test_non_participant_is_told(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
     how = {**PATIENT, "participants": [0, 1, 2, 3, 4, 5], "change": dict.fromkeys(range(8), _plain)}
     world.start(save_job, path, 1, how)
-    results = world.collect(20)
+    results = world.collect(40)
     for result in results[:6]:
         assert result.error is None, result.trace
     for error in errors_of(results[6:]):
@@ -165,7 +165,7 @@ def test_a_failed_load_says_nothing_of_a_commit(world: ProcessWorld, tmp_path: P
     path = str(tmp_path / "step-1")
     world.run(save_job, path, 1, {})
     world.start(load_job, path, 1, FAST, ranks=range(7))
-    for error in errors_of(world.collect(30)):
+    for error in errors_of(world.collect(40)):
         assert error.rank == 7
         assert "what is in storage is untouched" in str(error)
         assert "committed" not in error.hint
@@ -179,7 +179,7 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
         wait_until(flag.exists)
         errors = errors_of(world.collect_some(4.0 + SLACK, range(1, 8)))
         world.signal(0, signal.SIGCONT)
-        world.collect(20)
+        world.collect(40)
     assert len(errors) == 7
     in_time(errors, 4.0)
     for error in errors:

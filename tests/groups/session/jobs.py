@@ -54,7 +54,7 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
         while time.monotonic() < ends:
             torch.ones(8).sum()
     if mode == "hang":
-        time.sleep(60)  # one call that Python can't be interrupted in
+        time.sleep(300)  # one call that Python can't be interrupted in
     if mode in ("raise on 0", "raise on 2", "save and raise", "kill", "exit"):
         dist.all_reduce(torch.ones(1))  # waits for the one that does not come
 

@@ -49,7 +49,7 @@ _forks: list[subprocess.Popen[str]] = []
 
 
 def launch(
-    mode: str, folder: Path, how: str = "block", limit: float = 60.0, absent: int = -1, world: int = WORLD
+    mode: str, folder: Path, how: str = "block", limit: float = 150.0, absent: int = -1, world: int = WORLD
 ) -> Ended:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
