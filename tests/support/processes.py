@@ -103,11 +103,12 @@ class ProcessWorld:
             self._busy.add(rank)
 
     def collect(self, timeout: float, ranks: Iterable[int] | None = None) -> list[Result]:
-        """The answers of some busy ranks (default all), by rank; kills and reports those that give none in time."""
+        """The answers of some busy ranks (default all), by rank; kills and reports those that give none
+        in time."""
         return self._gather(sorted(self._busy) if ranks is None else ranks, timeout)
 
     def collect_some(self, timeout: float, ranks: Iterable[int] | None = None) -> list[Result]:
-        """The answers of some busy ranks (default all) that arrive within a time; others go on undisturbed."""
+        """The answers of some busy ranks (default all) that arrive in time; others go on undisturbed."""
         return self._receive(set(self._busy) if ranks is None else set(ranks), timeout)
 
     def run(

@@ -1,4 +1,5 @@
-"""Ranks as threads of this process, for checkpoints of several ranks in no time; and a process that can start no more."""
+"""Ranks as threads of this process, for checkpoints of several ranks in no time; and a process that can start
+no more."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 SLACK = 10.0
 """Seconds past its deadline that a call may take."""
 AT_ONCE = 15.0
-"""Seconds by which what needs no timeout is through; tests that assert it set timeouts that are much longer."""
+"""Seconds by which what needs no timeout is through. Tests that assert it set timeouts that are longer."""
 
 
 def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:

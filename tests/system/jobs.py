@@ -116,7 +116,8 @@ def pause_at(event: str, flag: str) -> Any:
 
 
 def interruptible() -> threading.Event:
-    """SIGINT raises KeyboardInterrupt in the main thread, also in a suite that runs in the background; set when it does."""
+    """SIGINT raises KeyboardInterrupt in the main thread, also of a suite in the background. The event
+    is set when it does."""
     reached = threading.Event()
 
     def interrupt(number: int, frame: object) -> None:

@@ -1,4 +1,5 @@
-"""A rank of a job whose session ends in one way or another: python -m tests.groups.session.exits MODE FOLDER HOW."""
+"""A rank of a job whose session ends in one way or another: python -m
+tests.groups.session.exits MODE FOLDER HOW."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ def two_sessions(rank: int) -> tuple[list[str], list[int]]:
 
 
 def two_to_the_end(rank: int) -> tuple[int, int, str]:
-    """An exception that nobody catches, while two sessions without a block are open: how many are left, ended, and what is printed."""
+    """An exception that nobody catches, while two sessions without a block are open: how many are left,
+    ended, and what is printed."""
     made = [Session(timeout=20, stall_timeout=3, grace=3, warm=False).until_exit() for _ in range(2)]
     printed = io.StringIO()
     error = ValueError("the loss is not a number")
