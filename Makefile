@@ -1,10 +1,12 @@
 # Every target makes .venv by itself; nothing else needs to be installed first.
 PYTHON ?= python3
 VENV := .venv
+# Processes of pytest: ranks mostly wait, for each other or for a timeout.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
-PORTABLE := tests/promises tests/roster tests/store tests/flow tests/test_public.py \
-	tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
+PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving tests/background \
+	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
 BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp
@@ -25,7 +27,7 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 	$(BIN)/python -m examples.demo
 
 test: $(VENV)/.ready  ## the suite
-	$(BIN)/python -m pytest -m "not soak and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
 lint: $(VENV)/.ready  ## style, types, direction of imports
 	$(BIN)/ruff check .

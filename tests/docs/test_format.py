@@ -25,7 +25,7 @@ from holdfast.format.names import FORMAT
 from holdfast.layout.tensor import DTYPES
 from holdfast.roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text
-from tests.docs.threads import on_ranks
+from tests.support.threads import on_ranks
 
 WORLD = 4
 ODD = {"nan": float("nan"), "inf": float("-inf"), "keys": {1: "a", (2, 3): b"\x00\xff"}, "!": {"set": {3, 1}}}

@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 from holdfast.roster.memory import MemoryRoster
-from tests.docs.threads import on_ranks
+from tests.support.threads import on_ranks
 
 
 def ours() -> set[threading.Thread]:

@@ -16,7 +16,7 @@ from holdfast.protocol.phases import TRANSITIONS
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.memory import Board, MemoryRoster
 from tests.docs.pages import ROOT, table, text
-from tests.docs.threads import on_ranks
+from tests.support.threads import on_ranks
 
 
 def generator() -> Any:

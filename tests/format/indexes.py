@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from holdfast.format.columns import ITEMSIZE, Columns, pad
+from holdfast.format.container import read_header
 from holdfast.format.digest import block_counts, block_sizes
 from holdfast.format.index import Index
 from holdfast.layout.tensor import DTYPES, OBJECT
@@ -25,6 +26,13 @@ def open_bytes(data: bytes, where: str = "the index") -> Index:
 
 def reader(data: bytes) -> Callable[[int, int], bytes]:
     return lambda start, length: data[start : start + length]
+
+
+def place_of(data: bytes, column: str) -> tuple[int, int]:
+    """Where the bytes of a column of an index begin and end in it."""
+    header = read_header(reader(data), len(data), "the index")
+    low, high = header.entries[column].data_offsets
+    return header.data_start + low, header.data_start + high
 
 
 def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0, files: int = 2) -> Columns:

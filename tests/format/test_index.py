@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CorruptCheckpoint
 from holdfast.format.columns import Columns, pad, unpad
+from holdfast.format.container import read_header
 from holdfast.format.digest import digest, digest_many
 from holdfast.format.index import FENCE, PAGE, Index, encode
 from holdfast.layout.tensor import OBJECT
-from tests.format.indexes import build, content, everything, many, open_bytes, random_rows
+from tests.format.indexes import build, content, everything, many, open_bytes, place_of, random_rows, reader
 
 Row = tuple[str, int, int, tuple[int, ...], int]
 
@@ -148,9 +149,8 @@ def test_every_truncation_and_growth_is_noticed() -> None:
 def test_a_flip_in_one_page_spares_the_others() -> None:
     columns = many(20_000)
     data = bytearray(encode(columns, {}))
-    index = open_bytes(bytes(data))
-    low, high = index._header.entries["names"].data_offsets
-    data[index._start + (low + high) // 2] ^= 1
+    low, high = place_of(bytes(data), "names")
+    data[(low + high) // 2] ^= 1
     index = open_bytes(bytes(data))
     assert index.find_one(columns.names[0]) == 0
     assert index.find_one(columns.names[-1]) == 19_999
@@ -322,14 +322,13 @@ def test_resealing_alone_changes_nothing() -> None:
 def test_a_fence_that_lies_is_corrupt() -> None:
     columns = many(3 * FENCE)
     data = bytearray(encode(columns, {}))
-    index = open_bytes(bytes(data))
-    low, _ = index._header.entries["fence"].data_offsets
-    at = index._start + low
-    data[at + len(columns.names[0])] = ord("z")  # the second name of the fence
-    body_start, (pages_low, pages_high) = index._start, index._header.entries["pages"].data_offsets
-    body = bytes(data[body_start : body_start + pages_low])
+    fence, _ = place_of(bytes(data), "fence")
+    body_start = read_header(reader(bytes(data)), len(data), "the index").data_start
+    pages_low, pages_high = place_of(bytes(data), "pages")
+    data[fence + len(columns.names[0])] = ord("z")  # the second name of the fence
+    body = bytes(data[body_start:pages_low])
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
-    data[body_start + pages_low : body_start + pages_high] = pages.tobytes()
+    data[pages_low:pages_high] = pages.tobytes()
     data[-8:] = np.asarray([digest_many(pages)], "<u8").tobytes()
     index = open_bytes(bytes(data))
     with pytest.raises(CorruptCheckpoint, match="fence"):
@@ -340,7 +339,7 @@ def test_a_read_that_comes_short_is_corrupt() -> None:
     data = encode(many(5000), {})
     stop = [len(data)]
     index = Index(lambda start, length: data[start : min(start + length, stop[0])], len(data), "the index")
-    stop[0] = index._start + 100
+    stop[0] = place_of(data, "names")[0] + 100
     with pytest.raises(CorruptCheckpoint, match="truncated"):
         index.names()
 

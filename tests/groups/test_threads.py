@@ -15,11 +15,12 @@ from holdfast.groups.audit.hazards import ProcessFacts
 from holdfast.threads import within
 from tests.groups import thread_jobs as jobs
 from tests.support.processes import ProcessWorld
+from tests.support.threads import no_more_threads as refused
 
 
 @pytest.fixture
 def no_more_threads() -> Iterator[None]:
-    with jobs.no_more_threads():
+    with refused():
         yield
 
 

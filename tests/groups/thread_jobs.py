@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -14,20 +13,9 @@ import holdfast
 from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.groups.lifecycle.open import open_groups
+from tests.support.threads import TOO_LARGE
 
 STALL = 20.0
-TOO_LARGE = 1 << 47
-"""Bytes of stack that no thread can have: the system refuses to start one."""
-
-
-@contextmanager
-def no_more_threads() -> Iterator[None]:
-    """Python starts no thread in this process."""
-    before = threading.stack_size(TOO_LARGE)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 def _timed(work: Callable[[], object]) -> tuple[str, float]:

@@ -17,8 +17,8 @@ from holdfast.errors import HoldfastError
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.torch_store import TorchRoster
-from tests.docs.threads import on_ranks
 from tests.support.processes import ProcessWorld
+from tests.support.threads import on_ranks
 
 WARM, ROUNDS = 5, 25
 

@@ -20,6 +20,7 @@ from holdfast.errors import Conflict
 from holdfast.format.names import OWNER
 from holdfast.run import owner
 from holdfast.run.owner import Owner
+from tests.support.waiting import wait_until
 
 JOB = """
 import sys, torch, holdfast
@@ -180,18 +181,13 @@ def test_signs_of_life_are_given_and_end_with_the_last_user(
     one.close()
     assert (tmp_path / OWNER).exists()
     del two  # gone without a word
-    wait_until(lambda: not (tmp_path / OWNER).exists())
-    wait_until(lambda: "holdfast-owner" not in [thread.name for thread in threading.enumerate()])
 
-
-def wait_until(true: Any, seconds: float = 20.0) -> None:
-    waited = threading.Event()
-    for _ in range(int(seconds / 0.02)):
+    def is_given_up() -> bool:
         gc.collect()
-        if true():
-            return
-        waited.wait(0.02)
-    raise AssertionError("it did not come true")
+        return not (tmp_path / OWNER).exists()
+
+    wait_until(is_given_up)
+    wait_until(lambda: "holdfast-owner" not in [thread.name for thread in threading.enumerate()])
 
 
 def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:

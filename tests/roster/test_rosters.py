@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -19,6 +18,7 @@ from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.roster.presence import Identity, Presence, at_key, describe
 from holdfast.roster.torch_store import TorchRoster
 from holdfast.testing.roster_contract import RosterContract
+from tests.support.waiting import wait_until
 
 
 class TestMemoryRoster(RosterContract):
@@ -132,7 +132,7 @@ def test_the_store_of_a_destroyed_process_group_ends() -> None:
     script = """
 import gc, os, sys
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from holdfast.torch_private import default_store
 from weakref import ref
 from holdfast.protocol.call import find_roster
 os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
@@ -141,7 +141,7 @@ for life in range(2):
     roster = find_roster(None, False)
     assert roster.get(["left over"]) == [None], life
     roster.put("left over", {})
-    store = ref(_get_default_store())
+    store = ref(default_store())
     dist.destroy_process_group()
     gc.collect()
     assert store() is None
@@ -228,10 +228,3 @@ class TestPresence:
             call.leave()
             call.stop()
         wait_until(lambda: "holdfast-beat" not in [thread.name for thread in threading.enumerate()])
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 10.0) -> None:
-    ends = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.01)

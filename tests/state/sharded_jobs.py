@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.two_tensor import TwoTensor
 
 import holdfast
-from tests.system.test_content import _counted
+from tests.support.collectives import counted
 
 WHOLE = torch.arange(10 * 6.0).view(10, 6)
 ROWS = {
@@ -61,9 +61,9 @@ def sharded_round_trip(rank: int, path: str) -> None:
     for cut in ROWS:
         saved, targets = sharded(cut, True), [sharded(other, False) for other in ROWS]
         plain = torch.zeros(10, 6)
-        assert _counted(lambda: holdfast.save({"w": saved}, f"{path}/{cut}", **how)) == []  # noqa: B023
+        assert counted(lambda: holdfast.save({"w": saved}, f"{path}/{cut}", **how)) == []  # noqa: B023
         for target in targets:
-            assert _counted(lambda: holdfast.load({"w": target}, f"{path}/{cut}", **how)) == []  # noqa: B023
+            assert counted(lambda: holdfast.load({"w": target}, f"{path}/{cut}", **how)) == []  # noqa: B023
             rows_of(target)
         holdfast.load({"w": plain}, f"{path}/{cut}", **how)
         assert torch.equal(plain, WHOLE)

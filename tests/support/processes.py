@@ -102,13 +102,14 @@ class ProcessWorld:
             self._pipes[rank].send((job, args))
             self._busy.add(rank)
 
-    def collect(self, timeout: float) -> list[Result]:
-        """The answers of all busy ranks, by rank; kills and reports those that give none in time."""
-        return self._gather(sorted(self._busy), timeout)
+    def collect(self, timeout: float, ranks: Iterable[int] | None = None) -> list[Result]:
+        """The answers of some busy ranks (default all), by rank; kills and reports those that give none
+        in time."""
+        return self._gather(sorted(self._busy) if ranks is None else ranks, timeout)
 
-    def collect_some(self, timeout: float) -> list[Result]:
-        """The answers that arrive within a time; ranks that give none go on undisturbed."""
-        return self._receive(set(self._busy), timeout)
+    def collect_some(self, timeout: float, ranks: Iterable[int] | None = None) -> list[Result]:
+        """The answers of some busy ranks (default all) that arrive in time; others go on undisturbed."""
+        return self._receive(set(self._busy) if ranks is None else set(ranks), timeout)
 
     def run(
         self, job: Callable[..., Any], *args: Any, ranks: Iterable[int] | None = None, timeout: float = 60.0

@@ -16,12 +16,20 @@ import torch.distributed as dist
 import holdfast
 from holdfast import events
 from holdfast.background.manager import background_of_this_thread
+from holdfast.background.writer_client import START
 from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
+from tests.support.collectives import counted
+from tests.support.waiting import wait_until
 from tests.system.jobs import moe_state
-from tests.system.test_content import _counted
 
 HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
+
+
+def writer_process() -> psutil.Process:
+    """The process that writes this rank's asynchronous saves."""
+    (found,) = [child for child in psutil.Process().children() if str(START) in child.cmdline()]
+    return found
 
 
 def spoil(state: dict[str, Any]) -> None:
@@ -46,7 +54,7 @@ def save_and_spoil(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
             assert pending.done()
             assert pending.progress().phase == "committed"
 
-    return _counted(work)
+    return counted(work)
 
 
 def mishap(
@@ -55,7 +63,7 @@ def mishap(
     """A save that meets something bad on one rank's writer; then one that must succeed."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    writer = background_of_this_thread()._writer
+    writer = background_of_this_thread().writer
     assert writer.pid is not None
     stop: Any = lambda: None  # noqa: E731
     if rank == victim:
@@ -67,8 +75,7 @@ def mishap(
             stopped = writer.pid
 
             def kill() -> None:
-                while not writer.busy:  # one that dies before it has the job is replaced
-                    time.sleep(0.001)
+                wait_until(lambda: writer.busy)  # one that dies before it has the job is replaced
                 if writer.pid == stopped:
                     os.kill(stopped, signal.SIGKILL)
 
@@ -98,8 +105,7 @@ def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None
     file."""
     state = moe_state(rank, 1)
     holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    pid = background_of_this_thread()._writer.pid
-    assert pid is not None
+    pid = writer_process().pid
     if rank == victim:
         Path(folder, "writer").write_text(str(pid))
         os.kill(pid, signal.SIGSTOP)
@@ -132,6 +138,16 @@ def failing_once(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
     return said
 
 
+def mapped_arenas() -> int:
+    """Bytes of shared memory that this process has mapped."""
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if "/memfd:" in line:
+            begin, end = (int(address, 16) for address in line.split()[0].split("-"))
+            found += end - begin
+    return found
+
+
 def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int], int]:
     """RSS and shared memory over many saves, and descriptors gained."""
     me = psutil.Process()
@@ -143,7 +159,7 @@ def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int]
         state["step"] = step
         run.save(step, state)
         rss.append(me.memory_info().rss)
-        shared.append(len(os.listdir("/dev/shm")))
+        shared.append(mapped_arenas())
         if step == 3:
             files = me.num_fds()
     run.close()

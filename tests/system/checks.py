@@ -9,9 +9,10 @@ from pathlib import Path
 
 from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld, Result
+from tests.support.waiting import AT_ONCE, SLACK
 
-SLACK = 2.0
-"""Seconds past its deadline that a call may take."""
+PATIENT = {"timeout": 60.0, "stall_timeout": 30.0}
+"""For failures that are seen at once, and not by a timeout."""
 
 
 def errors_of(results: Iterable[Result]) -> list[HoldfastError]:
@@ -54,6 +55,12 @@ def in_time(errors: list[HoldfastError], limit: float) -> None:
     """Every call came back by then."""
     for error in errors:
         assert error.details["returned_after"] <= limit + SLACK, error.details
+
+
+def at_once(errors: list[HoldfastError]) -> None:
+    """No call waited for a timeout of `PATIENT`."""
+    for error in errors:
+        assert error.details["returned_after"] < AT_ONCE, error.details
 
 
 def no_checkpoint(path: str) -> None:

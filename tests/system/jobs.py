@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -114,16 +115,27 @@ def pause_at(event: str, flag: str) -> Any:
     return events.subscribe(watch)
 
 
+def interruptible() -> threading.Event:
+    """SIGINT raises KeyboardInterrupt in the main thread, also of a suite in the background. The event
+    is set when it does."""
+    reached = threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        reached.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    return reached
+
+
 def interrupt_at(event: str) -> Any:
     """Ctrl-C, as it were, at an event: SIGINT to this process, once."""
-    seen_once = []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite run in the background has it ignored
+    reached = interruptible()
 
     def watch(seen: events.Event) -> None:
-        if seen.name == event and not seen_once:
-            seen_once.append(True)
+        if seen.name == event and not reached.is_set():
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.3)  # the signal reaches the main thread while this one is still writing
+            assert reached.wait(30), "the signal reaches the main thread while this one is still writing"
 
     return events.subscribe(watch)
 

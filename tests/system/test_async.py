@@ -21,6 +21,7 @@ from holdfast.background.manager import background_of_this_thread
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
 from holdfast.layout.box import Box
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import AT_ONCE, SLACK, wait_until
 from tests.system import async_jobs as jobs
 from tests.system.jobs import load_job
 
@@ -43,16 +44,16 @@ def test_what_is_saved_is_the_state_at_the_call(
 def test_a_writer_that_dies_or_hangs_is_named_on_all_ranks(
     what: str, world: ProcessWorld, tmp_path: Path
 ) -> None:
-    how = {"stall_timeout": 2.0}
+    how = {"stall_timeout": 2.0 if what == "stop" else 25.0}
     for said, took, files, visible in world.run(jobs.mishap, str(tmp_path), 5, what, how, timeout=60):
         assert " 5: " in said, said
         if what == "kill":
             assert "writer process of rank 5" in said
             assert "was killed by signal 9" in said
-            assert took < 3.0
+            assert took < AT_ONCE
         else:
             assert said.startswith("RankFailed")
-            assert took < 6.0
+            assert took < 2.0 + SLACK
         assert files == ""
         assert not visible
 
@@ -70,10 +71,9 @@ def test_a_trainer_that_is_killed_takes_its_writer_along(mortal: ProcessWorld, t
         if rank != 3:
             assert result.value == ("RankFailed", 3), (result.value, result.trace)
     writer = int((tmp_path / "writer").read_text())
-    ends = time.monotonic() + 3.0
-    while psutil.pid_exists(writer) and psutil.Process(writer).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < ends, "the writer of a killed trainer lives on"
-        time.sleep(0.05)
+    wait_until(
+        lambda: not psutil.pid_exists(writer) or psutil.Process(writer).status() == psutil.STATUS_ZOMBIE
+    )
     assert not (tmp_path / "step-1" / "index.safetensors").exists()
     assert (tmp_path / "step-0" / "index.safetensors").exists()
 
@@ -95,7 +95,7 @@ def test_a_failure_is_raised_at_the_same_call_on_all_ranks(
 def test_fifty_saves_leave_nothing_behind(world: ProcessWorld, tmp_path: Path) -> None:
     for rss, shared, descriptors in world.run(jobs.many_saves, str(tmp_path), 50, timeout=120):
         assert max(rss[40:]) - max(rss[5:10]) < 8 << 20
-        assert max(shared) == min(shared)
+        assert max(shared) == min(shared) > 0
         assert descriptors <= 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000048", "step-00000049"]
 
@@ -160,7 +160,7 @@ os.pwritev = slow
 
 def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The next writer process runs this first."""
-    background_of_this_thread()._writer.kill()
+    background_of_this_thread().release()
     begun = tmp_path / "writer.py"
     begun.write_text(f"{code}\nimport runpy\nrunpy.run_path({str(helper.START)!r}, run_name='__main__')\n")
     monkeypatch.setattr(helper, "START", begun)
@@ -169,7 +169,7 @@ def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> N
 @pytest.fixture
 def fresh_writer() -> Any:
     yield
-    background_of_this_thread()._writer.kill()
+    background_of_this_thread().release()
 
 
 def test_a_slow_disk_holds_no_training_up(
@@ -187,8 +187,9 @@ def test_a_slow_disk_holds_no_training_up(
         seen.append(pending.progress().bytes_done)
         time.sleep(0.05)
     pending.committed()
-    assert time.monotonic() - begun > 2.5, "the disk was slow, and longer than a stall"
-    assert took < 0.5
+    whole = time.monotonic() - begun
+    assert whole > 2.5, "the disk was slow, and longer than a stall"
+    assert took < whole / 3
     assert len(set(seen)) > 5, "progress is told"
     loaded = {"w": torch.zeros(8_000_000)}
     holdfast.load(loaded, tmp_path / "a", no_dist=True)
@@ -319,7 +320,7 @@ def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
 
 def test_the_writer_is_small_and_without_torch(tmp_path: Path) -> None:
     holdfast.async_save({"w": torch.zeros(10)}, tmp_path / "a", no_dist=True).committed(20)
-    process = psutil.Process(background_of_this_thread()._writer.pid)
+    process = jobs.writer_process()
     assert process.memory_full_info().uss < 60 << 20  # its own; the arena is everybody's
     assert not any("libtorch" in entry.path for entry in process.memory_maps())
 
@@ -329,23 +330,30 @@ def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
     stuck."""
     state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
     holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
-    writer = background_of_this_thread()._writer.pid
-    assert writer is not None
+    writer = jobs.writer_process().pid
     os.kill(writer, signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(HoldfastError):
-        holdfast.async_save(state, tmp_path / "b", no_dist=True, timeout=2.0).committed(20)
-    assert time.monotonic() - begun < 6
+        holdfast.async_save(state, tmp_path / "b", no_dist=True, timeout=2.0).committed(60)
+    assert time.monotonic() - begun < 2.0 + SLACK
     assert not psutil.pid_exists(writer)
     holdfast.async_save(state, tmp_path / "c", no_dist=True).committed(20)
     assert not any(thread.name == "holdfast-operation" for thread in threading.enumerate())
 
 
+def sockets() -> set[int]:
+    """Descriptors of this process that are sockets."""
+    links = {int(fd): f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")}
+    return {
+        fd for fd, link in links.items() if os.path.islink(link) and os.readlink(link).startswith("socket:")
+    }
+
+
 def test_a_fork_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
+    background_of_this_thread().release()
+    before = sockets()
     holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "a", no_dist=True).committed(20)
-    wire = background_of_this_thread()._writer._wire
-    assert wire is not None
-    fd = wire.socket.fileno()
+    (fd,) = sockets() - before
     child = os.fork()
     if not child:
         try:

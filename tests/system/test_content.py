@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,19 @@ from holdfast.errors import (
     StorageError,
     Vanished,
 )
+from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
-from tests.system.checks import errors_of, in_time, names_rank, no_checkpoint, no_data, same_everywhere
+from tests.support.waiting import wait_until
+from tests.system.checks import (
+    PATIENT,
+    at_once,
+    errors_of,
+    in_time,
+    names_rank,
+    no_checkpoint,
+    no_data,
+    same_everywhere,
+)
 from tests.system.jobs import load_job, save_job
 
 FAST = {"timeout": 30.0, "stall_timeout": 5.0}
@@ -34,10 +46,10 @@ State = dict[str, Any]
 
 def fails(world: ProcessWorld, path: str, how: dict[str, Any], step: int = 1) -> HoldfastError:
     """All eight raise the same error, soon, and nothing is left."""
-    world.start(save_job, path, step, {**FAST, **how})
-    errors = errors_of(world.collect(30))
+    world.start(save_job, path, step, {**PATIENT, **how})
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 8)
-    in_time(errors, 1.0)
+    at_once(errors)
     no_checkpoint(path)
     no_data(path)
     return error
@@ -293,13 +305,7 @@ def test_two_jobs_saving_into_one_folder(tmp_path: Path) -> None:
             1,
             {**FAST, "stall_timeout": 20.0, "mishap": {0: ("pause", "save.written", str(flag))}},
         )
-        import signal
-        import time
-
-        ends = time.monotonic() + 20
-        while not flag.exists():
-            assert time.monotonic() < ends
-            time.sleep(0.02)
+        wait_until(flag.exists)
         two.run(save_job, path, 2, FAST)
         one.signal(0, signal.SIGCONT)
         error = same_everywhere(errors_of(one.collect(30)), 8)
@@ -331,66 +337,6 @@ def test_save_and_load_issue_no_collective(world: ProcessWorld, tmp_path: Path) 
     assert world.run(counting_control) == [["all_reduce"]] * 8  # the counter does count
 
 
-def _counted(action: Any) -> list[str]:
-    """Names of the collectives that an action issues, seen at every door of torch.distributed."""
-    import torch.distributed as dist
-    from torch.distributed import distributed_c10d
-
-    names = [
-        name
-        for name in dir(distributed_c10d)
-        if name.startswith(
-            (
-                "all_",
-                "reduce",
-                "broadcast",
-                "gather",
-                "scatter",
-                "barrier",
-                "send",
-                "recv",
-                "isend",
-                "irecv",
-                "batch_",
-                "monitored",
-            )
-        )
-        and callable(getattr(distributed_c10d, name))
-    ]
-    assert {"all_reduce", "all_gather_object", "barrier", "broadcast_object_list", "gather_object"} <= set(
-        names
-    )
-    seen: list[str] = []
-    real = {name: getattr(distributed_c10d, name) for name in names}
-
-    def spy(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            seen.append(name)
-            return real[name](*args, **kwargs)
-
-        return call
-
-    group = distributed_c10d._get_default_group()
-    before = (
-        group._get_sequence_number_for_group() if hasattr(group, "_get_sequence_number_for_group") else None
-    )
-    try:
-        for name in names:
-            setattr(distributed_c10d, name, spy(name))
-            if hasattr(dist, name):
-                setattr(dist, name, getattr(distributed_c10d, name))
-        action()
-    finally:
-        for name in names:
-            setattr(distributed_c10d, name, real[name])
-            if hasattr(dist, name):
-                setattr(dist, name, real[name])
-    after = group._get_sequence_number_for_group() if before is not None else None
-    if before != after and not seen:
-        seen.append(f"sequence number {before} -> {after}")
-    return seen
-
-
 def counting_job(rank: int, path: str) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -407,11 +353,11 @@ def counting_job(rank: int, path: str) -> list[str]:
         ckpt.save(1, state)
         assert ckpt.restore(state) == 1
 
-    return _counted(both)
+    return counted(both)
 
 
 def counting_control(rank: int) -> list[str]:
-    return _counted(lambda: torch.distributed.all_reduce(torch.ones(1)))
+    return counted(lambda: torch.distributed.all_reduce(torch.ones(1)))
 
 
 def test_partial_saves_and_loads_by_pattern(world: ProcessWorld, tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import SLACK, wait_until
 from tests.system.checks import (
+    PATIENT,
+    at_once,
     errors_of,
     in_time,
     names_rank,
@@ -38,7 +40,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     world.run(save_job, str(tmp_path / "before"), 0, {})  # so that everybody has been heard of
     ranks = [rank for rank in range(8) if rank != absent]
     world.start(save_job, path, 1, FAST, ranks=ranks)
-    errors = errors_of(world.collect(20))
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, RankFailed)
     names_rank(world, error, absent, "has not entered", "idle since save of", "committed'")
@@ -46,10 +48,10 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     no_checkpoint(path)
     no_data(path)
     # The absent rank comes after all: it gets the same error at once, and the next save works.
-    world.start(save_job, path, 1, FAST, ranks=[absent])
-    late = errors_of(world.collect(20))[0]
-    assert late.message == error.message
-    assert late.details["returned_after"] < 1.0
+    world.start(save_job, path, 1, PATIENT, ranks=[absent])
+    late = errors_of(world.collect(40))
+    assert late[0].message == error.message
+    at_once(late)
     world.run(save_job, path, 1, FAST)
     world.run(load_job, path, 1, {})
 
@@ -57,7 +59,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
 def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
     world.start(save_job, path, 1, {"timeout": 3.0, "stall_timeout": 60.0}, ranks=[0, 1, 2, 3, 4, 5, 7])
-    errors = errors_of(world.collect(20))
+    errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, DeadlineExceeded)
     names_rank(world, error, 6)
@@ -68,8 +70,8 @@ def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> 
 
 def test_late_rank_is_waited_for(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    took = world.run(save_job, path, 1, {"stall_timeout": 20.0, "delay": {2: 6.0}}, timeout=30)
-    assert took[2] < 3.0 < took[5]
+    took = world.run(save_job, path, 1, {"stall_timeout": 30.0, "delay": {2: 3.0}}, timeout=60)
+    assert took[5] - took[2] > 2.0
     world.run(load_job, path, 1, {})
 
 
@@ -84,51 +86,44 @@ def test_killed_rank_is_named(
 ) -> None:
     path = str(tmp_path / "step-2")
     mortal.run(save_job, str(tmp_path / "step-1"), 1, {})
-    mortal.start(save_job, path, 2, {**FAST, "mishap": {victim: ("die", event, share)}})
-    results = mortal.collect(20)
+    mortal.start(save_job, path, 2, {**PATIENT, "mishap": {victim: ("die", event, share)}})
+    results = mortal.collect(40)
     assert results[victim].died == -signal.SIGKILL
     if event == "save.written" and all(result.error is None for result in results if result.rank != victim):
         pytest.fail("the victim died before it could report that it had written")
     errors = errors_of(results)
     error = same_everywhere(errors, 7)
     names_rank(mortal, error, victim, phase, "its process has ended")
-    in_time(errors, 1.0)  # on one host a death is seen at once, not after stall_timeout
+    at_once(errors)  # on one host a death is seen without a timeout
     no_checkpoint(path)
     no_data(path, but_of=[victim])
     assert os.path.exists(tmp_path / "step-1" / "index.safetensors")
-
-
-def _paused(flag: Path) -> None:
-    ends = time.monotonic() + 20
-    while not flag.exists():
-        assert time.monotonic() < ends
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("victim", [5, 0])
 def test_stopped_rank_is_named(mortal: ProcessWorld, tmp_path: Path, victim: int) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     mortal.start(save_job, path, 1, {**FAST, "mishap": {victim: ("pause", "save.writing", str(flag))}})
-    _paused(flag)
-    time.sleep(5.5)
+    wait_until(flag.exists)
+    errors = errors_of(mortal.collect(40, [rank for rank in range(8) if rank != victim]))
+    in_time(errors, 3.0)
     mortal.signal(victim, signal.SIGCONT)
-    errors = errors_of(mortal.collect(20))
+    errors += errors_of(mortal.collect(40))
     error = same_everywhere(errors, 8)  # the stopped rank learns of it when it wakes
     names_rank(mortal, error, victim, "writing", "no progress")
-    in_time([e for rank, e in enumerate(errors) if rank != victim], 3.0)
     no_checkpoint(path)
     no_data(path)
 
 
 def test_stopped_rank_is_waited_for(mortal: ProcessWorld, tmp_path: Path) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
-    how = {"timeout": 60.0, "stall_timeout": 25.0, "mishap": {5: ("pause", "save.writing", str(flag))}}
+    how = {"timeout": 60.0, "stall_timeout": 30.0, "mishap": {5: ("pause", "save.writing", str(flag))}}
     mortal.start(save_job, path, 1, how)
-    _paused(flag)
-    time.sleep(10)
+    wait_until(flag.exists)
+    assert mortal.collect_some(6.0) == [], "all wait"
     mortal.signal(5, signal.SIGCONT)
-    took = [result.get() for result in mortal.collect(20)]
-    assert min(took) >= 9.0
+    for result in mortal.collect(40):
+        result.get()
     mortal.run(load_job, path, 1, {})
 
 
@@ -136,9 +131,9 @@ def test_store_host_dies(tmp_path: Path) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     with ProcessWorld(8, store_host="rank 0") as world:
         world.start(save_job, path, 1, {**FAST, "mishap": {0: ("pause", "save.entered", str(flag))}})
-        _paused(flag)
+        wait_until(flag.exists)
         world.signal(0, signal.SIGKILL)
-        results = world.collect(20)
+        results = world.collect(40)
         errors = errors_of(results)
         assert len(errors) == 7
         for error in errors:
@@ -150,14 +145,14 @@ def test_store_host_dies(tmp_path: Path) -> None:
 
 def test_non_participant_is_told(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    how = {**FAST, "participants": [0, 1, 2, 3, 4, 5], "change": dict.fromkeys(range(8), _plain)}
+    how = {**PATIENT, "participants": [0, 1, 2, 3, 4, 5], "change": dict.fromkeys(range(8), _plain)}
     world.start(save_job, path, 1, how)
-    results = world.collect(20)
+    results = world.collect(40)
     for result in results[:6]:
         assert result.error is None, result.trace
     for error in errors_of(results[6:]):
         assert "the participants are 0, 1, 2, 3, 4, 5" in str(error)
-        assert error.details["returned_after"] < 1.0
+    at_once(errors_of(results[6:]))
     assert os.path.exists(os.path.join(path, "index.safetensors"))
 
 
@@ -170,7 +165,7 @@ def test_a_failed_load_says_nothing_of_a_commit(world: ProcessWorld, tmp_path: P
     path = str(tmp_path / "step-1")
     world.run(save_job, path, 1, {})
     world.start(load_job, path, 1, FAST, ranks=range(7))
-    for error in errors_of(world.collect(30)):
+    for error in errors_of(world.collect(40)):
         assert error.rank == 7
         assert "what is in storage is untouched" in str(error)
         assert "committed" not in error.hint
@@ -181,16 +176,12 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     with ProcessWorld(8, store_host="rank 0") as world:
         world.start(save_job, path, 1, {"timeout": 4.0, "mishap": {0: ("pause", "save.entered", str(flag))}})
-        _paused(flag)
-        errors = []
-        begun = time.monotonic()
-        while len(errors) < 7 and time.monotonic() < begun + 15:
-            errors += [result.error for result in world.collect_some(0.2)]
-        took = time.monotonic() - begun
+        wait_until(flag.exists)
+        errors = errors_of(world.collect_some(4.0 + SLACK, range(1, 8)))
         world.signal(0, signal.SIGCONT)
-        world.collect(20)
+        world.collect(40)
     assert len(errors) == 7
-    assert took < 4.0 + 2.5
+    in_time(errors, 4.0)
     for error in errors:
         assert isinstance(error, DeadlineExceeded | CommitUnconfirmed | RankFailed), error
         assert "asks the message store, which does not answer" in str(error)
@@ -201,14 +192,14 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
 
 def test_interrupted_rank_tells_the_others(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    world.start(save_job, path, 1, {**FAST, "mishap": {3: ("interrupt", "save.writing")}})
-    results = world.collect(20)
+    world.start(save_job, path, 1, {**PATIENT, "mishap": {3: ("interrupt", "save.writing")}})
+    results = world.collect(40)
     assert isinstance(results[3].error, KeyboardInterrupt)
     errors = errors_of(result for result in results if result.rank != 3)
     error = same_everywhere(errors, 7)
     assert error.rank == 3
     assert "was interrupted by KeyboardInterrupt" in str(error)
-    in_time(errors, 1.0)
+    at_once(errors)
     no_checkpoint(path)
     no_data(path)
     world.run(save_job, path, 1, FAST)

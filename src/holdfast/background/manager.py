@@ -49,7 +49,7 @@ class Background:
 
     def __init__(self) -> None:
         self._arena: Arena | None = None
-        self._writer = WriterClient()
+        self.writer = WriterClient()
         self._pending: Pending | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -75,7 +75,7 @@ class Background:
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
             # from then on.
-            job.collect_error = job.collect_error or read_state(self._writer.start, job.rank)
+            job.collect_error = job.collect_error or read_state(self.writer.start, job.rank)
             into = DeviceCopies(job.streams).into
             staged = self._stage(job, budget, into)
             pending.attempt(job)  # before the thread starts, so that a cancel always finds the job
@@ -83,11 +83,11 @@ class Background:
             if staged is not None:
                 forget_copied(job)  # training may free or change its tensors from here on
                 pending.has_staged()
-                job.sink = StagedSink(self._writer, self._arena, staged)
+                job.sink = StagedSink(self.writer, self._arena, staged)
             else:
                 assert budget is not None
                 assert self._arena is not None
-                job.sink = WaveSink(self._writer, self._arena, pending.has_staged, budget, into)
+                job.sink = WaveSink(self.writer, self._arena, pending.has_staged, budget, into)
                 retries = 0  # the state that another attempt would copy is not this one any more
             pending.start(lambda: self._run(pending, job, retries))
             try:
@@ -109,7 +109,7 @@ class Background:
         with self._lock:
             if self._pending is not None and not self._pending.done():
                 return
-            self._writer.kill()
+            self.writer.kill()
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.close()
@@ -179,8 +179,8 @@ class Background:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
             # A save that was given up may have left a thread in a system call: it keeps what it uses, and the
             # next save gets another process and another arena.
-            if self._writer.busy or copying:
-                self._writer.kill()  # the thread that uses it was left behind
+            if self.writer.busy or copying:
+                self.writer.kill()  # the thread that uses it was left behind
             if copying:
                 self._arena = None  # what that still copies must not get into the next save
             raise
@@ -195,7 +195,7 @@ class Background:
         try:
             return None if self._pending is None else _outcome(self._pending)
         finally:
-            self._writer.kill()
+            self.writer.kill()
 
 
 def _end_with(pending: Pending) -> None:

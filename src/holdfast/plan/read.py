@@ -15,7 +15,7 @@ import numpy as np
 
 from holdfast.format.columns import Array
 
-_DIRECT = 32
+DIRECT = 32
 """Compare all pairs of a tensor while they are at most this many times its boxes."""
 
 
@@ -43,14 +43,16 @@ def overlaps(
     end = np.searchsorted(chunk_tensor, np.arange(tensors), side="right")
     chunks_of = end - begin
     wanted_of = np.bincount(wanted_tensor, minlength=tensors)
-    heavy = chunks_of * wanted_of > _DIRECT * (chunks_of + wanted_of)
+    heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)
     light = np.flatnonzero(~heavy[wanted_tensor])
     counts = chunks_of[wanted_tensor[light]]
     lists = [(np.repeat(light, counts), _ranges(begin[wanted_tensor[light]], counts))]
     for tensor in np.flatnonzero(heavy).tolist():
         mine = np.flatnonzero(wanted_tensor == tensor)
         theirs = np.arange(begin[tensor], end[tensor])
-        w, c = _join(wanted_offset[mine], wanted_size[mine], chunk_offset[theirs], chunk_size[theirs])
+        w, c = candidate_pairs(
+            wanted_offset[mine], wanted_size[mine], chunk_offset[theirs], chunk_size[theirs]
+        )
         lists.append((mine[w], theirs[c]))
     wanted = np.concatenate([pair[0] for pair in lists])
     chunk = np.concatenate([pair[1] for pair in lists])
@@ -66,7 +68,7 @@ def _ranges(begin: Array, counts: Array) -> Array:
     return np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
 
 
-def _join(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
+def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
     """Candidate pairs of one tensor; a superset of those that intersect, and not much larger."""
     key = np.zeros(len(co), np.int64)
     cells_key = np.zeros(len(wo), np.int64)

@@ -4,6 +4,7 @@ importable by spawned processes."""
 from __future__ import annotations
 
 import random
+import time
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from holdfast import megatron_fsdp as ours
 from tests.integrations.fsdp.megatron_cpu import state_for_all, use_cpu_fsdp
-from tests.integrations.megatron.models import LENGTH, Layout, Recipe, Training, _config, _spec
-from tests.system.test_content import _counted
+from tests.integrations.megatron.models import LENGTH, Layout, Recipe, Training, config_of, spec_of
+from tests.support.collectives import counted
 
 SHAPE = Recipe(bf16=True, layers=2, shared_expert=True)
 
@@ -35,12 +36,12 @@ class FsdpTraining:
         from megatron.core.utils import unwrap_model
 
         self.layout, self.recipe, self.iteration = layout, SHAPE, 0
-        self.config = _config(layout, SHAPE)
+        self.config = config_of(layout, SHAPE)
         self.config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(seed)
         chunk = GPTModel(
             self.config,
-            _spec(self.config, SHAPE, None),
+            spec_of(self.config, SHAPE, None),
             vocab_size=SHAPE.vocab,
             max_sequence_length=LENGTH,
             position_embedding_type="rope",
@@ -171,7 +172,7 @@ def save_both(rank: int, path: str, layout: Layout) -> tuple[int, int]:
         state = training.prepared(raw, ours, training.model)
         holdfast.save(state, path, step=2, timeout=60, stall_timeout=20)
 
-    assert _counted(save) == []
+    assert counted(save) == []
     described = {
         name: where(value) for name, value in dtensors(training.prepared(raw, ours, training.model)).items()
     }
@@ -205,7 +206,7 @@ def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: st
     def load() -> None:
         holdfast.load(state, path + kind, exclude=sorted(meta), timeout=60, stall_timeout=20)
 
-    assert _counted(load) == []
+    assert counted(load) == []
     state_for_all(training.optimizer.optimizer)
     values = torch.load(f"{path}.values", weights_only=True)
     compared = 0
@@ -220,11 +221,23 @@ def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: st
     return compared
 
 
-def stock_alone(rank: int, layout: Layout) -> str:
-    """What stock preparation does with states as ranks have them after a step."""
+_stepped: list[FsdpTraining] = []
+
+
+def step_and_prepare(rank: int, layout: Layout) -> float:
+    """Train a step, and prepare the states as ranks have them then; the seconds that this takes."""
     begin(layout)
     training = FsdpTraining(layout)
     training.step()
+    _stepped.append(training)
+    begun = time.monotonic()
+    training.prepared(training.state(), ours, training.model)
+    return time.monotonic() - begun
+
+
+def stock_alone(rank: int) -> str:
+    """What stock preparation does with the same states."""
+    (training,) = _stepped
     try:
         training.prepared(training.state(), stock())
     except Exception as error:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import holdfast
 from holdfast.errors import BadInput
-from tests.system.test_content import _counted
+from tests.support.collectives import counted
 
 EXPERTS, ROUTED, HIDDEN, WIDE, VOCABULARY, LAYERS = 8, 5, 10, 14, 11, 2
 """Tokens go to the first ROUTED experts only. Sizes don't divide by the number of ranks."""
@@ -161,7 +161,7 @@ def train_and_save(rank: int, path: str, layout: Layout, steps: int) -> list[flo
         state = {"model": model_state, "optim": optim_state}
         holdfast.save(state, path, step=steps, timeout=60, stall_timeout=20)
 
-    assert _counted(save) == []
+    assert counted(save) == []
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
 
 
@@ -177,7 +177,7 @@ def resume(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )
 
-    assert _counted(load) == []
+    assert counted(load) == []
     wanted = torch.load(path + ".values", weights_only=True)
     found = everything(model, optimizer)
     assert found.keys() == wanted.keys()
@@ -196,7 +196,7 @@ def train_and_save_itself(rank: int, path: str, layout: Layout, steps: int) -> l
     values = everything(model, optimizer)
     if rank == 0:
         torch.save(values, path + ".values")
-    assert _counted(lambda: holdfast.save(state, path, timeout=60, stall_timeout=20)) == []
+    assert counted(lambda: holdfast.save(state, path, timeout=60, stall_timeout=20)) == []
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
 
 
@@ -207,7 +207,7 @@ def resume_by_a_load_alone(rank: int, path: str, layout: Layout, steps: int, its
     state: dict[str, Any] = {"model": model, "optim": optimizer}
     if not itself:
         state = dict(zip(state, holdfast.get_state_dict(model, optimizer), strict=True))
-    assert _counted(lambda: holdfast.load(state, path, timeout=60, stall_timeout=20)) == []
+    assert counted(lambda: holdfast.load(state, path, timeout=60, stall_timeout=20)) == []
     wanted = torch.load(path + ".values", weights_only=True)
     found = everything(model, optimizer)
     assert found.keys() == wanted.keys()

@@ -54,9 +54,10 @@ def test_what_stock_code_saved_is_loaded(saved: str) -> None:
 def test_stock_preparation_of_the_same_states_hangs_or_fails() -> None:
     """Megatron-LM issue 4910: each rank gathers for the states that it has."""
     with ProcessWorld(4) as world:
-        world.start(megatron.stock_alone, SAVED)
+        took = max(world.run(megatron.step_and_prepare, SAVED, timeout=120))
+        world.start(megatron.stock_alone)
         try:
-            said = {result.value for result in world.collect(20)}
+            said = {result.value for result in world.collect(5 + 10 * took)}
         except TimeoutError:
             said = {"hangs"}
     assert said != {"done"}

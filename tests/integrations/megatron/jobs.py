@@ -19,6 +19,8 @@ from holdfast.errors import BadInput, HoldfastError, MissingTensors, RankFailed
 from tests.integrations.megatron.cpu import use_cpu, with_a_device
 from tests.integrations.megatron.fused import use_fused_adam
 from tests.integrations.megatron.models import Layout, Recipe, Training, parallel
+from tests.support.collectives import counted
+from tests.support.waiting import wait_until
 
 
 @contextlib.contextmanager
@@ -110,18 +112,17 @@ def stock_save_both(
     from megatron.core import dist_checkpointing
 
     from holdfast import megatron
-    from tests.system.test_content import _counted
 
     with training(layout, recipe) as run:
         for _ in range(2):
             run.step()
         metadata = run.metadata()
-        mine = _counted(
+        mine = counted(
             lambda: megatron.save(
                 state_of(run), ours, content_metadata=metadata, timeout=60, stall_timeout=30
             )
         )
-        mine += _counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
+        mine += counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
         model = run.model_state()
         state = {
             **model,
@@ -133,7 +134,7 @@ def stock_save_both(
             os.makedirs(stock)
         dist.barrier()
         with children_allowed():
-            theirs = _counted(
+            theirs = counted(
                 lambda: dist_checkpointing.save(state, stock, content_metadata=storable(metadata))
             )
         return mine, theirs
@@ -256,7 +257,6 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
     from holdfast import megatron
-    from tests.system.test_content import _counted
 
     seen: list[Any] = []
     calls = AsyncCallsQueue()
@@ -274,7 +274,7 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
 
     megatron.install(timeout=60, stall_timeout=30)
     try:
-        return seen, _counted(loop)
+        return seen, counted(loop)
     finally:
         megatron.uninstall()
 
@@ -315,9 +315,8 @@ def iterations(rank: int, run: str) -> list[Any]:
         checkpoints.close()
     except BadInput as error:
         found.append("common_state['lock']" in str(error))
-    ends = time.monotonic() + 30
-    while os.path.exists(f"{run}/iter_0000040") and time.monotonic() < ends:
-        time.sleep(0.01)  # the last rank to delete its files takes the folder away, beside what it does next
+    # The last rank to delete its files takes the folder away, beside what it does next.
+    wait_until(lambda: not os.path.exists(f"{run}/iter_0000040"))
     found.append(told())
     loaded = checkpoints.load(state(-1.0))
     found.append((loaded["n"], loaded["w"].unique().tolist()))
@@ -414,7 +413,7 @@ def broken_factory(rank: int, folder: str, strict: str) -> tuple[str, float]:
     wanted = {"w": ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda loaded: loaded)}
     begun = time.monotonic()
     try:
-        megatron.load(wanted, folder, strict=strict, timeout=30, stall_timeout=10)
+        megatron.load(wanted, folder, strict=strict, timeout=60, stall_timeout=30)
     except HoldfastError as error:
         return str(error), time.monotonic() - begun
     return "loaded", 0.0

@@ -79,7 +79,7 @@ class Training:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         self.layout, self.recipe = layout, recipe
-        self.config = _config(layout, recipe)
+        self.config = config_of(layout, recipe)
         self.config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(seed)
         self.chunks = build(self.config, layout, recipe)
@@ -201,7 +201,7 @@ def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
     chunks = []
     for chunk in range(layout.vpp or 1):
         stage = chunk if layout.vpp else None
-        spec = _spec(config, recipe, stage)
+        spec = spec_of(config, recipe, stage)
         model = GPTModel(
             config,
             spec,
@@ -220,7 +220,7 @@ def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
     return chunks
 
 
-def _config(layout: Layout, recipe: Recipe) -> Any:
+def config_of(layout: Layout, recipe: Recipe) -> Any:
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     named: dict[str, Any] = {
@@ -278,7 +278,7 @@ def _config(layout: Layout, recipe: Recipe) -> Any:
     return config
 
 
-def _spec(config: Any, recipe: Recipe, stage: int | None) -> Any:
+def spec_of(config: Any, recipe: Recipe, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     if recipe.per_layer:

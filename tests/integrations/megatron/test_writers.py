@@ -7,6 +7,7 @@ from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from holdfast.layout.coverage import tiles
 from holdfast.maintenance.diff import compare
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import load_save_train, train_and_save
-from tests.integrations.megatron.models import Layout, Recipe, _config, build, describe, parallel
+from tests.integrations.megatron.models import Layout, Recipe, build, config_of, describe, parallel
 from tests.support.processes import ProcessWorld
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
@@ -105,7 +106,7 @@ def of_models(rank: int, layout: Layout, recipes: tuple[Recipe, ...]) -> list[tu
         return value
 
     with parallel(layout):
-        models = [build(_config(layout, recipe), layout, recipe) for recipe in recipes]
+        models = [build(config_of(layout, recipe), layout, recipe) for recipe in recipes]
         return [
             (written(rank, describe(chunks)), written(rank, detach(describe(chunks)))) for chunks in models
         ]
@@ -234,7 +235,9 @@ def absent(rank: int) -> list[Written]:
 def cut_over_a_part(rank: int) -> tuple[tuple[int, ...], ...]:
     """Groups as megatron-core 0.19 has them, whose `find` tells whether weights are cut over a part of the
     data-parallel group."""
-    from holdfast.integrations.megatron.mcore import _copies
+    from megatron.core import parallel_state
+
+    from holdfast.integrations.megatron import mcore
 
     whole = dist.group.WORLD
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -244,8 +247,11 @@ def cut_over_a_part(rank: int) -> tuple[tuple[int, ...], ...]:
 
     use_cpu()
     with parallel(Layout()):
-        how = {"with_context_parallel": True}
-        return _copies(partial(find, False, **how)), _copies(partial(find, True, **how))
+        found = []
+        for cuts in (False, True):
+            with patch.object(parallel_state, "get_data_parallel_group", partial(find, cuts)):
+                found.append(mcore.groups()[0])
+        return tuple(found)
 
 
 def test_copies_that_are_numbered_over_two_groups_do_not_share_the_writing() -> None:

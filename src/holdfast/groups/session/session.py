@@ -36,7 +36,7 @@ from holdfast.roster.base import Message
 from holdfast.run.checkpoints import Checkpoints
 from holdfast.torch_private import default_store, known_groups
 
-_open: list[Session] = []
+open_sessions: list[Session] = []
 """Sessions that have begun, and not come to their end."""
 
 
@@ -120,7 +120,7 @@ class Session:
         beginning.run()
         self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
         self._pid = os.getpid()
-        _open.append(self)
+        open_sessions.append(self)
         _install_hook()
         try:
             self._leaving.begin()
@@ -210,7 +210,7 @@ class Session:
         closing.run()
         self._way.end_in_order(time.monotonic() + self._grace)
         self._store = None
-        _open.remove(self)
+        open_sessions.remove(self)
 
     def _end(self, error: BaseException | None) -> None:
         """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
@@ -219,8 +219,8 @@ class Session:
             self._way.end(error)
         finally:
             self._store = None
-            if self in _open:
-                _open.remove(self)
+            if self in open_sessions:
+                open_sessions.remove(self)
 
     @property
     def _is_inherited(self) -> bool:
@@ -290,7 +290,7 @@ def _install_hook() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         shown = error
-        for session in tuple(reversed(_open)):  # ending one takes it off the list
+        for session in tuple(reversed(open_sessions)):  # ending one takes it off the list
             if session._is_inherited or session._way.left.is_set():
                 continue
             shown = session._raised(shown)  # also one whose block was left by an interruption of its very end

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 WORLD = 4
 
 
@@ -32,7 +32,7 @@ class Ended(NamedTuple):
 def fork_server() -> Iterator[None]:
     """What starts the ranks; torch is imported once."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.groups.fork"],
+        [sys.executable, "-m", "tests.groups.session.fork"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -49,7 +49,7 @@ _forks: list[subprocess.Popen[str]] = []
 
 
 def launch(
-    mode: str, folder: Path, how: str = "block", limit: float = 60.0, absent: int = -1, world: int = WORLD
+    mode: str, folder: Path, how: str = "block", limit: float = 150.0, absent: int = -1, world: int = WORLD
 ) -> Ended:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -20,7 +20,7 @@ from holdfast import events
 from holdfast.errors import HoldfastError
 from holdfast.groups.session import exit_bound
 
-SHORT, LONG = 1.5, 60.0
+SHORT, LONG = 1.5, 300.0
 """Seconds of `after_end` where something keeps a process, and how long that would."""
 AMPLE, BEYOND = 4.0, 6.5
 """Seconds of `after_end` where a program goes on, and how long it does: a busy machine is to have time to end

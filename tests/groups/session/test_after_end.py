@@ -9,7 +9,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import BadInput
-from tests.groups.launch import launch
+from tests.groups.session.launch import launch
 
 pytestmark = pytest.mark.usefixtures("forks")
 
@@ -27,7 +27,7 @@ HEALTHY = ("ends", "goes on in a thread", "save")
 
 def test_what_keeps_a_process_after_its_session_is_ended_with_it_and_named(tmp_path: Path) -> None:
     modes = [*HELD, *BEYOND_PYTHON, *HEALTHY]
-    ended = launch(",".join(modes), tmp_path, "after", limit=50, world=len(modes))
+    ended = launch(",".join(modes), tmp_path, "after", world=len(modes))
     codes = dict(zip(modes, ended.codes, strict=True))
     assert codes == {mode: 0 if mode in HEALTHY else 87 for mode in modes}, ended.said
     for rank, (mode, holder) in enumerate(HELD.items()):

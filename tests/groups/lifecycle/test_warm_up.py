@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.layout.grid import Grid
-from tests.groups import jobs
+from tests.groups.lifecycle import jobs
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import AT_ONCE, SLACK
 
 VICTIM = 5
 
@@ -41,23 +42,22 @@ def test_every_group_of_sixteen_ranks_is_opened_warmed_and_used() -> None:
 @pytest.mark.parametrize(
     ("what", "timeout", "stall", "within"),
     [
-        ("never comes", 3.0, 60.0, 5.0),
-        ("dies", 20.0, 10.0, 4.0),
-        ("stops", 20.0, 2.0, 6.0),
-        ("hangs", 3.0, 60.0, 5.0),
-        ("has no memory", 20.0, 10.0, 4.0),
+        ("never comes", 3.0, 60.0, 3.0 + SLACK),
+        ("dies", 60.0, 40.0, AT_ONCE),
+        ("stops", 60.0, 2.0, 2.0 + SLACK),
+        ("hangs", 3.0, 60.0, 3.0 + SLACK),
+        ("has no memory", 60.0, 40.0, AT_ONCE),
     ],
 )
 def test_a_rank_that_does_not_do_its_part_is_named_on_all_others(
     what: str, timeout: float, stall: float, within: float, world: ProcessWorld
 ) -> None:
     world.start(jobs.warm_with, 8, VICTIM, what, timeout, stall)
-    results = {result.rank: result for result in world.collect_some(within + 4)}
+    others = set(range(8)) - {VICTIM}
+    results = {result.rank: result for result in world.collect_some(within + 20, others)}
     world.signal(VICTIM, signal.SIGCONT)
-    assert set(results) >= set(range(8)) - {VICTIM}
+    assert set(results) == others
     for rank, result in results.items():
-        if rank == VICTIM:
-            continue
         said, took, culprit, missing = result.get()
         assert took < within, (rank, took, said)
         if (
@@ -78,7 +78,7 @@ def test_a_rank_that_does_not_do_its_part_is_named_on_all_others(
             "has no memory": "OutOfMemoryError: CUDA out of memory",
         }
         assert expected[what] in said, said
-        assert said == results[min(set(results) - {VICTIM})].get()[0]
+        assert said == results[min(others)].get()[0]
 
 
 def test_twenty_rounds_leave_nothing_behind(world: ProcessWorld) -> None:
@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_come_to_the_closing_is_named(world: ProcessWorld) 
         if rank != VICTIM:
             assert said.startswith("DeadlineExceeded"), said
             assert f"waited for rank {VICTIM} to enter" in said, said
-            assert took < 4.0
+            assert took < 2.0 + SLACK
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -113,7 +113,7 @@ def test_groups_of_ranks_with_other_histories(ours: bool) -> None:
 def test_a_rank_that_is_late_is_waited_for(world: ProcessWorld) -> None:
     for said, took, _, _ in world.run(jobs.warm_with, 8, VICTIM, "comes late", 30.0, 60.0, timeout=60):
         assert said == "warm"
-        assert took >= 9.0
+        assert took >= 3.5
 
 
 @pytest.mark.parametrize("how", ["grid", "history"])
@@ -124,7 +124,7 @@ def test_ranks_with_other_ideas_of_the_layout_are_told_before_any_group_is_made(
         assert said.startswith("BadInput"), said
         assert f"on rank {VICTIM}" in said
         assert ("'ep': 1" if how == "grid" else "groups made before: 1 on rank 0, 2 on rank 5") in said
-        assert took < 3.0
+        assert took < AT_ONCE
 
 
 def test_calls_that_cannot_be_honoured() -> None:
@@ -195,4 +195,4 @@ def test_a_grid_that_does_not_fit_on_one_rank_is_told_to_all() -> None:
             assert said.startswith("BadInput"), said
             assert "failed on rank 2" in said, said
             assert "The grid has ranks to 7; the world has 4." in said, said
-            assert took < 2.0
+            assert took < AT_ONCE

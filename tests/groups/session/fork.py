@@ -1,5 +1,5 @@
-"""Starts ranks of `tests.groups.exits` as interpreters of their own that need not import torch again: python
--m tests.groups.fork.
+"""Starts ranks of `tests.groups.session.exits` as interpreters of their own that need not import torch again:
+python -m tests.groups.session.fork.
 
 Reads jobs as lines of JSON, forks a process for each rank, and writes who was started and who has ended. A
 child goes on to the normal end of an interpreter: hooks, `atexit`, exit code.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed  # noqa: F401
 
-import tests.groups.exits  # noqa: F401
+import tests.groups.session.exits  # noqa: F401
 
 
 def start(job: dict[str, Any], rank: int) -> int:
@@ -52,4 +52,4 @@ def serve() -> bool:
 if __name__ == "__main__" and serve():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*found in sys.modules")
-        runpy.run_module("tests.groups.exits", run_name="__main__")
+        runpy.run_module("tests.groups.session.exits", run_name="__main__")

@@ -12,7 +12,7 @@ from holdfast.errors import BadInput
 from holdfast.groups.lifecycle.report import WarmedGroup
 from holdfast.groups.lifecycle.warm_up import chosen_operations
 from holdfast.groups.session.session import Session
-from tests.groups import operation_jobs as jobs
+from tests.groups.lifecycle import operation_jobs as jobs
 from tests.support.processes import ProcessWorld
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.groups.launch import launch
+from tests.groups.session.launch import launch
 
 pytestmark = pytest.mark.usefixtures("forks")
 

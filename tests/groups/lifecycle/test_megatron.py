@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from tests.groups import jobs, operation_jobs
+from tests.groups.lifecycle import jobs, operation_jobs
 from tests.support.processes import ProcessWorld
 
 LAYOUTS = {

@@ -1,4 +1,5 @@
-"""A rank of a job whose session ends in one way or another: python -m tests.groups.exits MODE FOLDER HOW."""
+"""A rank of a job whose session ends in one way or another: python -m
+tests.groups.session.exits MODE FOLDER HOW."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast.groups.session.session import Session
-from tests.groups.after_end import AMPLE, after_the_session, caught_sessions
-from tests.groups.jobs import end_with
-from tests.groups.unseen_saves import save_in_vain
+from tests.groups.session.after_end import AMPLE, after_the_session, caught_sessions
+from tests.groups.session.jobs import end_with
+from tests.groups.session.unseen_saves import save_in_vain
 
 LIMITS: dict[str, Any] = {"timeout": 40.0, "stall_timeout": 5.0, "grace": 5.0}
 

@@ -9,13 +9,17 @@ import sys
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
+import holdfast
 from holdfast.cli import cli
 from holdfast.errors import BadInput
 from holdfast.groups.audit.doctor import ask, variables_of
 from holdfast.groups.audit.hazards import GroupFacts, ProcessFacts, hazards, of_variables
-from tests.groups import jobs
+from holdfast.groups.lifecycle.open import open_groups
+from holdfast.groups.lifecycle.warm_up import warm_up
+from holdfast.layout.grid import Grid
 from tests.support.processes import ProcessWorld
 
 
@@ -68,13 +72,13 @@ def test_switches_that_hide_a_hang(name: str, value: str, kind: str) -> None:
 
 def test_ranks_that_made_different_numbers_of_groups_are_told_apart() -> None:
     with ProcessWorld(4) as world:
-        for found in world.run(jobs.audit_with_history, timeout=60):
+        for found in world.run(audit_with_history, timeout=60):
             assert found == ["unequal numbers of groups"]
 
 
 def test_a_live_process_answers_from_outside() -> None:
     with ProcessWorld(4) as world:
-        world.run(jobs.open_small, timeout=60)
+        world.run(open_small, timeout=60)
         pid = world.pid(1)
         facts = ask(pid)
         assert facts is not None
@@ -102,3 +106,13 @@ def test_a_process_that_does_not_tell_shows_its_environment() -> None:
     with pytest.raises(BadInput, match="can't be read"):
         variables_of(process.pid)
     assert CliRunner().invoke(cli, ["doctor", "--pid", str(process.pid)]).exit_code == 2
+
+
+def open_small(rank: int) -> None:
+    warm_up(open_groups(Grid(4, tp=2), timeout=20), timeout=20)
+
+
+def audit_with_history(rank: int) -> list[str]:
+    if rank == 2:
+        dist.new_group([0, 1])
+    return [hazard.kind for hazard in holdfast.audit(all_ranks=True, timeout=20)]

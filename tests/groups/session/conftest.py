@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.groups.launch import fork_server
+from tests.groups.session.launch import fork_server
 
 
 @pytest.fixture(scope="module")

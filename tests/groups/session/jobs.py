@@ -1,0 +1,125 @@
+"""What ranks do in a session, and at its end; importable by spawned processes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import holdfast
+from holdfast.errors import HoldfastError
+from holdfast.groups.session.session import Session, open_sessions
+from holdfast.torch_private import default_store
+
+LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
+
+
+def end_with(mode: str, rank: int, checkpoints: Any) -> None:
+    """What happens at the end of a session's body."""
+    if mode == "busy" and rank == 0:
+        time.sleep(11)
+    if mode == "late" and rank == 0:
+        time.sleep(6.5)
+    if mode == "fork":
+        _fork_and_train_on(rank)
+    if mode == "save":
+        checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
+    if mode == "save fails":
+        checkpoints.save(1, {"lock": threading.Lock()})
+    if mode == "save and raise":
+        checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
+        if rank == 2:
+            raise ValueError("the loss is not a number")
+    if (mode == "raise on 0" and rank == 0) or (mode == "raise on 2" and rank == 2) or mode == "raise on all":
+        raise ValueError(f"the loss of rank {rank} is not a number")
+    if mode == "raise while others compute" and rank == 2:
+        raise ValueError("the loss is not a number")
+    if mode == "kill" and rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "exit" and rank == 1:
+        sys.exit(3)
+    if mode == "hang" and rank == 3:
+        raise ValueError("the loss is not a number")
+    if mode == "raise while others compute":
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            torch.ones(8).sum()
+    if mode == "hang":
+        time.sleep(300)  # one call that Python can't be interrupted in
+    if mode in ("raise on 0", "raise on 2", "save and raise", "kill", "exit"):
+        dist.all_reduce(torch.ones(1))  # waits for the one that does not come
+
+
+def _fork_and_train_on(rank: int) -> None:
+    """Children end in one way or another, while their parent trains on."""
+    for how in ("raise", "exit", "end"):
+        child = os.fork()
+        if not child and how == "raise":
+            raise ValueError("the child has no data")
+        if not child and how == "exit":
+            sys.exit(3)
+        if not child:
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        print(f"a child of rank {rank} ended with {code}", flush=True)
+    for _ in range(20):  # as long as it takes to hear of a failure
+        dist.all_reduce(torch.ones(1))
+        time.sleep(0.05)
+
+
+def stopped_store_host(rank: int) -> str:
+    """A session whose store, on rank 0, stops answering."""
+    try:
+        with holdfast.session(timeout=20, stall_timeout=2, grace=3, warm=False):
+            if rank == 0:
+                default_store().wait(["in the body of 1", "in the body of 2"], timedelta(seconds=20))
+                os.kill(os.getpid(), signal.SIGSTOP)
+            default_store().set(f"in the body of {rank}", "")
+            time.sleep(30) if rank == 0 else [time.sleep(0.05) for _ in range(600)]
+    except HoldfastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "through"
+
+
+def two_sessions(rank: int) -> tuple[list[str], list[int]]:
+    """One that fails, on all ranks, and one after it; a rank dies in the second."""
+    said = []
+    for number in range(3):
+        try:
+            with holdfast.session(timeout=20, stall_timeout=3, grace=3) as s:
+                dist.all_reduce(torch.ones(1))
+                if number == 0 and rank == 1:
+                    raise ValueError("the loss is not a number")
+                if number == 0:
+                    [time.sleep(0.05) for _ in range(200)]
+                if number == 2 and rank == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == 2:
+                    [time.sleep(0.05) for _ in range(200)]
+            said.append("through")
+        except ValueError as error:
+            said.append(str(error))
+        except HoldfastError as error:
+            said.append(f"{type(error).__name__} {error.rank}")
+    assert s.failure is not None
+    return said, [info.rank for info in s.failure.missing]
+
+
+def two_to_the_end(rank: int) -> tuple[int, int, str]:
+    """An exception that nobody catches, while two sessions without a block are open: how many are left,
+    ended, and what is printed."""
+    made = [Session(timeout=20, stall_timeout=3, grace=3, warm=False).until_exit() for _ in range(2)]
+    printed = io.StringIO()
+    error = ValueError("the loss is not a number")
+    with contextlib.redirect_stderr(printed):
+        sys.excepthook(ValueError, error, None)
+    return len(open_sessions), sum(found.failure is not None for found in made), printed.getvalue()

@@ -1,0 +1,33 @@
+"""Ranks as threads of this process, for checkpoints of several ranks in no time; and a process that can start
+no more."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from holdfast.roster.memory import Board, MemoryRoster
+
+TOO_LARGE = 1 << 47
+"""Bytes of stack that no thread can have: the system refuses to start one."""
+
+
+def on_ranks(world: int, job: Callable[[MemoryRoster], Any], board: Board | None = None) -> list[Any]:
+    """What `job(roster)` returns on each rank; the first error is raised."""
+    shared = board or Board()
+    with ThreadPoolExecutor(world) as pool:
+        runs = [pool.submit(job, MemoryRoster(rank, world, shared)) for rank in range(world)]
+    return [run.result() for run in runs]
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Python starts no thread in this process, as at a limit of processes."""
+    before = threading.stack_size(TOO_LARGE)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,34 @@
+"""Waiting for what other threads and processes do, and how long that may take on a busy machine."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+SLACK = 10.0
+"""Seconds past its deadline that a call may take."""
+AT_ONCE = 15.0
+"""Seconds by which what needs no timeout is through. Tests that assert it set timeouts that are longer."""
+
+
+def wait_until(true: Callable[[], object], seconds: float = 30.0) -> None:
+    """Return as soon as a condition holds; fail if it does not within some seconds."""
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends, f"not within {seconds:g} s"
+        time.sleep(0.01)
+
+
+def wait_for_threads(before: Iterable[threading.Thread]) -> None:
+    """Wait for the end of every thread of Holdfast's that was not there before."""
+    known = set(before)
+    wait_until(
+        lambda: (
+            not [
+                thread
+                for thread in threading.enumerate()
+                if thread not in known and thread.name.startswith("holdfast")
+            ]
+        )
+    )
