@@ -9,6 +9,8 @@
     ckpt.restore(state)                       # newest committed step, or None
     ckpt.save(step, state)
 
+    holdfast.install()                        # the frameworks of this process do the same, unchanged
+
 Integrations are `holdfast.dcp`, `holdfast.megatron` and `holdfast.megatron_fsdp`. Errors are in
 `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
 Importing holdfast imports nothing else until a name is used.
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from holdfast.groups.lifecycle.open import open_groups
     from holdfast.groups.lifecycle.warm_up import warm_up
     from holdfast.groups.session.session import session
+    from holdfast.integrations.guard import guarded
+    from holdfast.integrations.install import install, installed, uninstall
     from holdfast.layout.grid import Grid
     from holdfast.loading.job import LoadReport, load
     from holdfast.options import Options
@@ -53,12 +57,16 @@ _WHERE = {
     "async_save": "holdfast.background.async_save",
     "audit": "holdfast.groups.audit.audit",
     "get_state_dict": "holdfast.state.optimizer",
+    "guarded": "holdfast.integrations.guard",
+    "install": "holdfast.integrations.install",
+    "installed": "holdfast.integrations.install",
     "latest": "holdfast.store.run_folder",
     "load": "holdfast.loading.job",
     "open_groups": "holdfast.groups.lifecycle.open",
     "save": "holdfast.saving.job",
     "session": "holdfast.groups.session.session",
     "set_state_dict": "holdfast.state.optimizer",
+    "uninstall": "holdfast.integrations.install",
     "warm_up": "holdfast.groups.lifecycle.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "megatron", "megatron_fsdp", "testing")
@@ -81,6 +89,9 @@ __all__ = [
     "errors",
     "events",
     "get_state_dict",
+    "guarded",
+    "install",
+    "installed",
     "latest",
     "load",
     "open_groups",
@@ -88,6 +99,7 @@ __all__ = [
     "session",
     "set_state_dict",
     "testing",
+    "uninstall",
     "warm_up",
 ]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.errors import BadInput
 
 CHECKS = ("auto", "full", "sample", "off")
 MiB = 1 << 20
+INSTALL = "HOLDFAST_INSTALL"
+"""The variable by which `holdfast run` tells its processes to call `holdfast.install`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,23 @@ def _job_of(env: Mapping[str, str]) -> str:
     if run and run != "none":
         return f"torchrun {run}"
     return f"slurm {env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
+
+
+def read_install() -> dict[str, Any] | None:
+    """The arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
+    text = os.environ.get(INSTALL, "")
+    if not text:
+        return None
+    with suppress(ValueError):
+        arguments = json.loads(text) if text != "1" else {}
+        if isinstance(arguments, dict):
+            return arguments
+    raise BadInput(f"{INSTALL} in the environment must be 1 or a JSON object of arguments, not {text!r}.")
+
+
+def encode_install(arguments: dict[str, Any]) -> str:
+    """What `read_install` reads."""
+    return json.dumps(arguments)
 
 
 def all_variables() -> dict[str, str]:

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "Convert a Holdfast checkpoint to one that torch DCP and megatron-core load.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
+    "run": "Run a program whose processes all call holdfast.install().",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
 """Name and one line; the module in this package has the name, and its `command` the one line."""

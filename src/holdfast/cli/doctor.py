@@ -7,6 +7,7 @@ import click
 from holdfast.cli import output
 from holdfast.groups.audit.doctor import ask, variables_of
 from holdfast.groups.audit.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast.integrations.versions import found_frameworks
 from holdfast.options import all_variables
 
 
@@ -17,8 +18,9 @@ from holdfast.options import all_variables
 def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
     """List what in a process's groups and environment is known to end in a hang.
 
-    Without --pid only this shell's environment is looked at. Groups are shown of a process that uses
-    holdfast.session, open_groups or warm_up. Exit code 1 if there is a hazard.
+    Without --pid: this shell's environment, and the frameworks in this Python that holdfast.install() knows.
+    Groups are shown of a process that uses holdfast.install, session, open_groups or warm_up, and what is
+    replaced and guarded there. Exit code 1 if there is a hazard.
     """
     facts: ProcessFacts | None = ask(pid) if pid is not None else None
     if facts is not None:
@@ -26,9 +28,13 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
     else:
         variables = all_variables() if pid is None else variables_of(pid)
         found = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
+    frameworks = found_frameworks() if pid is None else []
     if as_json:
-        output.print_json({"pid": pid, "process": facts, "hazards": found})
+        output.print_json({"pid": pid, "process": facts, "hazards": found, "frameworks": frameworks})
     else:
+        for name, version, tested in frameworks:
+            known = "tested" if version in tested else f"not tested; tested are {', '.join(tested)}"
+            output.say(f"{name} {version}: holdfast.install() knows it ({known if tested else 'not tested'})")
         if facts is not None:
             here = "not initialised" if facts.rank is None else f"rank {facts.rank} of {facts.world_size}"
             output.say(
@@ -50,6 +56,8 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
                     for group in facts.groups
                 ],
             )
+            for sentence in facts.installed:
+                output.say(sentence)
         elif pid is not None:
             output.say(f"process {pid} does not tell of its groups; its environment:")
         for hazard in found:

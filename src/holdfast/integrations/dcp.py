@@ -1,16 +1,21 @@
 """torch.distributed.checkpoint's calls, with their signatures: `import holdfast.dcp as dcp` is the switch.
 
 Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no
-collectives, and the background is always a process. Arguments that bring code of their own (a writer, a
-reader, a planner, a stager) can't be honoured, and are refused with one sentence. Checkpoints that DCP wrote
-load as they are. Beside what is saved stands a `.metadata` by which tools of DCP find it
+collectives, and the background is always a process. A plain `FileSystemWriter(path)` or
+`FileSystemReader(path)` stands for its folder, a `DefaultLoadPlanner` for whether names may be missing.
+Arguments that bring code of their own (another writer or reader, a planner that plans, a stager) can't be
+honoured, and are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved stands a `.metadata` by which tools of DCP find it
 (`holdfast.integrations.dcp_metadata`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from holdfast.background.async_save import async_save_into
 from holdfast.background.manager import LANE
@@ -37,6 +42,7 @@ def save(
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
+    participants: Iterable[int] | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout: float = 1800.0,
@@ -45,10 +51,14 @@ def save(
 ) -> SaveReport:
     """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
     folder, as in DCP."""
-    _refuse("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
-    store = open_store(one_folder(None, checkpoint_id))
+    plain = plain_arguments("save", checkpoint_id, storage_writer, planner)
+    store = open_store(one_folder(None, plain["checkpoint_id"]))
     call = begin_call(
-        no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
+        no_dist=no_dist,
+        process_group=process_group,
+        participants=participants,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
     )
     return _reading(store, state_dict, call, options).run()
 
@@ -60,18 +70,21 @@ def load(
     storage_reader: Any = None,
     planner: Any = None,
     process_group: Any = None,
+    participants: Iterable[int] | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     options: Options | None = None,
 ) -> None:
     """`torch.distributed.checkpoint.load`, by `holdfast.load`: in place, of what Holdfast or DCP wrote."""
-    _refuse("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
+    plain = plain_arguments("load", checkpoint_id, storage_reader, planner)
     _load(
         state_dict,
-        checkpoint_id=checkpoint_id,
+        checkpoint_id=plain["checkpoint_id"],
+        participants=participants,
         process_group=process_group,
         no_dist=no_dist,
+        strict=not plain.get("partial", False),
         timeout=timeout,
         stall_timeout=stall_timeout,
         options=options,
@@ -85,6 +98,7 @@ def async_save(
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
+    participants: Iterable[int] | None = None,
     async_checkpointer_type: Any = None,
     async_stager: Any = None,
     no_dist: bool = False,
@@ -99,14 +113,16 @@ def async_save(
     What it returns has the methods of the future that DCP returns (`result`, `done`, `exception`,
     `add_done_callback`), and the fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
     """
-    _refuse(
-        "async_save", checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager
-    )
-    store = open_store(one_folder(None, checkpoint_id))
+    plain = plain_arguments("async_save", checkpoint_id, storage_writer, planner, async_stager=async_stager)
+    store = open_store(one_folder(None, plain["checkpoint_id"]))
 
     def make() -> SaveJob:
         call = begin_call(
-            no_dist=no_dist, process_group=process_group, timeout=timeout, stall_timeout=stall_timeout
+            no_dist=no_dist,
+            process_group=process_group,
+            participants=participants,
+            timeout=timeout,
+            stall_timeout=stall_timeout,
         )
         return _reading(store, state_dict, call.lane(LANE), options)
 
@@ -125,9 +141,33 @@ def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Opti
     return SaveJob(request)
 
 
-def _refuse(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: Any) -> None:
-    """What brings code of its own can't take part in a save that every rank plans alone."""
-    for name, value in given.items():
+def plain_arguments(
+    call: str,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage: object = None,
+    planner: object = None,
+    **others: object,
+) -> dict[str, Any]:
+    """What arguments of DCP come to here: the folder, and whether names that are asked for may be missing.
+
+    call: `save`, `load` or `async_save`. storage: a storage writer or reader.
+
+    Raises BadInput for objects that bring code of their own: every rank plans alone, so nothing that sees the
+    plans of all can take part.
+    """
+    plain: dict[str, Any] = {"checkpoint_id": checkpoint_id}
+    kind = "storage_reader" if call == "load" else "storage_writer"
+    if type(storage) in (FileSystemWriter, FileSystemReader):
+        folder = os.fspath(storage.path)  # type: ignore[attr-defined]
+        if checkpoint_id is None:
+            plain["checkpoint_id"] = folder
+        storage = None
+    if type(planner) is DefaultLoadPlanner and call == "load":
+        plain["partial"] = bool(getattr(planner, "allow_partial_load", False))
+        planner = None
+    elif type(planner) is DefaultSavePlanner and call != "load":
+        planner = None
+    for name, value in {kind: storage, "planner": planner, **others}.items():
         if value is None:
             continue
         path = getattr(value, "path", None)
@@ -140,3 +180,4 @@ def _refuse(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: An
             hint=f"Leave {name} out"
             + (f" and give {there}." if checkpoint_id is None and name.startswith("storage") else "."),
         )
+    return plain

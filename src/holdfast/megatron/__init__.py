@@ -3,12 +3,10 @@
 
 `save`, `load` and the `load_*` functions take what `megatron.core.dist_checkpointing` takes.
 `optimizer_state_dict` describes a DistributedOptimizer so that it loads in any other layout, and
-`load_optimizer_state_dict` gives it back; `install()` puts all of them where frameworks call.
+`load_optimizer_state_dict` gives it back; `holdfast.install()` puts all of them where frameworks call.
 """
 
 from holdfast.integrations.megatron.checkpointing import load, load_plain_tensors, save
-from holdfast.integrations.megatron.guard import guarded
-from holdfast.integrations.megatron.install import install, uninstall
 from holdfast.integrations.megatron.iterations import Checkpoints
 from holdfast.integrations.megatron.metadata import (
     check_is_distributed_checkpoint,
@@ -23,8 +21,6 @@ from holdfast.integrations.megatron.optimizer import sharded_state_dict as optim
 __all__ = [
     "Checkpoints",
     "check_is_distributed_checkpoint",
-    "guarded",
-    "install",
     "load",
     "load_common_state_dict",
     "load_content_metadata",
@@ -34,5 +30,4 @@ __all__ = [
     "load_tensors_metadata",
     "optimizer_state_dict",
     "save",
-    "uninstall",
 ]

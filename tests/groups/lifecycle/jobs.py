@@ -156,15 +156,15 @@ def megatron_groups(
     up, and hazards."""
     from megatron.core import parallel_state
 
-    import holdfast.megatron as hm
+    import holdfast
 
     reports: list[Any] = []
     stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)
-    hm.install(warm_up=True, session=session, timeout=60)
+    holdfast.install(warm_up=True, session=session, timeout=60)
     try:
         parallel_state.initialize_model_parallel(**layout)
     finally:
-        hm.uninstall()
+        holdfast.uninstall()
         stop()
     assert [found.failure for found in open_sessions] == ([None] if session else [])
     listed = [group for group in parallel_state._global_process_group_list if group is not None]

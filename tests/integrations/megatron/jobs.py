@@ -165,13 +165,13 @@ def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str)
     """What a framework does, through megatron-core's own names, after `install()`."""
     from megatron.core import dist_checkpointing
 
-    from holdfast import megatron
+    import holdfast
 
     with training(layout, recipe) as run:
         metadata = run.metadata(distrib_optim_sharding_type=kind)
         run.step()
         original = dist_checkpointing.save
-        megatron.install(timeout=60, stall_timeout=30)
+        holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
         try:
             model = run.model_state()
             state = {
@@ -193,7 +193,7 @@ def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str)
             run.iteration = loaded["iteration"]
             again = [run.step() for _ in range(2)]
         finally:
-            megatron.uninstall()
+            holdfast.uninstall()
         assert dist_checkpointing.save is original
         assert after == again
         return again
@@ -256,7 +256,7 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    from holdfast import megatron
+    import holdfast
 
     seen: list[Any] = []
     calls = AsyncCallsQueue()
@@ -272,11 +272,11 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
         calls.close()
         seen.append(calls.get_num_unfinalized_calls())
 
-    megatron.install(timeout=60, stall_timeout=30)
+    holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
     try:
         return seen, counted(loop)
     finally:
-        megatron.uninstall()
+        holdfast.uninstall()
 
 
 def iterations(rank: int, run: str) -> list[Any]:
@@ -463,11 +463,11 @@ def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: st
     """After `install()`, a framework resumes from what it saved before; then Holdfast saves it."""
     from megatron.core import dist_checkpointing
 
-    from holdfast import megatron
+    import holdfast
 
     with training(layout, recipe, seed=5) as run:
         run.step()
-        megatron.install(timeout=60, stall_timeout=30)
+        holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
         try:
             metadata = dist_checkpointing.load_content_metadata(stock)
             assert metadata is not None
@@ -479,5 +479,5 @@ def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: st
             run.iteration = loaded["iteration"]
             dist_checkpointing.save(state_of(run), again)
         finally:
-            megatron.uninstall()
+            holdfast.uninstall()
         return str(metadata["distrib_optim_sharding_type"])

@@ -242,7 +242,7 @@ def framework_of(
     """A model and a framework's functions over it, after `install()`."""
     from megatron.core import tensor_parallel
 
-    from holdfast import megatron
+    import holdfast
 
     os.environ["RANK"] = str(rank)  # as launchers do
     use_cpu()
@@ -252,11 +252,11 @@ def framework_of(
     with contextlib.redirect_stdout(io.StringIO()), training(layout, SMALL, seed=3) as run:
         tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
         framework = FRAMEWORKS[name](run, folder, load_from)
-        megatron.install(guard=framework.guards if guarded else (), **how)
+        holdfast.install(guard=guarded, warm_up=False, session=False, **how)
         try:
             yield run, framework
         finally:
-            megatron.uninstall()
+            holdfast.uninstall()
 
 
 def train_and_save(rank: int, name: str, folder: str) -> tuple[list[float], list[str]]:

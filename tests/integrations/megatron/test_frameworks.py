@@ -33,9 +33,9 @@ def file_of(package: str, path: str) -> Any:
 
 def verl_saves_and_loads(rank: int, layout: Layout, folder: str, load_from: str | None) -> list[float]:
     use_cpu()
-    from holdfast import megatron
+    import holdfast
 
-    megatron.install(timeout=60, stall_timeout=30)
+    holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
     try:
         verl = file_of("verl", "verl/utils/megatron/dist_checkpointing.py")
         with training(layout, SMALL, seed=3) as run:
@@ -61,7 +61,7 @@ def verl_saves_and_loads(rank: int, layout: Layout, folder: str, load_from: str 
             run.iteration = 1
             return [run.step() for _ in range(2)]
     finally:
-        megatron.uninstall()
+        holdfast.uninstall()
 
 
 def test_verl(tmp_path: Path) -> None:

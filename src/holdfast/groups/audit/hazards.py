@@ -44,6 +44,8 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     groups: tuple[GroupFacts, ...]
     variables: dict[str, str]
     """Of the environment, those that begin with TORCH, NCCL or GLOO."""
+    installed: tuple[str, ...] = ()
+    """A sentence for each framework in which `holdfast.install` has replaced something."""
 
 
 class Hazard(msgspec.Struct, frozen=True):

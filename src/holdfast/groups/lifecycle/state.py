@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -15,6 +16,8 @@ from holdfast.torch_private import is_eager, is_open, known_groups, timeout_of
 
 warm: WeakSet[Any] = WeakSet()
 """Groups that this process has warmed up."""
+installed: list[Callable[[], tuple[str, ...]]] = []
+"""Asked for what `holdfast.install` has replaced; the integrations put it there."""
 
 opened: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
 """Groups that `open_groups` gave, with their names there. The default group, which it did not make, says so
@@ -43,4 +46,5 @@ def facts() -> ProcessFacts:
             for known in known_groups()
         ),
         {name: value for name, value in all_variables().items() if name.startswith(NAMES)},
+        tuple(sentence for describe in installed for sentence in describe()),
     )

@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from typing import Any
 
 from holdfast.format.torch_objects import allowing
-from holdfast.integrations.megatron import checkpointing, mcore
-from holdfast.integrations.megatron.guard import guarded
-from holdfast.integrations.megatron.install import install
+from holdfast.integrations.guard import guarded
+from holdfast.integrations.install import install, is_installed
 
 
 class CheckpointManager:
@@ -30,7 +29,7 @@ class CheckpointManager:
         from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 
         # What was installed with other deadlines, participants or guards stays.
-        if getattr(mcore.dist_checkpointing.save, "__wrapped__", None) is not checkpointing.save:
+        if not is_installed():
             install(timeout=self.timeout, stall_timeout=self.stall_timeout)
         self._config = checkpoint_config
         self._default: Any = DefaultCheckpointManager(checkpoint_config)

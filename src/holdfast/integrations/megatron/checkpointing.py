@@ -16,6 +16,7 @@ from holdfast.background.manager import LANE
 from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
 from holdfast.format.names import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
+from holdfast.integrations.guard import note_committed
 from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast.integrations.megatron.queue import Committed
@@ -59,6 +60,7 @@ def save(
     expected: str | Iterable[str] | None = None,
     options: Options | None = None,
     roster: Roster | None = None,
+    host_memory_budget: int | None = None,
 ) -> Any:
     """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
 
@@ -105,9 +107,9 @@ def save(
         )
 
     if not async_sharded_save:
-        make(begin()).run()
+        note_committed(make(begin()).run().path)
         return None
-    pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, None, 0)
+    pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, host_memory_budget, 0)
     title = f"choice of the call that finalizes the save of {store.url}"
     consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from holdfast.integrations.patching import original_of
+
 try:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import serialization
@@ -174,7 +176,7 @@ def state_without_parameters(optimizer: Any) -> dict[str, Any]:
     return state
 
 
-ORIGINAL_LOAD = DistributedOptimizer.load_state_dict
+ORIGINAL_LOAD: Any = original_of(DistributedOptimizer.load_state_dict)
 """Megatron's own, also after `install()`."""
 
 

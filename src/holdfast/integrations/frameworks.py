@@ -1,0 +1,183 @@
+"""What each framework is made of, as `install` needs it: the functions that save, load and finalize, by the
+names under which their package defines them.
+
+Everything here was read in the versions that docs/megatron.md lists. A name that a version does not have is
+left out and reported; nothing is imported to find out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from holdfast.integrations import torch_checkpoint
+from holdfast.integrations.guard import guarded
+from holdfast.integrations.megatron import patches as megatron
+from holdfast.integrations.patching import Replacement
+from holdfast.integrations.settings import Settings
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A package that trains, and what of it is replaced."""
+
+    name: str
+    """What `install(framework=)` calls it."""
+    distribution: str
+    """Its name on PyPI, by which its version is found; empty if it has none."""
+    package: str
+    """The package that shows that it is there."""
+    guards: tuple[str, ...] = ()
+    """`module:qualified name` of functions that wait: saves, loads, and the end of asynchronous saves."""
+    replacements: Callable[[Settings], Iterator[Replacement]] = lambda settings: iter(())
+    uses: tuple[str, ...] = ()
+    """Frameworks that it calls; they are installed with it."""
+
+
+FRAMEWORKS = (
+    Framework(
+        "megatron-core",
+        "megatron-core",
+        "megatron.core",
+        guards=(
+            "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.maybe_finalize_async_calls",
+        ),
+        replacements=megatron.replacements,
+    ),
+    Framework(
+        "torch-dcp",
+        "torch",
+        "torch.distributed.checkpoint",
+        replacements=torch_checkpoint.replacements,
+    ),
+    Framework(
+        "megatron-lm",
+        "",
+        "megatron.training",
+        guards=(
+            "megatron.training.checkpointing:save_checkpoint",
+            "megatron.training.checkpointing:load_checkpoint",
+            "megatron.training.async_utils:maybe_finalize_async_save",
+        ),
+        uses=("megatron-core", "torch-dcp"),
+    ),
+    Framework(
+        "megatron-bridge",
+        "megatron-bridge",
+        "megatron.bridge",
+        guards=(
+            "megatron.bridge.training.checkpointing:save_checkpoint",
+            "megatron.bridge.training.checkpointing:load_checkpoint",
+            "megatron.bridge.training.checkpointing:maybe_finalize_async_save",
+            "megatron.bridge.training.checkpointing:save_fsdp_dtensor_checkpoint",
+            "megatron.bridge.training.checkpointing:load_fsdp_dtensor_checkpoint",
+            "megatron.bridge.training.model_load_save:save_megatron_model",
+            "megatron.bridge.training.model_load_save:load_megatron_model",
+        ),
+        uses=("megatron-core", "torch-dcp"),
+    ),
+    Framework(
+        "verl",
+        "verl",
+        "verl",
+        guards=(
+            "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager.save_checkpoint",
+            "verl.utils.checkpoint.megatron_checkpoint_manager:MegatronCheckpointManager.load_checkpoint",
+            "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.save_checkpoint",
+            "verl.utils.checkpoint.fsdp_checkpoint_manager:FSDPCheckpointManager.load_checkpoint",
+            "verl.workers.engine.megatron.transformer_impl:MegatronEngine.save_checkpoint",
+            "verl.workers.engine.megatron.transformer_impl:MegatronEngine.load_checkpoint",
+            "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.save_checkpoint",
+            "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.load_checkpoint",
+        ),
+        replacements=lambda settings: _verl(settings),
+        uses=("megatron-core", "megatron-bridge", "torch-dcp"),
+    ),
+    Framework(
+        "nemo-rl",
+        "nemo-rl",
+        "nemo_rl",
+        guards=(
+            "nemo_rl.models.megatron.community_import:import_model_from_hf_name",
+            "nemo_rl.utils.native_checkpoint:save_checkpoint",
+            "nemo_rl.utils.native_checkpoint:load_checkpoint",
+        ),
+        uses=("megatron-core", "megatron-bridge", "torch-dcp"),
+    ),
+    Framework(
+        "ms-swift",
+        "ms-swift",
+        "swift.megatron",
+        guards=(
+            "swift.megatron.utils.megatron_lm_utils:save_mcore_checkpoint",
+            "swift.megatron.utils.megatron_lm_utils:load_mcore_checkpoint",
+            "swift.megatron.utils.megatron_lm_utils:maybe_finalize_async_save",
+            "swift.megatron.trainers.base:BaseMegatronTrainer.save_checkpoint",
+        ),
+        uses=("megatron-core", "torch-dcp"),
+    ),
+    Framework(
+        "torchtitan",
+        "torchtitan",
+        "torchtitan",
+        guards=(
+            "torchtitan.components.checkpoint:CheckpointManager.save",
+            "torchtitan.components.checkpoint:CheckpointManager.load",
+        ),
+        uses=("torch-dcp",),
+    ),
+)
+NAMES = tuple(framework.name for framework in FRAMEWORKS)
+
+
+def replacements_of(framework: Framework, settings: Settings) -> list[Replacement]:
+    """Everything that is to be replaced in a framework."""
+    found = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
+    if settings.guard:
+        found += [guard_of(place, settings) for place in framework.guards]
+    return found
+
+
+def guard_of(place: str, settings: Settings, optional: bool = True) -> Replacement:
+    """A function, `module:qualified name`, inside of which waits have deadlines."""
+    module, _, name = place.partition(":")
+
+    def make(function: Callable[..., object]) -> Callable[..., object]:
+        @wraps(function)
+        def call(*args: object, **named: object) -> object:
+            with guarded(
+                name,
+                timeout=settings.timeout,
+                stall_timeout=settings.stall_timeout,
+                participants=settings.ranks(),
+            ):
+                return function(*args, **named)
+
+        return call
+
+    return Replacement(module, name, "guard", make, optional=optional)
+
+
+def _verl(settings: Settings) -> Iterator[Replacement]:
+    """verl's trainer asks its workers at every step to finalize asynchronous saves, by a method that none of
+    them has: without it no save that runs in the background is ever finalized."""
+
+    def make(_: object) -> Callable[..., object]:
+        decorator: Any = import_module("verl.single_controller.base.decorator")
+
+        def async_calls_finalize_fn_exec(self: Any, blocking: bool = False) -> None:
+            base: Any = import_module("megatron.core.dist_checkpointing.strategies.base")
+            base.async_calls.maybe_finalize_async_calls(blocking=blocking)
+
+        register = decorator.register(dispatch_mode=decorator.Dispatch.ONE_TO_ALL)
+        made: Callable[..., object] = register(async_calls_finalize_fn_exec)
+        return made
+
+    place = "verl.workers.engine_workers"
+    for worker in ("ActorRolloutRefWorker", "TrainingWorker"):
+        yield Replacement(
+            place, f"{worker}.async_calls_finalize_fn_exec", "checkpoints", make, optional=True, adds=True
+        )

@@ -1,0 +1,147 @@
+"""Waits with a deadline in place of the barriers inside a framework's save function.
+
+Frameworks put barriers and object collectives of their own around `dist_checkpointing.save`; a rank that
+never comes leaves the others in them until a watchdog ends the job. While a guarded function runs, these
+calls of `torch.distributed` go over the roster instead (`roster_collectives`), and a missing rank is named by
+its deadline.
+
+Once a checkpoint is committed inside, a barrier that fails does not stop the function: it goes on, so that
+the framework writes its own tracker file, and the error is raised at its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+import torch.distributed as dist
+
+from holdfast.errors import HoldfastError
+from holdfast.integrations.roster_collectives import OBJECTS, TENSORS, NotCarried, RosterCollectives
+
+_lock = threading.Lock()
+_users = 0
+"""Threads that are in a guarded function now."""
+_originals: dict[str, Callable[..., object]] = {}
+_here = threading.local()
+
+
+class Guard:
+    """One call of a guarded function on one thread."""
+
+    def __init__(self, collectives: RosterCollectives) -> None:
+        self.collectives = collectives
+        self.committed: list[str] = []
+        """Checkpoints that were committed inside, as errors name them."""
+        self.postponed: HoldfastError | None = None
+        """What a barrier after a commit met; raised at the end of the function."""
+
+    def call(
+        self, name: str, original: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
+    ) -> object:
+        """What the guarded function gets for a call of `torch.distributed.<name>`."""
+        try:
+            if name in TENSORS:
+                return self.collectives.tensors(name, original, args, named)
+            if name == "barrier" and self.postponed is not None:
+                return None  # the ranks do not meet any more
+            return getattr(self.collectives, name)(*args, **named)
+        except NotCarried:
+            if self.collectives.participants is not None:
+                raise
+            return original(*args, **named)  # all its ranks are there
+        except HoldfastError as error:
+            if not self.committed:
+                raise
+            error.hint = (
+                f"{error.hint} {', '.join(self.committed)}: committed and complete; this came after it."
+            ).strip()
+            if name != "barrier":
+                raise
+            self.postponed = error
+            return None
+
+
+@contextmanager
+def guarded(
+    title: str,
+    *,
+    timeout: float = 1800.0,
+    stall_timeout: float = 120.0,
+    participants: Iterable[int] | None = None,
+) -> Iterator[None]:
+    """Inside, barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
+
+    Ranks of a tensor collective meet there before it is issued.
+
+    title: how errors call this place; the same on all ranks. Every rank must make the same calls in the same
+        order, as with the collectives themselves; one that does not is named. Other threads are not affected.
+    timeout: seconds until a wait fails. stall_timeout: seconds that a rank may not show itself.
+    participants: ranks that "all ranks" means inside; default all.
+
+    Raises `HoldfastError`s that name the missing rank.
+    """
+    _enter()
+    outer: Guard | None = getattr(_here, "guard", None)
+    ranks = None if participants is None else tuple(sorted(participants))
+    guard = _here.guard = Guard(RosterCollectives(title, timeout, stall_timeout, ranks))
+    try:
+        yield
+    finally:
+        _here.guard = outer
+        if outer is not None:
+            outer.committed += guard.committed
+        _leave()
+    if guard.postponed is not None:
+        raise guard.postponed
+
+
+def is_guarded() -> bool:
+    """Is this thread in a guarded function?"""
+    return getattr(_here, "guard", None) is not None
+
+
+def note_committed(place: str) -> None:
+    """A checkpoint was committed on this thread: a guard knows from here on that nothing of it is lost."""
+    guard: Guard | None = getattr(_here, "guard", None)
+    if guard is not None:
+        guard.committed.append(place)
+
+
+def _enter() -> None:
+    global _users
+    with _lock:
+        if not _users:
+            for name in (*OBJECTS, *TENSORS):
+                original = getattr(dist, name)
+                _originals[name] = original
+                setattr(dist, name, _dispatch(name, original))
+        _users += 1
+
+
+def _leave() -> None:
+    global _users
+    with _lock:
+        _users -= 1
+        if not _users:
+            for name, original in _originals.items():
+                setattr(dist, name, original)
+
+
+def _dispatch(name: str, original: Callable[..., object]) -> Callable[..., object]:
+    """The guard's stand-in in a thread that is guarded, the collective itself elsewhere."""
+
+    @wraps(original)
+    def call(*args: object, **named: object) -> object:
+        guard: Guard | None = getattr(_here, "guard", None)
+        if guard is None or not dist.is_initialized():
+            return original(*args, **named)
+        _here.guard = None
+        try:
+            return guard.call(name, original, args, named)
+        finally:
+            _here.guard = guard
+
+    return call

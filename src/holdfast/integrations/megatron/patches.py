@@ -1,0 +1,255 @@
+"""What of megatron-core `install` replaces: its save and load, its optimizers' state dicts, its queue of
+asynchronous saves, the making of its process groups, and Megatron-FSDP's descriptions of uneven tensors.
+
+verl, Megatron-LM, Megatron-Bridge and ms-swift all call through these. Nothing of megatron-core is imported
+here: what stands in for a function imports what it needs when it is called.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.format.names import HOLDFAST_CONFIG
+from holdfast.groups.lifecycle.warm_up import warm_up as warm_up_groups
+from holdfast.groups.session.session import Session
+from holdfast.integrations.guard import is_guarded
+from holdfast.integrations.patching import Make, Replacement
+from holdfast.integrations.settings import Settings
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+Function = Callable[..., Any]
+_sessions: list[Session] = []
+"""The one of this process, if it has one."""
+_STOCK_OPTIMIZER_FORMATS = (
+    "dp_reshardable",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+    "fully_sharded_model_space",
+    "fsdp_dtensor",
+)
+"""Descriptions of optimizer state that a stock checkpoint may need to be loaded."""
+_CORE = "megatron.core.dist_checkpointing"
+_OPTIMIZERS = (
+    ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
+    ("megatron.core.optimizer.optimizer", "ChainedOptimizer"),
+)
+_SPLITS = "megatron.core.transformer.fsdp_dtensor_checkpoint"
+_UNEVEN = ("megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor", "megatron_fsdp.uneven_dtensor")
+_PREPARE = (
+    ("megatron.bridge.training.checkpointing", "preprocess_fsdp_dtensor_state_dict"),
+    ("megatron.training.checkpointing", "preprocess_fsdp_dtensor_state_dict"),
+    ("swift.megatron.utils.megatron_fsdp_checkpoint", "_preprocess_state_dict"),
+)
+"""Functions of (configuration, state, model)."""
+_here = threading.local()
+
+
+def replacements(settings: Settings) -> Iterator[Replacement]:
+    """Everything that is replaced, whichever part of it is switched on."""
+    how = {"timeout": settings.timeout, "stall_timeout": settings.stall_timeout}
+
+    def bound(name: str, **more: Any) -> Make:
+        return _standing_in("checkpointing", name, lambda: {**how, "participants": settings.ranks(), **more})
+
+    serialization = f"{_CORE}.serialization"
+    budget = settings.host_memory_budget
+    yield Replacement(serialization, "save", "checkpoints", bound("save", host_memory_budget=budget))
+    yield Replacement(serialization, "load", "checkpoints", bound("load"))
+    yield Replacement(serialization, "load_plain_tensors", "checkpoints", bound("load_plain_tensors"))
+    for name in (
+        "load_common_state_dict",
+        "load_content_metadata",
+        "load_tensors_metadata",
+        "load_sharded_metadata",
+    ):
+        yield Replacement(serialization, name, "checkpoints", _standing_in("metadata", name))
+    name = "check_is_distributed_checkpoint"
+    yield Replacement(f"{_CORE}.core", name, "checkpoints", _standing_in("metadata", name))
+    name = "verify_checkpoint_and_load_strategy"  # before 0.17
+    yield Replacement(f"{_CORE}.validation", name, "checkpoints", _strategies, optional=True)
+    for module, kind in _OPTIMIZERS:
+        yield Replacement(module, f"{kind}.sharded_state_dict", "checkpoints", _describe)
+        yield Replacement(module, f"{kind}.load_state_dict", "checkpoints", _give_back)
+    queue = f"{_CORE}.strategies.async_utils"
+    yield Replacement(queue, "AsyncCallsQueue.schedule_async_request", "checkpoints", _queue("schedule"))
+    yield Replacement(queue, "AsyncCallsQueue.maybe_finalize_async_calls", "checkpoints", _queue("finalize"))
+    for name in ("handle_swiglu_in_state_dict", "handle_gdn_in_state_dict"):
+        yield Replacement(_SPLITS, name, "checkpoints", _split(name), optional=True)
+    for module in _UNEVEN:
+        name = "preprocess_state_dict_for_uneven_dtensor"
+        yield Replacement(module, name, "checkpoints", _uneven, optional=True)
+    for module, name in _PREPARE:
+        yield Replacement(module, name, "checkpoints", _with_model, optional=True)
+    yield Replacement(
+        "megatron.core.parallel_state",
+        "initialize_model_parallel",
+        "groups",
+        lambda original: _opened(original, settings),
+    )
+
+
+def _ours(module: str) -> ModuleType:
+    """A module of this package, which imports megatron-core."""
+    return import_module(f"holdfast.integrations.megatron.{module}")
+
+
+def _standing_in(module: str, name: str, more: Callable[[], dict[str, Any]] = dict) -> Make:
+    """Our function of that name, with arguments that the caller has not given."""
+
+    def make(original: Function) -> Function:
+        @wraps(original)
+        def call(*args: Any, **named: Any) -> Any:
+            return getattr(_ours(module), name)(*args, **{**more(), **named})
+
+        return call
+
+    return make
+
+
+def _queue(name: str) -> Make:
+    def make(original: Function) -> Function:
+        made: list[Function] = []
+
+        @wraps(original)
+        def call(*args: Any, **named: Any) -> Any:
+            if not made:
+                made.append(getattr(_ours("queue"), name)(original))
+            return made[0](*args, **named)
+
+        return call
+
+    return make
+
+
+def _opened(original: Function, settings: Settings) -> Function:
+    """`initialize_model_parallel`, and after it all groups are warm and watched."""
+
+    @wraps(original)
+    def initialize_model_parallel(*args: Any, **named: Any) -> None:
+        original(*args, **named)
+        if settings.session and not _sessions:
+            made = Session(
+                timeout=settings.timeout,
+                stall_timeout=settings.stall_timeout,
+                warm=settings.warm_up,
+                memory_budget=settings.memory_budget,
+                owns_world=True,
+            )
+            _sessions.append(made.until_exit())
+        elif settings.warm_up:
+            warm_up_groups(
+                timeout=settings.timeout,
+                stall_timeout=settings.stall_timeout,
+                memory_budget=settings.memory_budget,
+            )
+
+    return initialize_model_parallel
+
+
+def _strategies(original: Function) -> Function:
+    """Frameworks ask for the strategy that loads a folder before they call `load`. For a folder of
+    Holdfast's, for which megatron-core has none, its own stands in; nobody uses it."""
+
+    @wraps(original)
+    def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: Any, **named: Any) -> Any:
+        mcore: Any = _ours("mcore")
+        config = mcore.maybe_load_config(checkpoint_dir)
+        if config is not None and config.sharded_backend == HOLDFAST_CONFIG["sharded_backend"]:
+            return mcore.load_strategies()
+        return original(checkpoint_dir, *args, **named)
+
+    return verify_checkpoint_and_load_strategy
+
+
+def _describe(original: Function) -> Function:
+    """sharded_state_dict of an optimizer: ours, unless a stock checkpoint has it otherwise."""
+
+    @wraps(original)
+    def sharded_state_dict(
+        self: Any,
+        model_sharded_state_dict: Any = None,
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+        **named: Any,
+    ) -> Any:
+        wanted = sharding_type or (metadata or {}).get(_ours("mcore").SHARDING_TYPE)
+        if wanted == "fsdp_dtensor" or (is_loading and wanted in _STOCK_OPTIMIZER_FORMATS):
+            if sharding_type is not None:
+                named["sharding_type"] = sharding_type
+            return original(self, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
+        return _ours("optimizer").sharded_state_dict(self, model_sharded_state_dict or {}, is_loading)
+
+    return sharded_state_dict
+
+
+def _give_back(original: Function) -> Function:
+    """load_state_dict of an optimizer: ours for what `_describe` made, else Megatron's."""
+
+    @wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        optimizer: Any = _ours("optimizer")
+        if optimizer.is_ours(state_dict):
+            optimizer.load_state_dict(self, state_dict)
+        else:
+            original(self, state_dict)
+
+    return load_state_dict
+
+
+def _split(name: str) -> Make:
+    """Megatron-FSDP's splitting of fused parameters, by what this rank knows.
+
+    A parameter that never got a gradient has no optimizer state on some ranks; stock's ranks then issue
+    different collectives. Here such ranks fill in zeros, which is what that state is.
+    """
+
+    def make(original: Function) -> Function:
+        @wraps(original)
+        def call(
+            model: Any, model_state_dict: Any, optimizer_state_dict: Any = None, *args: Any, **named: Any
+        ) -> Any:
+            fsdp: Any = import_module("holdfast.integrations.megatron_fsdp")
+            if isinstance(optimizer_state_dict, dict) and "state" in optimizer_state_dict:
+                fsdp.fill_missing_states(model, optimizer_state_dict)
+            return getattr(fsdp, name)(model, model_state_dict, optimizer_state_dict, *args, **named)
+
+        return call
+
+    return make
+
+
+def _uneven(original: Function) -> Function:
+    """Where uneven DTensors lie, in a save or load that Holdfast does: their parameters tell. Elsewhere stock,
+    whose chunk metadata torch DCP needs."""
+
+    @wraps(original)
+    def preprocess_state_dict_for_uneven_dtensor(state_dict: Any, *args: Any, **named: Any) -> Any:
+        model = getattr(_here, "model", None)
+        if model is None or not is_guarded():
+            return original(state_dict, *args, **named)
+        fsdp: Any = import_module("holdfast.integrations.megatron_fsdp")
+        return fsdp.preprocess_state_dict_for_uneven_dtensor(state_dict, model)
+
+    return preprocess_state_dict_for_uneven_dtensor
+
+
+def _with_model(original: Function) -> Function:
+    """What prepares an fsdp_dtensor state has the model in hand; what it calls to describe tensors is not
+    given it."""
+
+    @wraps(original)
+    def prepare(cfg: Any, state_dict: Any, model: Any, *args: Any, **named: Any) -> Any:
+        outer, _here.model = getattr(_here, "model", None), model
+        try:
+            return original(cfg, state_dict, model, *args, **named)
+        finally:
+            _here.model = outer
+
+    return prepare

@@ -1,0 +1,274 @@
+"""Stand-ins for collectives of `torch.distributed` that wait over the roster, with a deadline and names.
+
+Barriers and object collectives go over the roster altogether; what they carry is encoded as a checkpoint's
+objects are, so receiving executes nothing. Collectives of tensors stay what they are, but their ranks meet on
+the roster first, so that nobody enters one that a rank never comes to.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
+from holdfast.format import objects
+from holdfast.protocol.call import begin_call
+from holdfast.protocol.operation import agree
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+OBJECTS = ("barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+"""Names in `torch.distributed` that this module replaces by methods of `RosterCollectives`."""
+TENSORS = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+)
+"""Names whose ranks meet before the collective itself is issued."""
+MEET_FIRST, MEET_EVERY = 16, 128
+"""Of the tensor collectives on one group the first ones are met for, then each so-many-th: an export of weights
+issues tens of thousands. All ranks of a group count alike, because they issue the same ones."""
+SMALL = 1 << 20
+"""Bytes of a tensor that may be exchanged over the roster, where the participants are not the whole world."""
+_REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "SUM": lambda values: values.sum(0),
+    "MAX": lambda values: values.max(0).values,
+    "MIN": lambda values: values.min(0).values,
+    "AVG": lambda values: values.mean(0),
+    "PRODUCT": lambda values: values.prod(0),
+}
+
+
+class NotCarried(HoldfastError):
+    """A rank has a value that the roster does not carry, because receiving it would execute code. All ranks
+    hear it: they are all there, so the collective itself can be issued."""
+
+
+class Finished:
+    """What an asynchronous barrier returns; it has been waited for."""
+
+    def wait(self, timeout: object = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+@dataclass
+class RosterCollectives:
+    """The stand-ins of one guarded call.
+
+    title: how errors call this place; the same on all ranks.
+    participants: what "all ranks" means; None: the world. Ranks of other groups are those of the group.
+    """
+
+    title: str
+    timeout: float
+    stall_timeout: float
+    participants: tuple[int, ...] | None = None
+    _issued: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """How many tensor collectives were issued on each group."""
+
+    # -- barriers and objects ------------------------------------------------------------------------
+
+    def barrier(
+        self,
+        group: ProcessGroup | None = None,
+        async_op: bool = False,
+        device_ids: object = None,
+        **_: object,
+    ) -> Finished | None:
+        self._meet("barrier", group)
+        return Finished() if async_op else None
+
+    def all_gather_object(
+        self, object_list: list[object], obj: object, group: ProcessGroup | None = None
+    ) -> None:
+        object_list[:] = self._gathered("all_gather_object", group, obj) or object_list
+
+    def gather_object(
+        self,
+        obj: object,
+        object_gather_list: list[object] | None = None,
+        dst: int | None = None,
+        group: ProcessGroup | None = None,
+        group_dst: int | None = None,
+    ) -> None:
+        values = self._gathered("gather_object", group, obj)
+        if values is not None and object_gather_list is not None:
+            object_gather_list[:] = values
+
+    def broadcast_object_list(
+        self,
+        object_list: list[object],
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        device: object = None,
+        group_src: int | None = None,
+    ) -> None:
+        source = _source(group, src, group_src)
+        mine = list(object_list) if dist.get_rank() == source else []
+        values = self._exchange("broadcast_object_list", group, mine)
+        if values is not None:
+            object_list[:] = map(_decode, values[source])
+
+    def scatter_object_list(
+        self,
+        scatter_object_output_list: list[object],
+        scatter_object_input_list: list[object] | None = None,
+        src: int | None = None,
+        group: ProcessGroup | None = None,
+        group_src: int | None = None,
+    ) -> None:
+        source = _source(group, src, group_src)
+        mine = list(scatter_object_input_list or []) if dist.get_rank() == source else []
+        values = self._exchange("scatter_object_list", group, mine)
+        if values is not None:
+            number = _members(group).index(dist.get_rank())
+            scatter_object_output_list[0] = _decode(values[source][number])
+
+    # -- tensors -------------------------------------------------------------------------------------
+
+    def tensors(
+        self, name: str, original: Callable[..., object], args: Sequence[object], named: dict[str, object]
+    ) -> object:
+        """Issue the collective `name` once its ranks are there."""
+        group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
+        ranks = self._ranks(group)
+        if dist.get_rank() not in ranks:
+            return original(*args, **named)
+        if len(ranks) < len(_members(group)):
+            return self._of_participants(name, args, named)
+        number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
+        if number <= MEET_FIRST or number % MEET_EVERY == 0:
+            self._meet(name, group)
+        return original(*args, **named)
+
+    def _of_participants(
+        self, name: str, args: Sequence[object], named: dict[str, object]
+    ) -> Finished | None:
+        """A collective on the world of which only the participants take part: over the roster."""
+        tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
+        lists = [value for value in (*args, *named.values()) if isinstance(value, list)]
+        if name not in ("all_reduce", "broadcast", "all_gather") or not tensors:
+            raise BadInput(
+                f"{name} on all ranks in {self.title}: only {len(self.participants or ())} of them take "
+                f"part, and Holdfast can't do this among some.",
+                hint="Leave participants= out, or have the framework use a process group of these ranks.",
+            )
+        tensor = tensors[0]
+        if tensor.numel() * tensor.element_size() > SMALL:
+            raise BadInput(
+                f"{name} of {tensor.numel() * tensor.element_size():,} bytes on all ranks in {self.title}: "
+                f"only the participants take part, and at most {SMALL:,} bytes go over the roster."
+            )
+        source = _source(None, *_sources(args, named)) if name == "broadcast" else None
+        values = self._gathered(name, None, tensor.detach().cpu())
+        assert values is not None
+        there = {rank: value for rank, value in enumerate(values) if isinstance(value, torch.Tensor)}
+        with torch.no_grad():
+            if name == "broadcast":
+                assert source is not None
+                tensor.copy_(there[source])
+            elif name == "all_gather":
+                for rank, value in there.items():
+                    lists[0][rank].copy_(value)
+            else:
+                operation = named.get("op", next((a for a in args[1:] if isinstance(a, dist.ReduceOp)), None))
+                word = str(operation if operation is not None else dist.ReduceOp.SUM).rpartition(".")[2]
+                tensor.copy_(_REDUCTIONS[word](torch.stack(list(there.values()))))
+        return Finished() if named.get("async_op") else None
+
+    # -- the roster ----------------------------------------------------------------------------------
+
+    def _meet(self, kind: str, group: object) -> None:
+        self._exchange(kind, group, [])
+
+    def _gathered(self, kind: str, group: object, value: object) -> list[object] | None:
+        """One value of each rank of the group, None for those that do not take part; None outside of the
+        group."""
+        values = self._exchange(kind, group, [value])
+        if values is None:
+            return None
+        there = {rank: _decode(found[0]) for rank, found in values.items()}
+        return [there.get(rank) for rank in _members(group)]
+
+    def _ranks(self, group: object) -> tuple[int, ...]:
+        if self.participants is not None and (group is None or group is dist.group.WORLD):
+            return self.participants
+        return tuple(sorted(_members(group)))
+
+    def _exchange(self, kind: str, group: object, values: Sequence[object]) -> dict[int, list[str]] | None:
+        """The encoded values of each rank; None outside of the group.
+
+        Raises NotCarried on all ranks if one of them has a value of a kind that is not carried.
+        """
+        ranks = self._ranks(group)
+        if dist.get_rank() not in ranks and self.participants is None:
+            return None
+        mine: dict[str, Any] = {}
+        try:
+            mine["values"] = [_encode(value) for value in values]
+        except HoldfastError as error:  # the others must hear of it, too
+            mine["refused"] = error.message
+
+        def choose(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
+            refused = next((message["refused"] for message in said.values() if "refused" in message), None)
+            if refused is not None:
+                return {"refused": refused}
+            return {"values": {str(rank): message["values"] for rank, message in said.items()}}
+
+        call = begin_call(participants=ranks, timeout=self.timeout, stall_timeout=self.stall_timeout)
+        answer = agree(f"{kind} in {self.title}", f"guard://{self.title}|{kind}", choose, call, mine)
+        if "refused" in answer:
+            raise NotCarried(
+                f"{kind} in {self.title}: {answer['refused']}",
+                hint="" if len(ranks) == len(_members(group)) else "Only plain values can go to some ranks.",
+            )
+        return {int(rank): found for rank, found in answer["values"].items()}
+
+
+def _members(group: object) -> list[int]:
+    """The ranks of a group, in its order."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
+
+
+def _source(group: ProcessGroup | None, src: int | None, group_src: int | None) -> int:
+    if group_src is not None:
+        return _members(group)[group_src]
+    return 0 if src is None else src
+
+
+def _sources(args: Sequence[object], named: dict[str, object]) -> tuple[int | None, int | None]:
+    """`src` and `group_src` of a broadcast."""
+    positional = next((arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)), None)
+    src, group_src = named.get("src", positional), named.get("group_src")
+    return (src if isinstance(src, int) else None), (group_src if isinstance(group_src, int) else None)
+
+
+def _encode(value: object) -> str:
+    """Raises BadInput also for what could be sent and not be received: nothing is executed to receive it."""
+    data = objects.encode(value, "what a collective carries")
+    try:
+        objects.decode(data, "what a collective carries")
+    except CorruptCheckpoint as error:
+        raise BadInput(error.message) from error
+    return base64.b64encode(data).decode()
+
+
+def _decode(text: str) -> object:
+    return objects.decode(base64.b64decode(text), "what a collective carried")

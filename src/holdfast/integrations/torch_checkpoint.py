@@ -1,0 +1,97 @@
+"""`torch.distributed.checkpoint` inside a framework's own save and load: by Holdfast.
+
+Only inside functions that are guarded; elsewhere a program that calls DCP gets DCP. A plain
+`FileSystemWriter(path)` or `FileSystemReader(path)` names a folder and nothing else, so Holdfast writes and
+reads there. What brings code of its own (another writer, a planner that plans) goes to DCP, and one sentence
+says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from holdfast.errors import BadInput
+from holdfast.integrations.guard import is_guarded, note_committed
+from holdfast.integrations.patching import Make, Replacement
+from holdfast.integrations.settings import Settings
+
+log = logging.getLogger("holdfast")
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
+_said: set[str] = set()
+
+
+def replacements(settings: Settings) -> Iterator[Replacement]:
+    """DCP's public functions, the deprecated ones that frameworks still call among them."""
+    for module, name, ours in (
+        (_SAVER, "save", "save"),
+        (_SAVER, "async_save", "async_save"),
+        (_SAVER, "save_state_dict", "save"),
+        (_LOADER, "load", "load"),
+        (_LOADER, "load_state_dict", "load"),
+    ):
+        yield Replacement(module, name, "checkpoints", _inside(ours, settings), optional=True)
+
+
+def _inside(name: str, settings: Settings) -> Make:
+    """Ours in a guarded function, DCP's elsewhere and for what only it can do."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(state_dict: Any, *args: Any, **named: Any) -> Any:
+            if not is_guarded():
+                return original(state_dict, *args, **named)
+            from holdfast.integrations import dcp
+
+            given = dict(zip(_POSITIONAL[original.__name__], args, strict=False)) | named
+            storage = given.get("storage_writer", given.get("storage_reader"))
+            try:
+                plain = dcp.plain_arguments(
+                    name,
+                    given.get("checkpoint_id"),
+                    storage,
+                    given.get("planner"),
+                    async_stager=given.get("async_stager"),
+                )
+            except BadInput as error:
+                _say_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
+                return original(state_dict, *args, **named)
+            how: dict[str, Any] = {
+                "checkpoint_id": plain["checkpoint_id"],
+                "process_group": given.get("process_group"),
+                "no_dist": given.get("no_dist", False),
+                "timeout": settings.timeout,
+                "stall_timeout": settings.stall_timeout,
+            }
+            if how["process_group"] is None:
+                how["participants"] = settings.ranks()
+            if name == "load":
+                return dcp.load(state_dict, planner=given.get("planner"), **how)
+            if name == "async_save":
+                return dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
+            report = dcp.save(state_dict, **how)
+            note_committed(report.path)
+            return report
+
+        return call
+
+    return make
+
+
+_POSITIONAL = {
+    "save": (),
+    "async_save": (),
+    "load": (),
+    "save_state_dict": ("storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
+    "load_state_dict": ("storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
+}
+"""What DCP takes by position after the state."""
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
