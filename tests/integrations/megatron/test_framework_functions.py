@@ -1,8 +1,7 @@
 """Save and load functions of whole frameworks, as they are published, called after `install()`.
 
-What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine,
-the state of a quantized model) is not installed for the tests: `stand_ins` is there in its place. From the
-functions themselves down to megatron-core nothing else is replaced.
+What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine, the state of
+a quantized model) is empty here: `tests/support/stand_ins.py` lists it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,60 +28,12 @@ from tests.integrations.megatron.jobs import training
 from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
-from tests.support.waiting import SLACK
+from tests.support.stand_ins import stand_in_for
+from tests.system.test_content import _counted
 
 SMALL = Recipe(layers=2)
 HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=4)
 TRACKER, ITERATION = "latest_checkpointed_iteration.txt", "iter_0000001"
-
-
-class _Nothing:
-    """What a stand-in has in place of every class and function: callable, empty and false."""
-
-    def __init__(self, *args: Any, **named: Any) -> None: ...
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return _Nothing()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Nothing()
-
-    def __getitem__(self, key: Any) -> Any:
-        return _Nothing()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class _Module(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (_Nothing,), {})
-
-
-class _StandIns(MetaPathFinder, Loader):
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        wanted = any(name == own or name.startswith(f"{own}.") for own in self.names)
-        return ModuleSpec(name, self, is_package=True) if wanted else None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Module(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None: ...
-
-
-def stand_ins(*names: str) -> None:
-    """These modules, and all below them, are empty from now on, in this process."""
-    sys.meta_path.insert(0, _StandIns(names))
 
 
 class Framework(NamedTuple):
@@ -106,8 +54,7 @@ def scheduler(run: Training) -> Any:
 
 
 def ms_swift(run: Training, folder: str, load_from: str) -> Framework:
-    stand_ins("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers")
-    stand_ins("mcore_bridge.patcher", "swift.model", "swift.tuners")
+    stand_in_for("ms-swift")
     from swift.megatron.utils import megatron_lm_utils as swift
 
     args = argparse.Namespace(
@@ -140,10 +87,7 @@ def ms_swift(run: Training, folder: str, load_from: str) -> Framework:
 
 
 def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
-    stand_ins("modelopt", "omegaconf", "torch.utils.tensorboard", "transformer_engine", "transformers")
-    stand_ins(
-        "megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"
-    )
+    stand_in_for("megatron-bridge")
     from megatron.bridge.training import checkpointing as bridge
     from megatron.bridge.training import config
     from megatron.bridge.training.state import GlobalState, TrainState
@@ -181,7 +125,7 @@ def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
 
 
 def megatron_lm(run: Training, folder: str, load_from: str) -> Framework:
-    stand_ins("megatron.rl", "megatron.training.tokenizer", "triton")
+    stand_in_for("megatron-lm")
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
     from megatron.training import checkpointing, global_vars
     from megatron.training.arguments import parse_args

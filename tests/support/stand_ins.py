@@ -1,0 +1,80 @@
+"""Empty modules in place of what frameworks import and the functions under test need nothing from.
+
+What stands in for what, and why, is listed here and nowhere else. From the frameworks' functions down to
+megatron-core, Ray and torch nothing is replaced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+STAND_INS = {
+    # needs CUDA or builds for it
+    "cuda": ("transformer_engine", "triton", "modelopt"),
+    # the trainer's data, tokenizers, hubs and plots
+    "ms-swift": (
+        *("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers"),
+        *("mcore_bridge.patcher", "swift.model", "swift.tuners"),
+    ),
+    "megatron-bridge": (
+        *("modelopt", "omegaconf", "torch.utils.tensorboard", "transformer_engine", "transformers"),
+        *("megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"),
+    ),
+    "megatron-lm": ("megatron.rl", "megatron.training.tokenizer", "triton"),
+    "verl": ("accelerate", "codetiming", "datasets", "hydra", "pandas", "peft", "pylatexenc", "torchdata"),
+}
+"""By framework, the modules that are empty in its tests."""
+
+
+class _Nothing:
+    """What a stand-in has in place of every class and function: callable, empty and false."""
+
+    def __init__(self, *args: Any, **named: Any) -> None: ...
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return _Nothing()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+    def __getitem__(self, key: Any) -> Any:
+        return _Nothing()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Nothing,), {})
+
+
+class _StandIns(MetaPathFinder, Loader):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        wanted = any(name == own or name.startswith(f"{own}.") for own in self.names)
+        return ModuleSpec(name, self, is_package=True) if wanted else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None: ...
+
+
+def stand_in_for(framework: str) -> None:
+    """The modules of `STAND_INS[framework]`, and all below them, are empty from now on, in this process."""
+    sys.meta_path.insert(0, _StandIns(STAND_INS[framework]))
