@@ -39,7 +39,13 @@ def manager_of(run: Training, contents: list[str], async_save: bool = False) -> 
         run.optimizer, 1e-3, 1e-3, 1e-3, 0, 100, "constant", 0.0, 0.0, 100, "constant"
     )
     return import_verl().MegatronCheckpointManager(
-        config=SimpleNamespace(model=SimpleNamespace(path="")),
+        config=SimpleNamespace(
+            model=SimpleNamespace(path=""),
+            megatron=SimpleNamespace(
+                dist_ckpt_optim_fully_reshardable=False,
+                distrib_optim_fully_reshardable_mem_efficient=False,
+            ),
+        ),
         checkpoint_config=CheckpointConfig(
             save_contents=contents, load_contents=contents, async_save=async_save
         ),

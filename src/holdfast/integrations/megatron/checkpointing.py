@@ -19,6 +19,7 @@ from holdfast.format.torch_objects import allowing
 from holdfast.integrations.guard import note_committed
 from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
+from holdfast.integrations.megatron.per_rank import is_per_rank, nearest
 from holdfast.integrations.megatron.queue import Committed
 from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
 from holdfast.integrations.megatron.shards import take_data, to_load
@@ -130,6 +131,7 @@ def load(
     stall_timeout: float = 120.0,
     options: Options | None = None,
     roster: Roster | None = None,
+    nearest_rng: bool = False,
 ) -> Any:
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
 
@@ -137,6 +139,8 @@ def load(
     their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no
     digests.
 
+    nearest_rng: where the layout that saved had no rank at this rank's place, take the state of random
+        generators (`rng_state`) of the nearest one; without it such a load fails, and says so.
     strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint
         lacks; missing ones are in the checkpoint and no participant asks for them.
 
@@ -156,6 +160,7 @@ def load(
             stall_timeout=stall_timeout,
         ),
         options=options,
+        nearest_rng=nearest_rng,
     )
 
 
@@ -165,9 +170,10 @@ def load_state(
     strict: Any,
     call: Call,
     options: Options | None = None,
+    nearest_rng: bool = False,
 ) -> Any:
     """`load` from a store."""
-    request = _Request(store, mcore.parse_strict_flag(strict))
+    request = _Request(store, mcore.parse_strict_flag(strict), nearest_rng)
     rank, limit = call.rank, min(call.deadline.left(), call.stall_timeout)
     trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
         lambda: within(limit, f"looking into {store.url}", request.look), rank
@@ -179,7 +185,7 @@ def load_state(
         if trouble is not None:
             raise trouble
         request.refuse(missing)
-        leaves = to_load(request.asked, request.unexpected, request.is_stock)
+        leaves = to_load(request.asked, request.unexpected, request.is_stock, request.stored_as)
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with allowing(mcore.safe_types()):
@@ -207,8 +213,10 @@ def load_state(
 class _Request:
     """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
 
-    def __init__(self, store: Store, mode: Any) -> None:
-        self.store, self.mode = store, mode
+    def __init__(self, store: Store, mode: Any, nearest_rng: bool) -> None:
+        self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
+        self.stored_as: dict[str, str] = {}
+        """What a rank's object is called in the checkpoint, where another layout has saved it."""
         self.asked: list[Any] = []
         self.unexpected: set[str] = set()
         """Keys that are asked for and not there, where the mode wants to know."""
@@ -238,6 +246,9 @@ class _Request:
             with open_index(self.store) as index:
                 notes = index.about.get("notes")
                 self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+                per_rank = [item for item in self.asked if is_per_rank(item)]
+                if per_rank:
+                    self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
         except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)

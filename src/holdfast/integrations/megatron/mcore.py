@@ -62,6 +62,7 @@ except ImportError:  # before 0.14
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
+FSDP_DTENSOR = "fsdp_dtensor"
 
 
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -180,6 +181,11 @@ ORIGINAL_LOAD: Any = original_of(DistributedOptimizer.load_state_dict)
 """Megatron's own, also after `install()`."""
 
 
+def describes_optimizers() -> bool:
+    """Has `install` replaced how a DistributedOptimizer describes its state?"""
+    return original_of(DistributedOptimizer.sharded_state_dict) is not DistributedOptimizer.sharded_state_dict
+
+
 def has_master_weights(optimizer: Any) -> bool:
     """Does the inner optimizer keep the main parameters, and not megatron-core?"""
     return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
@@ -209,6 +215,7 @@ def holders(optimizer: Any) -> tuple[int, ...]:
 
 __all__ = [
     "CONTENT_METADATA",
+    "FSDP_DTENSOR",
     "FULLY_RESHARDABLE",
     "GROUP_KEYS",
     "ORIGINAL_LOAD",

@@ -60,7 +60,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     serialization = f"{_CORE}.serialization"
     budget = settings.host_memory_budget
     yield Replacement(serialization, "save", "checkpoints", bound("save", host_memory_budget=budget))
-    yield Replacement(serialization, "load", "checkpoints", bound("load"))
+    yield Replacement(serialization, "load", "checkpoints", bound("load", nearest_rng=settings.nearest_rng))
     yield Replacement(serialization, "load_plain_tensors", "checkpoints", bound("load_plain_tensors"))
     for name in (
         "load_common_state_dict",

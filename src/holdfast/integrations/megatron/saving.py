@@ -109,11 +109,17 @@ def own_containers(state: Any) -> Any:
 
 
 def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
-    """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for."""
+    """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for.
+
+    Frameworks that save a model and its optimizer into two folders (verl) ask the model's folder how the
+    optimizer was described. Where `install` describes it, every folder says so.
+    """
     from torch.distributed import ProcessGroup
 
     found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
-    if any(True for _ in steps.optimizers(common)):
+    kind = found.get(mcore.SHARDING_TYPE)
+    ours = mcore.describes_optimizers() and kind is not None and kind != mcore.FSDP_DTENSOR
+    if ours or any(True for _ in steps.optimizers(common)):
         found[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
     return found
 

@@ -124,17 +124,24 @@ def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -
     return leaves
 
 
-def to_load(sharded: Iterable[Any], skip: Collection[str] = (), stock: bool = False) -> list[Leaf]:
+def to_load(
+    sharded: Iterable[Any],
+    skip: Collection[str] = (),
+    stock: bool = False,
+    stored_as: Mapping[str, str] | None = None,
+) -> list[Leaf]:
     """What this rank asks for: every copy reads for itself. Keys in `skip` are left out.
 
     stock: the checkpoint is megatron-core's own, in which each object is in a list of one.
+    stored_as: the names of objects that the checkpoint has under another one.
     """
     leaves: list[Leaf] = []
     for item in sharded:
         if item.key in skip:
             continue
         if isinstance(item, mcore.ShardedObject):
-            leaves.append(Leaf(item.unique_key, None, _into(item, stock), private=True))
+            name = (stored_as or {}).get(item.unique_key, item.unique_key)
+            leaves.append(Leaf(name, None, _into(item, stock), private=True))
             continue
         item.init_data("cpu")
         value = shard(item, (0, 1))

@@ -1,0 +1,78 @@
+"""State of random generators, which belongs to a rank of the layout that saved it, in another layout.
+
+A ShardedObject of such state is named by its place in the grid of pipeline and tensor ranks
+(`rng_state/shard_0.1_2.2`: place 0.1 in a grid of 2 x 2). Another grid has other places.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from holdfast.errors import MissingTensors
+from holdfast.format.names import SHARD
+from holdfast.integrations.megatron import mcore
+
+log = logging.getLogger("holdfast")
+PER_RANK = ("rng_state", "rerun_state_machine_state")
+"""Keys of the objects that every rank has of its own, in megatron-core's frameworks."""
+Place = tuple[int, ...]
+
+
+def is_per_rank(item: Any) -> bool:
+    """Is it the own object of a rank?"""
+    return isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
+
+
+def nearest(items: Iterable[Any], names: Iterable[str], where: str, allowed: bool) -> dict[str, str]:
+    """For each object that the checkpoint `where` lacks, the stored name of the nearest rank's.
+
+    names: all names in the checkpoint. Raises MissingTensors if that is not `allowed`.
+    """
+    items = list(items)
+    stored: dict[str, dict[str, tuple[Place, Place]]] = {}
+    keys = {item.key for item in items}
+    for name in names:
+        key, found, rest = name.partition(SHARD)
+        if found and key in keys:
+            offset, _, shape = rest.partition("_")
+            stored.setdefault(key, {})[name] = (_place(offset), _place(shape))
+    chosen: dict[str, str] = {}
+    for item in items:
+        there = stored.get(item.key, {})
+        if not there or item.unique_key in there:
+            continue  # it is as it was, or the checkpoint has no such state at all
+        if not allowed:
+            raise MissingTensors(
+                f"{where} was saved in another layout, and has no {item.key} of this rank's place: "
+                f"{item.unique_key!r} is not among {', '.join(sorted(there)[:4])}.",
+                hint="Give nearest_rng=True to `holdfast.install` or `load`: each rank takes the state of the "
+                "nearest one. Or leave the states of random generators out of the load.",
+                details={"missing": [item.unique_key]},
+            )
+        goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
+        chosen[item.unique_key] = min(
+            there, key=lambda name: (_distance(goal, _relative(*there[name])), name)
+        )
+    if chosen:
+        log.warning(
+            "%s was saved in another layout: %s.",
+            where,
+            ", ".join(f"{own} takes the state of {other}" for own, other in sorted(chosen.items())),
+        )
+    return chosen
+
+
+def _place(text: str) -> Place:
+    return tuple(int(part) for part in text.split(".")) if text else ()
+
+
+def _relative(offset: Place, shape: Place) -> tuple[float, ...]:
+    """A place in a grid as fractions of its sides."""
+    return tuple(at / max(size, 1) for at, size in zip(offset, shape, strict=True))
+
+
+def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
+    """Between places in grids that may have different numbers of dimensions; the leading ones count."""
+    return sum(abs(a - b) for a, b in zip(one, other, strict=False))
