@@ -182,7 +182,7 @@ def _find_holders(late: list[Replaced]) -> None:
     again only for the few holders that can't be told by themselves.
     """
     originals = {id(done.original): done for done in late if isinstance(done.original, types.FunctionType)}
-    ours = {id(vars(done)) for done in late} | {id(late)}
+    ours = {id(late), *map(id, late), *(id(vars(done)) for done in late)}
     for done in late:
         new = done.new.__func__ if isinstance(done.new, staticmethod | classmethod) else done.new
         ours |= {id(new), id(vars(new)), *map(id, getattr(new, "__closure__", None) or ())}
@@ -216,5 +216,14 @@ def _describe_holder(holder: object) -> str | None:
     if isinstance(holder, dict) and "__name__" not in holder and "__module__" not in holder:
         for owner in gc.get_referrers(holder):
             if getattr(owner, "__dict__", None) is holder and not isinstance(owner, types.FunctionType):
-                return f"an instance of {type(owner).__module__}.{type(owner).__qualname__}"
-    return None
+                return _instance(owner)
+    # Since 3.11 an instance may hold its attributes itself, without a dict.
+    plain = isinstance(holder, _NO_INSTANCES) or not type(holder).__dictoffset__
+    return None if plain else _instance(holder)
+
+
+_NO_INSTANCES = (dict, tuple, list, set, type, types.ModuleType, types.FunctionType, types.FrameType)
+
+
+def _instance(owner: object) -> str:
+    return f"an instance of {type(owner).__module__}.{type(owner).__qualname__}"

@@ -1,0 +1,88 @@
+"""Programs that call `install()`, each in a process of its own: what is imported when is the point."""
+
+EARLY = """
+import sys
+import holdfast
+holdfast.install(session=False)
+assert "megatron" not in sys.modules, "install() imports no framework"
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import save
+from megatron.core.optimizer import ChainedOptimizer
+assert dist_checkpointing.save is save
+assert save.holdfast_original.__module__ == "megatron.core.dist_checkpointing.serialization"
+found = {part.name: part for part in holdfast.installed()}
+core = found["megatron-core"]
+assert "megatron.core.dist_checkpointing.serialization.save" in core.replaced
+assert any("maybe_finalize_async_calls" in name for name in core.guarded)
+assert core.missing == (), core.missing
+ours = [save]
+holdfast.uninstall()
+assert dist_checkpointing.save is save is ours[0].holdfast_original, "where it was bound, too"
+assert not hasattr(ChainedOptimizer.load_state_dict, "holdfast_original")
+assert holdfast.installed() == []
+print("done")
+"""
+
+LATE = """
+import functools, logging, sys, types
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import load, save
+user = types.ModuleType("user"); user.save = save; user.other = load; sys.modules["user"] = user
+class Trainer:
+    def __init__(self): self.saver = save
+trainer = Trainer()
+partial = functools.partial(load, strict=False)
+def make():
+    bound = save
+    def go(): return bound
+    return go
+closure = make()
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import holdfast
+holdfast.install(session=False)
+assert user.save is dist_checkpointing.save and user.save is not closure()
+assert user.other is dist_checkpointing.load
+holdfast.uninstall()
+assert user.save is closure() and user.other is partial.func
+print("done")
+"""
+
+TOO_LATE = """
+import logging, sys
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from megatron.core import parallel_state
+parallel_state.initialize_model_parallel()
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+import holdfast
+holdfast.install()
+print("done")
+"""
+
+CONVERTER = """
+# A script as frameworks ship them: it knows nothing of Holdfast.
+import sys, torch
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+state = {"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}
+dist_checkpointing.save(state, sys.argv[1])
+back = dist_checkpointing.load({"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4))}, sys.argv[1])
+print(back["w"].tolist(), back["kind"])
+"""
+
+FORWARD = """
+import sys
+assert "torch" not in sys.modules
+import hidden_customization
+print("hidden one ran:", hidden_customization.RAN)
+"""
