@@ -1,0 +1,111 @@
+"""Megatron-Bridge's own save and load of a model under Megatron-FSDP (`ckpt_format="fsdp_dtensor"`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.fsdp.megatron import FsdpTraining, begin, dtensors
+from tests.integrations.fsdp.megatron_cpu import state_for_all
+from tests.integrations.megatron.models import Layout
+from tests.support.stand_ins import stand_in_for
+
+
+class Bridge:
+    """Its global state over a training, as its own loop sets it up."""
+
+    def __init__(self, run: FsdpTraining, folder: str, load_from: str) -> None:
+        stand_in_for("megatron-bridge")
+        from megatron.bridge.training import checkpointing, config
+        from megatron.bridge.training.state import GlobalState, TrainState
+        from megatron.bridge.training.tokenizers.config import TokenizerConfig
+        from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        init_num_microbatches_calculator(0, None, 8, 1, 1)
+        torch.serialization.add_safe_globals([TrainState])
+        self.module, self.run = checkpointing, run
+        self.state = GlobalState()
+        self.state.cfg = config.ConfigContainer(
+            train=config.TrainingConfig(train_iters=10, global_batch_size=8, micro_batch_size=1),
+            model=run.config,
+            optimizer=config.OptimizerConfig(use_distributed_optimizer=True),
+            scheduler=config.SchedulerConfig(),
+            dataset=None,
+            logger=config.LoggerConfig(),
+            tokenizer=TokenizerConfig(),
+            checkpoint=config.CheckpointConfig(save=folder, load=load_from, ckpt_format="fsdp_dtensor"),
+        )
+        self.schedule = OptimizerParamScheduler(
+            run.optimizer, 1e-3, 1e-3, 1e-3, 0, 100, "constant", 0.0, 0.0, 100, "constant"
+        )
+
+    def save(self) -> None:
+        self.state.train_state.step = self.run.iteration
+        self.module.save_checkpoint(
+            self.state, self.run.models, self.run.optimizer, self.schedule, 0, checkpointing_context={}
+        )
+
+    def load(self) -> int:
+        found = self.module.load_checkpoint(
+            self.state, self.run.models, self.run.optimizer, self.schedule, checkpointing_context={}
+        )
+        return int(found[0])
+
+
+def prepare(rank: int, layout: Layout, seed: int) -> FsdpTraining:
+    from megatron.core import tensor_parallel
+
+    os.environ["RANK"] = str(rank)
+    logging.disable(logging.WARNING)
+    begin(layout)
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    torch.cuda.set_rng_state = lambda state, *args: None
+    run = FsdpTraining(layout, seed)
+    tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
+    return run
+
+
+def values_of(run: FsdpTraining) -> dict[str, torch.Tensor]:
+    """What this rank holds of the model and of its optimizer."""
+    return {name: value.to_local().clone() for name, value in dtensors(run.state()).items()}
+
+
+def save(rank: int, folder: str, layout: Layout, installs: bool) -> str:
+    """After a step, as ranks are: some have no optimizer state of some parameters."""
+    import holdfast
+
+    if installs:
+        holdfast.install(warm_up=False, session=False, timeout=60, stall_timeout=30)
+    run = prepare(rank, layout, 1)
+    run.step()
+    try:
+        Bridge(run, folder, "").save()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "saved"
+
+
+def save_load_compare(rank: int, folder: str, layout: Layout) -> tuple[int, int]:
+    """Load what was saved into a model with other values, which then has those of the saved one."""
+    import holdfast
+
+    holdfast.install(warm_up=False, session=False, timeout=60, stall_timeout=30)
+    run = prepare(rank, layout, 1)
+    run.step()
+    bridge = Bridge(run, folder, folder)
+    bridge.save()
+    before = values_of(run)
+    run.step()
+    changed = sum(not torch.equal(value, before[name]) for name, value in values_of(run).items() if name in before)
+    iteration = bridge.load()
+    assert iteration == 1
+    after = values_of(run)
+    for name, value in before.items():
+        assert torch.equal(after[name], value), name
+    dist.barrier()
+    return changed, len(before)
