@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -44,13 +45,37 @@ class Settings:
         }[part]
 
     def ranks(self) -> tuple[int, ...] | None:
-        """The ranks that take part, ascending; None for all."""
+        """The ranks that take part, ascending; None for all.
+
+        Where nobody has said, megatron-core's groups tell, if they were made over a part of the world.
+        """
         given = self.participants
         if given is None:
-            return None
+            return _of_megatron()
         if isinstance(given, dist.ProcessGroup):
             given = dist.get_process_group_ranks(given)
         elif callable(given):
             given = given()
         found = check_participants(given)
         return None if found is None else tuple(sorted(found))
+
+
+def _of_megatron() -> tuple[int, ...] | None:
+    """The ranks over which megatron-core has made its groups, if those are not all; None if not known.
+
+    A rank knows its own model-parallel and data-parallel groups. The layout is a grid whose axes have strides,
+    so any rank of it is this rank's place moved along both.
+    """
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not dist.is_initialized() or not state.model_parallel_is_initialized():
+        return None
+    try:
+        model = dist.get_process_group_ranks(state.get_model_parallel_group())
+        data = dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True))
+    except (AssertionError, KeyError, ValueError):  # a rank that is in no group of Megatron's
+        return None
+    here = dist.get_rank()
+    ranks = tuple(sorted({one + other - here for one in model for other in data}))
+    whole = len(ranks) == dist.get_world_size()
+    regular = len(ranks) == len(model) * len(data) and 0 <= ranks[0] and ranks[-1] < dist.get_world_size()
+    return None if whole or not regular else ranks

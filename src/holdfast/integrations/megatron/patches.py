@@ -7,11 +7,14 @@ here: what stands in for a function imports what it needs when it is called.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from holdfast.format.names import HOLDFAST_CONFIG
 from holdfast.groups.lifecycle.warm_up import warm_up as warm_up_groups
@@ -23,6 +26,7 @@ from holdfast.integrations.settings import Settings
 if TYPE_CHECKING:
     from types import ModuleType
 
+log = logging.getLogger("holdfast")
 Function = Callable[..., Any]
 _sessions: list[Session] = []
 """The one of this process, if it has one."""
@@ -133,11 +137,14 @@ def _opened(original: Function, settings: Settings) -> Function:
     @wraps(original)
     def initialize_model_parallel(*args: Any, **named: Any) -> None:
         original(*args, **named)
-        if settings.session and not _sessions:
+        if settings.ranks() is not None:
+            _warm_up_some(settings)
+        elif settings.session and not _sessions:
             made = Session(
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
                 warm=settings.warm_up,
+                operations=settings.operations,
                 memory_budget=settings.memory_budget,
                 owns_world=True,
             )
@@ -146,10 +153,21 @@ def _opened(original: Function, settings: Settings) -> Function:
             warm_up_groups(
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
+                operations=settings.operations,
                 memory_budget=settings.memory_budget,
             )
 
     return initialize_model_parallel
+
+
+def _warm_up_some(settings: Settings) -> None:
+    """Only some ranks train: a session and the warm-up of all groups would wait for the others."""
+    log.warning(
+        "install(): %d of %d ranks train, so there is no session, and groups are not warmed up. "
+        "Call holdfast.warm_up(groups) on the ranks that are in them.",
+        len(settings.ranks() or ()),
+        dist.get_world_size(),
+    )
 
 
 def _strategies(original: Function) -> Function:

@@ -1,0 +1,80 @@
+"""Megatron-Bridge's `save_megatron_model`, which NeMo RL's import of Hugging Face weights ends in, on a world of
+which only some ranks train."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.megatron.cpu import use_cpu
+from tests.integrations.megatron.models import Layout, Recipe, _config, build
+from tests.support.stand_ins import stand_in_for
+
+SMALL = Recipe(layers=2)
+
+
+def groups_over(ranks: int, layout: Layout) -> None:
+    """Megatron's groups over the first ranks of the world. All ranks of it make them, as `new_group` wants."""
+    from megatron.core import parallel_state
+
+    whole = dist.get_world_size
+    dist.get_world_size = lambda group=None: ranks if group is None else whole(group)  # type: ignore[assignment]
+    try:
+        parallel_state.initialize_model_parallel(
+            layout.tp, layout.pp, expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp
+        )
+    finally:
+        dist.get_world_size = whole  # type: ignore[assignment]
+
+
+def model_of(layout: Layout, seed: int) -> list[Any]:
+    """A model whose configuration Bridge takes for one of its providers."""
+    from megatron.bridge.training import model_load_save
+
+    config = _config(layout, SMALL)
+    torch.manual_seed(seed)
+    chunks = build(config, layout, SMALL)
+    provider = type("Provider", (type(config), model_load_save.ModelProviderMixin), {})
+    for chunk in chunks:
+        chunk.config.__class__ = provider
+    return chunks
+
+
+def prepare(rank: int, train: int, layout: Layout) -> None:
+    os.environ["RANK"] = str(rank)
+    logging.disable(logging.WARNING)
+    use_cpu()
+    stand_in_for("megatron-bridge")
+    groups_over(train, layout)
+
+
+def save_of_some(
+    rank: int, folder: str, train: int, absent: int | None, options: dict[str, Any] | None, limit: float
+) -> tuple[str, float]:
+    """What the ranks that train get from `save_megatron_model`; `options` None: stock, whose own timeout is
+    `limit` seconds."""
+    import holdfast
+
+    if options is not None:
+        holdfast.install(timeout=30, stall_timeout=limit, session=False, warm_up=False, **options)
+    layout = Layout(tp=2, ep=2)
+    prepare(rank, train, layout)
+    from megatron.bridge.training import model_load_save
+
+    if options is None:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)
+    if rank >= train or rank == absent:
+        return "takes no part", 0.0
+    model = model_of(layout, 3)
+    begun = time.monotonic()
+    try:
+        model_load_save.save_megatron_model(model, folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "saved", time.monotonic() - begun
