@@ -15,7 +15,7 @@ import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core 
 from holdfast.errors import BadInput, HoldfastError, RankFailed
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
-from tests.support.waiting import AT_ONCE, SLACK
+from tests.support.waiting import AT_ONCE
 
 
 class Framework:

@@ -23,7 +23,7 @@ from holdfast.integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard
 from holdfast.integrations.patching import Patches, Replacement
 from holdfast.integrations.settings import Participants, Settings
 from holdfast.integrations.versions import version_of
-from holdfast.protocol.arguments import check_budget
+from holdfast.protocol.arguments import check_arguments
 
 log = logging.getLogger("holdfast")
 
@@ -109,7 +109,7 @@ def install(
     global _current
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
-    check_budget(host_memory_budget)
+    check_arguments(host_memory_budget=host_memory_budget)
     settings = Settings(
         timeout=timeout,
         stall_timeout=stall_timeout,

@@ -77,5 +77,5 @@ def _of_megatron() -> tuple[int, ...] | None:
     here = dist.get_rank()
     ranks = tuple(sorted({one + other - here for one in model for other in data}))
     whole = len(ranks) == dist.get_world_size()
-    regular = len(ranks) == len(model) * len(data) and 0 <= ranks[0] and ranks[-1] < dist.get_world_size()
+    regular = len(ranks) == len(model) * len(data) and ranks[0] >= 0 and ranks[-1] < dist.get_world_size()
     return None if whole or not regular else ranks

@@ -156,8 +156,6 @@ def megatron_groups(
     up, and hazards."""
     from megatron.core import parallel_state
 
-    import holdfast
-
     reports: list[Any] = []
     stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)
     holdfast.install(warm_up=True, session=session, timeout=60)

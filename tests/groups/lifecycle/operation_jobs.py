@@ -96,17 +96,17 @@ def of_megatron(
 
 
 def of_megatron_hook(rank: int, layout: dict[str, int]) -> Counts:
-    """What `holdfast.megatron.install(warm_up=True)` gives to torch."""
+    """What `holdfast.install(session=False)` gives to torch."""
     from megatron.core import parallel_state as ps
 
-    import holdfast.megatron as hm
+    import holdfast
 
-    hm.install(warm_up=True, timeout=60)
+    holdfast.install(session=False, timeout=60)
     try:
         with counted() as counts:
             ps.initialize_model_parallel(**layout)
     finally:
-        hm.uninstall()
+        holdfast.uninstall()
     return counts
 
 

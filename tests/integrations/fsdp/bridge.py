@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.integrations.fsdp.megatron import FsdpTraining, begin, dtensors
-from tests.integrations.fsdp.megatron_cpu import state_for_all
 from tests.integrations.megatron.models import Layout
 from tests.support.stand_ins import stand_in_for
 
@@ -101,7 +99,9 @@ def save_load_compare(rank: int, folder: str, layout: Layout) -> tuple[int, int]
     bridge.save()
     before = values_of(run)
     run.step()
-    changed = sum(not torch.equal(value, before[name]) for name, value in values_of(run).items() if name in before)
+    changed = sum(
+        not torch.equal(value, before[name]) for name, value in values_of(run).items() if name in before
+    )
     iteration = bridge.load()
     assert iteration == 1
     after = values_of(run)

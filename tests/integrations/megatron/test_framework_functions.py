@@ -29,7 +29,7 @@ from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.collectives import counted
 from tests.support.processes import ProcessWorld
 from tests.support.stand_ins import stand_in_for
-from tests.system.test_content import _counted
+from tests.support.waiting import SLACK
 
 SMALL = Recipe(layers=2)
 HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=4)
