@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.integrations.megatron.cpu import use_cpu
-from tests.integrations.megatron.models import Layout, Recipe, _config, build
+from tests.integrations.megatron.models import Layout, Recipe, build, config_of
 from tests.support.stand_ins import stand_in_for
 
 SMALL = Recipe(layers=2)
@@ -37,7 +37,7 @@ def model_of(layout: Layout, seed: int) -> list[Any]:
     """A model whose configuration Bridge takes for one of its providers."""
     from megatron.bridge.training import model_load_save
 
-    config = _config(layout, SMALL)
+    config = config_of(layout, SMALL)
     torch.manual_seed(seed)
     chunks = build(config, layout, SMALL)
     provider = type("Provider", (type(config), model_load_save.ModelProviderMixin), {})
@@ -50,8 +50,12 @@ def prepare(rank: int, train: int, layout: Layout) -> None:
     os.environ["RANK"] = str(rank)
     logging.disable(logging.WARNING)
     use_cpu()
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
     stand_in_for("megatron-bridge")
     groups_over(train, layout)
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
 
 
 def save_of_some(
