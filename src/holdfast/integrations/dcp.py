@@ -48,9 +48,14 @@ def save(
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     options: Options | None = None,
+    objects_may_differ: bool = False,
 ) -> SaveReport:
     """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
-    folder, as in DCP."""
+    folder, as in DCP.
+
+    objects_may_differ: where ranks have different objects under one name, save that of the lowest rank and
+        warn, as DCP does without a word; by default that is an error.
+    """
     plain = plain_arguments("save", checkpoint_id, storage_writer, planner)
     store = open_store(one_folder(None, plain["checkpoint_id"]))
     call = begin_call(
@@ -60,7 +65,7 @@ def save(
         timeout=timeout,
         stall_timeout=stall_timeout,
     )
-    return _reading(store, state_dict, call, options).run()
+    return _reading(store, state_dict, call, options, objects_may_differ).run()
 
 
 def load(
@@ -107,6 +112,7 @@ def async_save(
     stall_timeout: float = 120.0,
     options: Options | None = None,
     host_memory_budget: int | None = None,
+    objects_may_differ: bool = False,
 ) -> Pending:
     """`torch.distributed.checkpoint.async_save`, by `holdfast.async_save`.
 
@@ -124,18 +130,25 @@ def async_save(
             timeout=timeout,
             stall_timeout=stall_timeout,
         )
-        return _reading(store, state_dict, call.lane(LANE), options)
+        return _reading(store, state_dict, call.lane(LANE), options, objects_may_differ)
 
     return async_save_into(store, make, None, host_memory_budget, 0)
 
 
-def _reading(store: Store, state_dict: dict[str, Any], call: Call, options: Options | None) -> SaveJob:
+def _reading(
+    store: Store,
+    state_dict: dict[str, Any],
+    call: Call,
+    options: Options | None,
+    objects_may_differ: bool,
+) -> SaveJob:
     """A save that reads the state now, and marks the folder for tools of DCP once it is committed."""
     request = SaveRequest(
         store=store,
         collect=lambda rank: flatten(state_dict, rank),
         call=call,
         options=options or Options(),
+        objects_may_differ=objects_may_differ,
         after=lambda: mark(store),
     )
     return SaveJob(request)

@@ -9,11 +9,13 @@ says so.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 from holdfast.errors import BadInput
+from holdfast.format.torch_objects import allowing
 from holdfast.integrations.guard import is_guarded, note_committed
 from holdfast.integrations.patching import Make, Replacement
 from holdfast.integrations.settings import Settings
@@ -69,16 +71,28 @@ def _inside(name: str, settings: Settings) -> Make:
             if how["process_group"] is None:
                 how["participants"] = settings.ranks()
             if name == "load":
-                return dcp.load(state_dict, planner=given.get("planner"), **how)
-            if name == "async_save":
-                return dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
-            report = dcp.save(state_dict, **how)
+                with allowing(_enumerations()):
+                    return dcp.load(state_dict, planner=given.get("planner"), **how)
+            how["objects_may_differ"] = True  # frameworks put each rank's generators under one name
+            with allowing(_enumerations()):
+                if name == "async_save":
+                    return dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
+                report = dcp.save(state_dict, **how)
             note_committed(report.path)
             return report
 
         return call
 
     return make
+
+
+def _enumerations() -> tuple[Any, ...]:
+    """Those of megatron-core, which its `args` hold, where it is loaded."""
+    if "megatron.core" not in sys.modules:
+        return ()
+    from holdfast.integrations.megatron import mcore
+
+    return mcore.safe_types()
 
 
 _POSITIONAL = {

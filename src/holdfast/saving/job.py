@@ -6,6 +6,7 @@ they are called.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +19,7 @@ from holdfast.format import objects
 from holdfast.format.digest import digest, hex_digest
 from holdfast.io.file_writer import About, WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
-from holdfast.layout.tensor import OBJECT
+from holdfast.layout.tensor import OBJECT, listed
 from holdfast.options import Options
 from holdfast.plan.merge import disagreement
 from holdfast.plan.save import WrittenFile, plan_save
@@ -41,6 +42,13 @@ from holdfast.store.local import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+log = logging.getLogger("holdfast")
+_OBJECT = "the object"
+"""How what identifies an object begins (`SaveJob._names`)."""
+NOT_SAVED: Replica = (0, 0)
+"""Of a row that another rank's takes the place of: `plan_save` writes copies of which there is at least one."""
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -167,14 +175,32 @@ class SaveJob:
         """Committer: which copy each rank holds of each row that it told of."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
+        of_one: set[str] = set()
         for rank, message in sorted(told.items()):
             for key, spec in zip(message.keys, message.specs, strict=True):
                 owner, known = first.setdefault(key, (rank, spec))
-                if known != spec:
+                if known == spec:
+                    holders.setdefault(key, []).append(rank)
+                elif (
+                    self.request.objects_may_differ and spec.startswith(_OBJECT) and known.startswith(_OBJECT)
+                ):
+                    of_one.add(key)
+                else:
                     raise disagreement(key, owner, known, rank, spec)
-                holders.setdefault(key, []).append(rank)
+        if of_one:
+            log.warning(
+                "%s: ranks have different objects under %s; those of the lowest rank are saved.",
+                self.store.url,
+                listed(sorted(of_one)),
+            )
+
+        def replica(key: str, rank: int) -> Replica:
+            if key in of_one:
+                return (0, 1) if rank == first[key][0] else NOT_SAVED
+            return holders[key].index(rank), len(holders[key])
+
         return {
-            rank: Assigned(replicas=[(holders[key].index(rank), len(holders[key])) for key in message.keys])
+            rank: Assigned(replicas=[replica(key, rank) for key in message.keys])
             for rank, message in told.items()
         }
 
@@ -200,7 +226,7 @@ class SaveJob:
             keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
                 data = self.table.memory[row].data  # type: ignore[attr-defined]
-                specs.append(f"the object {objects.preview(data)} (digest {hex_digest(digest(data))})")
+                specs.append(f"{_OBJECT} {objects.preview(data)} (digest {hex_digest(digest(data))})")
             else:
                 specs.append(describe(spec))
         return keys, specs

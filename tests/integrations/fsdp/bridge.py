@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 
@@ -44,14 +46,16 @@ class Bridge:
 
     def save(self) -> None:
         self.state.train_state.step = self.run.iteration
-        self.module.save_checkpoint(
-            self.state, self.run.models, self.run.optimizer, self.schedule, 0, checkpointing_context={}
-        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.module.save_checkpoint(
+                self.state, self.run.models, self.run.optimizer, self.schedule, 0, checkpointing_context={}
+            )
 
     def load(self) -> int:
-        found = self.module.load_checkpoint(
-            self.state, self.run.models, self.run.optimizer, self.schedule, checkpointing_context={}
-        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            found = self.module.load_checkpoint(
+                self.state, self.run.models, self.run.optimizer, self.schedule, checkpointing_context={}
+            )
         return int(found[0])
 
 

@@ -14,7 +14,16 @@ import torch
 
 from holdfast.errors import BadInput, HoldfastError
 from holdfast.format import objects
-from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, INDEX, SHARD
+from holdfast.format.names import (
+    COMMON,
+    COMMON_FILE,
+    COMMON_SHARD,
+    CONFIG,
+    HOLDFAST_CONFIG,
+    INDEX,
+    METADATA,
+    SHARD,
+)
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.megatron import mcore
 from holdfast.io.open_checkpoint import open_source, read_file
@@ -93,11 +102,14 @@ def load_sharded_metadata(
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?"""
+    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?
+
+    One beside which `.metadata` stands is torch DCP's: frameworks tell their two formats apart by this.
+    """
     if not checkpoint_dir:
         return False
     if Path(checkpoint_dir, INDEX).exists():
-        return True
+        return not Path(checkpoint_dir, METADATA).exists()
     config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
     return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
