@@ -41,6 +41,11 @@ elif how == "interrupt":
     raise KeyboardInterrupt
 elif how == "bare":
     raise SystemExit(3)
+elif how == "caught":
+    try:
+        sys.exit(3)
+    except SystemExit as error:
+        assert error.code == 3
 elif how != "end":
     sys.exit(int(how) if how.isdigit() else how)
 """
@@ -69,7 +74,8 @@ HANDLERS = ["a handler from after", "a handler from before"]
         ("256", 1),  # which is 0 to who waits for the process
         ("3", 3),
         ("the data is gone", 1),
-        ("bare", 1),
+        ("bare", 3),
+        ("caught", 1),
         ("raise", 1),
         ("interrupt", -2),
     ],
@@ -90,6 +96,7 @@ def test_a_failure_that_nobody_has_asked_about_is_the_end_of_the_process(
         ("3", 3, ""),
         ("the data is gone", 1, "the data is gone"),
         ("bare", 3, ""),
+        ("caught", 0, ""),
         ("raise", 1, "ValueError: the loss is not a number"),
         ("interrupt", -2, "KeyboardInterrupt"),
     ],

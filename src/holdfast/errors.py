@@ -41,6 +41,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     phase: str = ""
     seconds_since_seen: float | None = None
     note: str = ""
+    at: str = ""
+    """Where its code was when it was asked, innermost call last; "" if it did not answer."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"
@@ -52,7 +54,8 @@ class RankInfo(msgspec.Struct, frozen=True):
                 who += f" {self.seconds_since_seen:.1f} s ago"
         else:
             who += ", which has not been heard of"
-        return f"{who}: {self.note}" if self.note else who
+        said = "; ".join(part for part in (self.note, self.at) if part)
+        return f"{who}: {said}" if said else who
 
 
 class HoldfastError(Exception):

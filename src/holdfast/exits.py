@@ -14,6 +14,7 @@ All of it belongs to the process that asked for it; a fork of that process has n
 from __future__ import annotations
 
 import atexit
+import ctypes
 import gc
 import io
 import os
@@ -24,7 +25,10 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from typing import NamedTuple, NoReturn
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
+
+from holdfast.stacks import calls_of_traceback
 
 with suppress(RuntimeError):  # the main thread has ended already
     # Both wait for workers once the main thread has ended, the last imported first: after us.
@@ -41,6 +45,21 @@ class Failure(NamedTuple):
     said: str
     """What is written last; "" if the terminal has it already."""
     code: int = 1
+
+
+class Given(NamedTuple):
+    """How the program has ended itself: by a SystemExit."""
+
+    code: object
+    """A number, a message, or None; 0 and None are a good end."""
+    at: str
+    """Where it was raised: the last calls, if they are known."""
+
+    def __str__(self) -> str:
+        where = f" at {self.at}" if self.at else ""
+        if self.code is None or isinstance(self.code, int):
+            return f"exited with code {int(self.code or 0)} (SystemExit){where}"
+        return f"exited with {str(self.code)[:500]!r} (SystemExit){where}"
 
 
 class Stage(IntEnum):
@@ -62,8 +81,8 @@ class _Ending:
         self.pid = os.getpid()
         self.steps: dict[Step, Stage] = {}
         self.listeners: list[Callable[[], None]] = []
-        self.given: object = None
-        """What the main thread gave to `sys.exit` last."""
+        self.given: Given | None = None
+        """The SystemExit that ends the main thread."""
         self.ended = self.goes_first = self.working = self.over = False
         self.late: list[Failure] = []
         """What failed after the steps: in other `atexit` handlers."""
@@ -115,10 +134,19 @@ def fail_late(failure: Failure) -> None:
     _this_process().late.append(failure)
 
 
-def given_code() -> object:
-    """What the main thread gave to `sys.exit` last, as far as that is known; a bare `raise SystemExit` is not
-    seen."""
+def given() -> Given | None:
+    """The SystemExit that ended the main thread, raised by `sys.exit` or bare; None if there was none."""
     return _this_process().given
+
+
+def has_ended() -> str:
+    """How the main thread has ended, as a part of a sentence; "" while it goes on."""
+    if _known is None or _known.pid != os.getpid() or not (_known.given or _known.ended):
+        return ""
+    if _known.given is not None:
+        return f"its program {_known.given}"
+    error = uncaught()
+    return "its program has ended" if error is None else f"its program was ended by {type(error).__name__}"
 
 
 def uncaught() -> BaseException | None:
@@ -143,19 +171,69 @@ def _this_process() -> _Ending:
             if before_joins is not None:
                 with suppress(RuntimeError):  # the main thread has ended already
                     before_joins(_main_thread_ended)
-            sys.exit = _noting(sys.exit)
+            with suppress(Exception):  # another interpreter: exit codes are not known there
+                _see_codes()
     return _known
 
 
-def _noting(exits: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-    """`sys.exit`, whose argument no `atexit` handler could learn otherwise."""
+class _SeenCode:
+    """`SystemExit.code`, with an eye on who reads it."""
 
-    def exit(code: object = None, /) -> NoReturn:  # noqa: A001
-        if _known is not None and threading.current_thread() is threading.main_thread():
-            _known.given = code
-        exits(code)
+    def __init__(self, member: Any) -> None:
+        self._member = member
 
-    return exit
+    def __get__(self, error: SystemExit | None, owner: type | None = None) -> object:
+        if error is None:
+            return self
+        code: object = self._member.__get__(error, owner)
+        if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
+            with suppress(Exception):  # the interpreter reads it, after all code of the program
+                _note(code, error.__traceback__)
+        return code
+
+    def __set__(self, error: SystemExit, code: object) -> None:
+        self._member.__set__(error, code)
+
+    def __delete__(self, error: SystemExit) -> None:
+        self._member.__delete__(error)
+
+
+def _see_codes() -> None:
+    """Put `_SeenCode` into SystemExit. A type of the interpreter takes no attributes, so its table of them is
+    changed itself, and the caches over it are told."""
+    members = gc.get_referents(SystemExit.__dict__)[0]
+    members["code"] = _SeenCode(members["code"])
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
+    if sys.version_info < (3, 12):  # there the interpreter makes no exception of what `sys.exit` was given
+        sys.exit = _exit
+
+
+def _exit(code: Any = None, /) -> NoReturn:
+    """`sys.exit`."""
+    raise SystemExit(code)
+
+
+def _note(code: object, trace: TracebackType | None) -> None:
+    if _known is not None and _known.pid == os.getpid():
+        _known.given = Given(code, calls_of_traceback(_flying_traceback() or trace))
+
+
+def _flying_traceback() -> TracebackType | None:
+    """That of the exception which ends the main thread: before Python 3.12 the exception itself has at most a
+    part of it. It is the one that begins at an outermost frame, and that nothing has but the interpreter."""
+    if sys.version_info >= (3, 12):
+        return None
+    found: dict[int, TracebackType] = {}
+    had: set[int] = set()
+    for thing in gc.get_objects():
+        if type(thing) is TracebackType:
+            found[id(thing)] = thing
+            had.add(id(thing.tb_next))
+        elif issubclass(type(thing), BaseException):
+            had.add(id(thing.__traceback__))
+    return next(
+        (trace for key, trace in found.items() if key not in had and trace.tb_frame.f_back is None), None
+    )
 
 
 def _main_thread_ended() -> None:
@@ -214,9 +292,10 @@ def _failure_of(step: Step) -> Failure | None:
         return Failure("".join(traceback.format_exception(error)).rstrip())
 
 
-def _exit_code(given: object, failures: list[Failure]) -> int:
-    """The code of `sys.exit` stays, unless it says that all is well."""
-    asked = given & 0xFF if isinstance(given, int) else int(given is not None)
+def _exit_code(given: Given | None, failures: list[Failure]) -> int:
+    """The code of a SystemExit stays, unless it says that all is well."""
+    code = given.code if given is not None else None
+    asked = code & 0xFF if isinstance(code, int) else int(code is not None)
     return asked or failures[0].code
 
 

@@ -40,6 +40,13 @@ def clone_store(store: Any) -> Any:
     return tcp_store(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
+def waits_by_itself(store: Any) -> bool:
+    """Does a client of this store wait for a key in its own code, and ask nobody meanwhile? TCPStore's does."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+
+
 class Known(NamedTuple):
     """A process group that this rank belongs to."""
 

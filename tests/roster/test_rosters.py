@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from holdfast.errors import RosterLost
-from holdfast.roster.base import Roster, decode
+from holdfast.roster.base import Roster, Wakeable, decode
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.roster.presence import Identity, Presence, at_key, describe
 from holdfast.roster.torch_store import TorchRoster
@@ -125,6 +126,28 @@ def test_reading_a_message_that_is_deleted_meanwhile_waits_for_nothing() -> None
         stop.set()
         thread.join(10)
     assert {None if message is None else message["x"] for message in found} == {None, 1}
+
+
+def test_a_thread_waits_for_long_and_asks_nobody_and_hears_that_the_store_ends() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = TorchRoster(store, 0, 2), TorchRoster(store, 1, 2)
+    assert isinstance(first, Wakeable)
+    assert not isinstance(MemoryRoster(), Wakeable)
+    assert first.base("where") is first.lane("beside").base("where")
+    ended = threading.Event()
+    first.on_end(ended.set)
+    thread = threading.Thread(target=first.base("where").wait_long, args=("key",))
+    thread.start()
+    second.lane("beside").put("key", {})
+    thread.join(0.3)
+    assert thread.is_alive(), "a lane has messages of its own"
+    second.lane("beside").base().put("key", {})
+    thread.join(10)
+    assert not thread.is_alive()
+    assert not ended.is_set()
+    del first, second, store
+    gc.collect()
+    assert ended.is_set()
 
 
 def test_the_store_of_a_destroyed_process_group_ends() -> None:

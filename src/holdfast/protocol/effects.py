@@ -21,6 +21,7 @@ from holdfast.protocol.messages import (
     to_message,
 )
 from holdfast.protocol.phases import TRANSITIONS, Transitions
+from holdfast.protocol.whereabouts import Inquiry
 from holdfast.roster.base import Message
 
 
@@ -87,6 +88,8 @@ class Context:
     on_phase: Callable[[str], None] = lambda phase: None
     on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
     """Told whom this rank waits for, None when it works."""
+    inquiry: Inquiry = field(default_factory=lambda: Inquiry(None))
+    """Asks ranks that are about to be given up where they are."""
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""

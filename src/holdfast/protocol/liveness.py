@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast.deadline import StallTimer
 from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 from holdfast.protocol.effects import Alive, Context, Get, Steps
+from holdfast.protocol.whereabouts import ASK_BEFORE, PATIENCE
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key, describe
 
@@ -28,6 +31,7 @@ class PeerMonitor:
         self.next_look = context.clock.now() + self.LOOK_EVERY / 2
         self.rounds = 0
         self.turn = 0
+        self.gives_up_at = context.deadline.at + (0.0 if context.is_committer else COURTESY)
 
     def patience(self) -> float:
         """How long to pause before looking again: short at first, longer in a long wait."""
@@ -49,6 +53,7 @@ class PeerMonitor:
         messages = yield Get([at_key(rank) for rank in ranks])
         here = dict(zip(ranks, messages, strict=True))
         lost: list[RankInfo] = []
+        there = []
         for rank, message in here.items():
             # Its time begins when it is first waited for: what it did before is none of this rank's business.
             timer = self.timers.setdefault(rank, StallTimer(context.stall_timeout, context.clock))
@@ -58,12 +63,14 @@ class PeerMonitor:
                     lost.append(self._describe(rank, message, "its process has ended"))
                     continue
                 timer.see(self._mark(message))
+            there.append(rank)
             if timer.stalled():
                 quiet = f"no progress for {timer.quiet_for():.1f} s"
                 lost.append(self._describe(rank, message, self._where(message) or quiet))
+        self._ask(there, here.get(context.committer), now)
         if lost:
             raise self._failed(lost, what, RankFailed)
-        if context.deadline.passed() and (context.is_committer or now >= context.deadline.at + COURTESY):
+        if now >= self.gives_up_at:
             waits_for = self._waits_for(here.get(context.committer)) if not context.is_committer else []
             if waits_for:  # the committer itself only waits: name those that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
@@ -73,6 +80,15 @@ class PeerMonitor:
                 )
             out = [self._describe(rank, message, self._where(message)) for rank, message in here.items()]
             raise self._failed(out, what, DeadlineExceeded)
+
+    def _ask(self, there: list[int], committer: Message | None, now: float) -> None:
+        """Ask those where they are that are about to be given up, and have not ended."""
+        context = self.context
+        soon = context.stall_timeout - min(ASK_BEFORE, context.stall_timeout / 2)
+        missed = [rank for rank in there if self.timers[rank].quiet_for() >= soon]
+        if now >= self.gives_up_at - ASK_BEFORE:
+            missed += (not context.is_committer and self._waits_for(committer)) or there
+        context.inquiry.ask(missed[:QUOTED], context.key)
 
     def _mark(self, message: Message) -> object:
         """The progress mark of a rank, from its presence message: its stall timer is reset when this changes.
@@ -140,6 +156,9 @@ class PeerMonitor:
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         context = self.context
+        left = max(0.0, self.gives_up_at - context.clock.now()) + PATIENCE / 4
+        said = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
+        infos = [msgspec.structs.replace(info, at=said.get(info.rank, "")) for info in infos]
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
             f"; and {len(infos) - QUOTED} more" if len(infos) > QUOTED else ""
         )

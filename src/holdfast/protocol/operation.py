@@ -17,6 +17,7 @@ from holdfast.protocol.effects import Context, Steps
 from holdfast.protocol.phases import CHOICE_TRANSITIONS, Transitions
 from holdfast.protocol.rendezvous import CallSignature, history_of, leave, meet
 from holdfast.protocol.runner import CallSteps, Cancel, run
+from holdfast.protocol.whereabouts import Inquiry, tell_where
 from holdfast.roster.base import Json, Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
@@ -70,10 +71,12 @@ class Operation:
             step=step,
             on_phase=self._on_phase,
             on_wait=self.presence.wait_for,
+            inquiry=Inquiry(self.roster),
             who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
             hint=_HINTS.get(kind, ""),
             about=self._signature.about,
         )
+        tell_where(self.roster)
         self.emit("entered")
 
     def emit(self, name: str, **fields: object) -> None:

@@ -3,12 +3,9 @@ is."""
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from types import FrameType
 
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit
@@ -18,6 +15,7 @@ from holdfast.protocol.operation import Operation
 from holdfast.protocol.phases import TASK_TRANSITIONS
 from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
+from holdfast.stacks import calls_of_frame, frame_of
 from holdfast.threads import start_thread
 
 _started: list[threading.Thread] = []
@@ -138,8 +136,4 @@ class CollectiveTask:
 
     def _stack(self) -> str:
         """Where the thread stands, innermost call last."""
-        frame: FrameType | None = (
-            sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
-        )
-        calls = traceback.extract_stack(frame)[-3:] if frame is not None else []
-        return " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+        return calls_of_frame(frame_of(self._thread)) if self._thread is not None else ""

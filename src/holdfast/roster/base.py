@@ -7,8 +7,8 @@ the place that keeps the messages is gone, every method raises `RosterLost`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
@@ -62,6 +62,24 @@ class Roster(Protocol):
 
     def renew(self) -> None:
         """Forget the connections: a thread that was given up may be stuck in one."""
+        ...
+
+
+@runtime_checkable
+class Wakeable(Roster, Protocol):
+    """A roster on which a thread of a rank can wait for as long as the job goes on, and ask nobody meanwhile."""
+
+    def base(self, client: str = "main") -> Wakeable:
+        """The same ranks, outside of all lanes, over the client of this name. Kept, and equal for all lanes.
+        It does not keep the place of the messages alive."""
+        ...
+
+    def wait_long(self, key: str) -> None:
+        """Until the key is there, however long that takes. Nobody else can use this client meanwhile."""
+        ...
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        """Call `listener` when this process lets go of the place of the messages, which still answers."""
         ...
 
 

@@ -3,7 +3,8 @@
 The store is the one that the default process group was started with, so there is nothing to
 set up; its keys get a prefix of ours. We use clients of our own, because one client serialises its calls and
 a wait would hold the training's own use up: one for operations, one for what goes on beside them, shared by
-all lanes, so that a world of ten thousand ranks keeps two connections a rank.
+all lanes, and one on which a rank waits to be asked where it is (`protocol/whereabouts.py`): a world of ten
+thousand ranks keeps three connections a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import msgspec
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from holdfast.errors import RosterLost
 from holdfast.options import read_environment
 from holdfast.roster.base import Message, decode
 from holdfast.roster.seal import Seal
-from holdfast.torch_private import clone_store, default_store
+from holdfast.torch_private import clone_store, default_store, waits_by_itself
 
 Client = Any
 """A client of torch's store. torch.distributed does not export its class."""
@@ -35,17 +36,22 @@ _FEW = 8
 """Messages up to which each is read by itself."""
 _WAIT = timedelta(seconds=10)
 """For a message that is deleted while several are read at once."""
+_LONG = timedelta(days=20)
+"""As long as a client of the store can wait: it counts milliseconds in 31 bits."""
+_SELDOM = 1.0
+"""Seconds between two looks for a key, on a store whose clients can't wait for it by themselves."""
 
 
 class _Connections:
     """This process's clients of one store, made at first use, and the secret that seals messages.
 
-    The default process group's store is not kept alive: after `destroy_process_group` its server must end
-    with it, or the next process group on that port would meet the messages of the last.
+    The store is not kept alive: after `destroy_process_group` the server of the default process group's must
+    end with it, or the next process group on that port would meet the messages of the last.
     """
 
-    def __init__(self, store: Client | None) -> None:
-        self._parent: Callable[[], Client] = ref(default_store()) if store is None else lambda: store
+    def __init__(self, store: Client) -> None:
+        self.parent: Callable[[], Client | None] = ref(store)
+        self.bases: dict[str, TorchRoster] = {}
         self._clients: dict[str, Client] = {}
         self._seal: Seal | None = None
         self.prefix = f"holdfast/{read_environment().incarnation}/"
@@ -53,7 +59,7 @@ class _Connections:
     def client(self, name: str) -> Client:
         """The client of this name; connecting may block, so it is left to a worker thread."""
         if name not in self._clients:
-            parent = self._parent()
+            parent = self.parent()
             if parent is None:
                 raise RosterLost(
                     "The default process group that this roster belongs to was destroyed.",
@@ -91,20 +97,25 @@ class TorchRoster:
     ) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
-        self._set(_Connections(store), "main", "")
+        connections = _Connections(default_store() if store is None else store)
+        self._set(connections, store, "main", "")
 
-    def _set(self, connections: _Connections, client: str, lane: str) -> None:
+    def _set(self, connections: _Connections, store: Client | None, client: str, lane: str) -> None:
         self._connections, self._name, self._lane = connections, client, lane
+        self._given = store
+        """A store that was given lives as long as who was given it."""
         self._prefix = connections.prefix + lane
         self._kept: dict[str, TorchRoster] = {}
 
-    def _like(self, kept_as: str, client: str, lane: str) -> TorchRoster:
-        if kept_as not in self._kept:
+    def _like(self, kept: dict[str, TorchRoster], kept_as: str, client: str, lane: str) -> TorchRoster:
+        if kept_as not in kept:
             made = TorchRoster.__new__(TorchRoster)
             made.rank, made.world_size = self.rank, self.world_size
-            made._set(self._connections, client, lane)
-            self._kept[kept_as] = made
-        return self._kept[kept_as]
+            made._set(
+                self._connections, None if kept is self._connections.bases else self._given, client, lane
+            )
+            kept[kept_as] = made
+        return kept[kept_as]
 
     @property
     def _store(self) -> Client:
@@ -175,10 +186,27 @@ class TorchRoster:
         return self._connections.seal(self._store).job
 
     def second(self) -> TorchRoster:
-        return self._like("second client", "beside", self._lane)
+        return self._like(self._kept, "second client", "beside", self._lane)
 
     def lane(self, name: str) -> TorchRoster:
-        return self._like(f"lane {name}", self._name, f"{self._lane}lane-{name}/")
+        return self._like(self._kept, f"lane {name}", self._name, f"{self._lane}lane-{name}/")
+
+    def base(self, client: str = "main") -> TorchRoster:
+        return self._like(self._connections.bases, client, client, "")
+
+    def wait_long(self, key: str) -> None:
+        name, store = self._prefix + key, self._store
+        with _Reachable(f"waiting for {key!r}"):
+            if waits_by_itself(store):
+                store.wait([name], _LONG)
+            else:
+                while not store.check([name]):
+                    time.sleep(_SELDOM)
+
+    def on_end(self, listener: Callable[[], None]) -> None:
+        parent = self._connections.parent()
+        if parent is not None:
+            finalize(parent, listener).atexit = False
 
     def renew(self) -> None:
         self._connections.forget()

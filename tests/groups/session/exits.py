@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from tests.groups.session.jobs import end_with
 from tests.groups.session.unseen_saves import save_in_vain
 
 LIMITS: dict[str, Any] = {"timeout": 40.0, "stall_timeout": 5.0, "grace": 5.0}
+SOON = 3.0
+"""Seconds that collectives wait, where a rank does not come to one."""
+WAITED_FOR = ("dawdle", "early good exit")
 
 
 def in_a_block(mode: str, rank: int, folder: str) -> None:
@@ -31,7 +35,7 @@ def in_a_block(mode: str, rank: int, folder: str) -> None:
 
 def to_the_end(mode: str, rank: int, folder: str, destroys: bool) -> None:
     """As a framework does it: groups are its own, and it may destroy them itself."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=SOON if mode in WAITED_FOR else 60))
     dist.new_group([0, 1])
     Session(**LIMITS, after_end=AMPLE if mode == "late" else 120.0, owns_world=True).until_exit()
     dist.all_reduce(torch.ones(1))

@@ -86,12 +86,16 @@ def test_sys_exit_on_one_rank_keeps_its_code(tmp_path: Path) -> None:
     assert ended.codes[1] == 3, ended.said
     # One that waits in a collective for another that waits likewise is not freed by any error: it is ended.
     assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
-    assert "raised SystemExit: 3" in ended.said
+    assert re.search(r"exited with code 3 \(SystemExit\) at .*jobs.py:\d+ leave\.", ended.said), ended.said
 
 
 def test_ranks_that_are_stuck_in_a_call_exit_with_a_code_of_their_own(tmp_path: Path) -> None:
     ended = launch("hang", tmp_path)
     assert ended.codes == [86, 86, 86, 1], ended.said
+    for rank in range(3):
+        (last,) = re.findall(rf"^rank {rank} ends with exit code 86: .*", ended.said, re.MULTILINE)
+        assert re.search(r"it is at .*jobs.py:\d+ end_with\. The session ended because rank 3 ", last)
+        assert re.search(r"at .*jobs.py:\d+ end_with raised ValueError: the loss is not a number", last)
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
@@ -147,12 +151,46 @@ def test_an_error_that_nobody_catches_ends_a_session_without_a_block(tmp_path: P
     assert ended.said.count("Traceback") == 1, ended.said
 
 
-def test_sys_exit_without_a_block_is_no_good_end(tmp_path: Path) -> None:
-    ended = launch("exit", tmp_path, "to the end")
-    assert ended.codes[1] == 3, ended.said
-    assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
-    assert "because rank 1 " in ended.said
+@pytest.mark.parametrize(
+    ("mode", "code", "said"),
+    [
+        ("exit", 3, r"exited with code 3 \(SystemExit\) at .*jobs.py:\d+ leave\."),
+        ("bare exit", 3, r"exited with code 3 \(SystemExit\) at .*jobs.py:\d+ leave\."),
+        ("exit with words", 1, r"exited with 'the data is gone' \(SystemExit\) at .*jobs.py:\d+ leave\."),
+        ("os._exit", 3, r": its process has ended\."),
+        ("interrupt", -2, r"at .*jobs.py:\d+ leave raised KeyboardInterrupt\."),
+    ],
+)
+def test_a_program_that_ends_in_the_middle_keeps_its_code_and_is_told_as_what_it_is(
+    mode: str, code: int, said: str, tmp_path: Path
+) -> None:
+    ended = launch(mode, tmp_path, "to the end", world=2)
+    assert ended.codes == [1, code], ended.said
+    assert re.search(
+        rf"^rank 0 ends: The session ended because (of )?rank 1 .*{said}", ended.said, re.MULTILINE
+    )
+    assert "because rank 0" not in ended.said
     assert ended.seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("dawdle", r"its main thread is at .* > jobs.py:\d+ dawdle\."),
+        ("early good exit", r"its program exited with code 0 \(SystemExit\) at .* > jobs.py:\d+ leave\."),
+    ],
+)
+def test_a_rank_that_does_not_come_to_a_collective_is_named_with_the_place_of_its_code(
+    mode: str, where: str, tmp_path: Path
+) -> None:
+    ended = launch(mode, tmp_path, "to the end", world=2)
+    assert ended.codes == [1, 1], ended.said
+    # In the words of the rank that waited in the collective, below its traceback, and in those of the other.
+    named = rf"not in that collective: rank 1 \(host .*{where}"
+    assert re.search(rf"^\[rank0\]: holdfast: {named}", ended.said, re.MULTILINE), ended.said
+    assert re.search(
+        rf"^rank 1 ends: .* all_reduce raised RuntimeError: .*; {named}", ended.said, re.MULTILINE
+    )
 
 
 def test_a_save_that_failed_unseen_fails_a_session_without_a_block(tmp_path: Path) -> None:

@@ -16,16 +16,15 @@ import os
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from holdfast.background.manager import wait_for_saves
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit, is_working, on_main_thread_end
 from holdfast.groups.session.backstop import Backstop
+from holdfast.stacks import calls_of_frame, frame_of
 from holdfast.threads import start_thread
 
 EXIT_LATE = 87
@@ -134,9 +133,7 @@ def _holders() -> Iterator[str]:
     children = list(_children())
     if children:
         yield f"child processes: {', '.join(children)}"
-    frame: Any = sys._current_frames().get(main.ident or 0)
-    calls = traceback.extract_stack(frame)[-4:] if frame is not None else []
-    where = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+    where = calls_of_frame(frame_of(main))
     yield f"its main thread is at {where}" if where else "its main thread is in no Python code"
 
 

@@ -17,9 +17,13 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import msgspec
+
 from holdfast.deadline import REAL_CLOCK, StallTimer
-from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 from holdfast.groups.session.questions import Questions
+from holdfast.protocol.whereabouts import PATIENCE as WHERE
+from holdfast.protocol.whereabouts import Inquiry
 from holdfast.roster.base import Message, Roster
 from holdfast.roster.presence import Presence, at_key, describe
 from holdfast.threads import start_thread
@@ -121,6 +125,12 @@ class Monitor:
         """What a rank has last said of itself."""
         return self._ask(lambda: self.roster.get([at_key(rank)])[0], self._seen.get(rank))
 
+    def ask_where(self, ranks: list[int], here: str) -> tuple[RankInfo, ...]:
+        """Those of some ranks that answer, and are in no call `here`."""
+        return self._ask(
+            lambda: self._elsewhere([rank for rank in ranks if rank != self.roster.rank], here), ()
+        )
+
     def is_alive(self, message: Message) -> bool:
         """Is the process behind a message seen to be alive from here?"""
         return self.presence.identity.alive(message) is True
@@ -182,6 +192,18 @@ class Monitor:
             if message is not None and self.presence.identity.alive(message) is False
         }
         return (set(ranks) - set(silent)) | gone
+
+    def _elsewhere(self, ranks: list[int], here: str) -> tuple[RankInfo, ...]:
+        inquiry = Inquiry(self.roster)
+        inquiry.ask(ranks, self.key)
+        said = inquiry.answers(ranks, WHERE)
+        away = [rank for rank in said if not here or here not in said[rank]]
+        messages = self.roster.get([at_key(rank) for rank in away])
+        infos = [
+            describe(rank, message, time.time(), key=self.key)
+            for rank, message in zip(away, messages, strict=True)
+        ]
+        return tuple(msgspec.structs.replace(info, at=said[info.rank]) for info in infos)
 
     def _look(self) -> None:
         told, *messages = self.roster.get([f"{self.key}/failed", *map(at_key, self._neighbours)])

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from holdfast.background.manager import wait_for_saves
 from holdfast.deadline import check_seconds
 from holdfast.errors import HoldfastError
-from holdfast.exits import Failure, Stage, at_exit, given_code
+from holdfast.exits import Failure, Stage, at_exit, given
 from holdfast.groups.lifecycle.close import Closing
 from holdfast.groups.lifecycle.open import Groups, open_groups
 from holdfast.groups.lifecycle.report import WarmUpReport
@@ -170,9 +170,9 @@ class Session:
     def _at_exit(self) -> Failure | None:
         if self._way.left.is_set():
             return None
-        code = given_code()
+        exited = given()
         try:
-            self.__exit__(None, SystemExit(code) if code else None, None)
+            self.__exit__(None, SystemExit(exited.code) if exited is not None else None, None)
         except BaseException as error:
             if not hasattr(error, TOLD):
                 print(f"rank {self._roster.rank} ends: {error}", file=sys.stderr, flush=True)

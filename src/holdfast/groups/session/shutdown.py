@@ -21,11 +21,19 @@ import torch.distributed as dist
 
 from holdfast.background.manager import last_saves, wait_for_saves
 from holdfast.background.pending import CANCELLED
-from holdfast.errors import HoldfastError, RankFailed, RosterLost, from_message
+from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 from holdfast.groups.audit.doctor import stop
 from holdfast.groups.lifecycle.close import Closing, abort_all
+from holdfast.groups.session.blame import (
+    in_words,
+    innermost_call,
+    not_in_the_collective,
+    ranks_of_collective,
+)
 from holdfast.groups.session.monitor import PATIENCE, Monitor
+from holdfast.protocol.whereabouts import end_tellers
 from holdfast.roster.base import Message, Roster
+from holdfast.stacks import calls_of_frame
 from holdfast.threads import start_thread
 
 log = logging.getLogger("holdfast")
@@ -77,9 +85,12 @@ class Leaving:
         after this."""
         self.watch.stop()
         stop()
+        if self.watch.roster.rank:
+            end_tellers(self.watch.roster)
         self.watch.say("left")
         if not self.watch.roster.rank:
             self.watch.wait_for("left", self._others(), ends)
+            end_tellers(self.watch.roster)
         self.watch.ask_no_more()
 
     def end_in_order(self, ends: float) -> None:
@@ -145,15 +156,17 @@ class Leaving:
             raise told from None
 
     def _in_words(self, error: BaseException | None) -> HoldfastError:
-        if isinstance(error, HoldfastError) and error.missing:
-            return error
-        me = self.watch.presence.identity
-        said = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
-        return RankFailed(
-            f"The session ended because rank {me.rank} (host {me.host}, pid {me.pid}) raised {said[:500]}.",
-            rank=me.rank,
-            hint="Its traceback is in that rank's output.",
-        )
+        """This rank's failure. If a collective of it broke, those of its ranks are named that are somewhere
+        else; the exception itself gets a note of them."""
+        watch = self.watch
+        elsewhere: tuple[RankInfo, ...] = ()
+        if error is not None and not isinstance(error, HoldfastError) and _is_echo(error):
+            ranks = ranks_of_collective(error, watch.roster.world_size)
+            elsewhere = watch.ask_where(ranks, innermost_call(error))
+        failure = in_words(error, watch.presence.identity, elsewhere)
+        if elsewhere and error is not None:
+            error.add_note(f"holdfast: {not_in_the_collective(elsewhere)}.")
+        return failure
 
     def _follow(self, failure: HoldfastError, own: BaseException | None, ends: float) -> None:
         """Another rank failed first: say so, let go, and leave after it."""
@@ -218,9 +231,7 @@ class Leaving:
             pending.cancel()
 
     def _say_stuck(self, why: str) -> None:
-        frame = sys._current_frames().get(self._thread)
-        calls = traceback.extract_stack(frame)[-4:]
-        at = " > ".join(f"{call.filename.rpartition('/')[2]}:{call.lineno} {call.name}" for call in calls)
+        at = calls_of_frame(sys._current_frames().get(self._thread))
         first = "" if self.watch.failure is None else f" {self.watch.failure.message}"
         print(
             f"rank {self.watch.roster.rank} ends with exit code {EXIT_STUCK}: {why}; it is at {at}.{first}",

@@ -1,0 +1,67 @@
+"""What a rank that fails first says of itself: what it met, where, and, if a collective of it broke, which
+ranks were not in that collective."""
+
+from __future__ import annotations
+
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.errors import HoldfastError, RankFailed, RankInfo
+from holdfast.exits import Given, given
+from holdfast.roster.presence import Identity
+from holdfast.stacks import calls_of_error
+
+AT_MOST = 64
+"""Ranks of a collective that are asked where they are."""
+SHOWN = 8
+
+
+def in_words(error: BaseException | None, me: Identity, missing: tuple[RankInfo, ...]) -> HoldfastError:
+    """This rank's failure, as all others raise it."""
+    if isinstance(error, HoldfastError) and error.missing:
+        return error
+    return RankFailed(
+        f"The session ended because rank {me.rank} (host {me.host}, pid {me.pid}) {_what(error)}"
+        + (f"; {not_in_the_collective(missing)}." if missing else "."),
+        rank=me.rank,
+        hint="Its traceback is in that rank's output.",
+        details={"not in the collective": [info.rank for info in missing]} if missing else None,
+    )
+
+
+def _what(error: BaseException | None) -> str:
+    if isinstance(error, SystemExit):
+        exited = given()  # which knows where, if it has ended the program already
+        if exited is None or error.__traceback__ is not None:
+            exited = Given(error.code, calls_of_error(error))
+        return str(exited)
+    said = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
+    at = calls_of_error(error)
+    return f"{f'at {at} ' if at else ''}raised {said[:500]}"
+
+
+def not_in_the_collective(missing: tuple[RankInfo, ...]) -> str:
+    """The ranks, as a sentence."""
+    more = f"; and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+    return f"not in that collective: {'; '.join(map(str, missing[:SHOWN]))}{more}"
+
+
+def innermost_call(error: BaseException | None) -> str:
+    """The last call that an exception came through: of ranks that are in one collective it is the same."""
+    return calls_of_error(error).rpartition(" > ")[2]
+
+
+def ranks_of_collective(error: BaseException | None, world_size: int) -> list[int]:
+    """The ranks of the group in whose collective an exception was raised, as many as are to be asked; of the
+    world, if the collective was none of torch.distributed's functions."""
+    group: Any = None
+    for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
+        if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
+            group = frame.f_locals.get("group", group)
+    if group is not None:
+        with suppress(Exception):  # it was destroyed meanwhile
+            return dist.get_process_group_ranks(group)[:AT_MOST]
+    return list(range(min(world_size, AT_MOST)))

@@ -1,0 +1,94 @@
+"""Where code is: the last calls of a thread or of an exception, in one line, innermost last.
+
+Only frames are looked at. A source file is never opened: it may lie on storage that does not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from types import CodeType, FrameType, TracebackType
+
+CALLS = 4
+"""How many calls are shown."""
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_EXITS = _OWN + "exits.py"
+_ROSTER = os.path.join(_OWN, "roster", "")
+"""Whoever is there waits for messages."""
+
+
+def calls_of_frame(frame: FrameType | None) -> str:
+    """The last calls of a stack, as `train.py:12 main > model.py:30 forward`; "" for None."""
+    calls: list[str] = []
+    while frame is not None and len(calls) < CALLS:
+        calls.append(_call(frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return " > ".join(reversed(calls))
+
+
+def calls_of_error(error: BaseException | None) -> str:
+    """The last calls that an exception came through, where it was raised last; "" if it was never raised."""
+    return calls_of_traceback(error.__traceback__ if error is not None else None)
+
+
+def calls_of_traceback(trace: TracebackType | None) -> str:
+    """The same of a traceback."""
+    lines = list(traceback.walk_tb(trace))
+    if lines and lines[-1][0].f_code.co_filename == _EXITS:
+        lines.pop()  # our `sys.exit`
+    return " > ".join(_call(frame.f_code, line) for frame, line in lines[-CALLS:])
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """The innermost frame of a thread, if it is in Python code."""
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def where_threads_are(caller: threading.Thread | None = None) -> str:
+    """Where this process's main thread is, as a part of a sentence; `caller`, too, if it is another one.
+
+    A thread that waits in a call of Holdfast is shown where it called; then the thread that works for it is
+    shown, too.
+    """
+    threads = [threading.main_thread()]
+    if caller is not None and caller is not threads[0] and caller.is_alive():
+        threads.append(caller)
+    return "; ".join(filter(None, map(where_thread_is, threads)))
+
+
+def where_thread_is(thread: threading.Thread) -> str:
+    """Where one thread is, as `where_threads_are` says it."""
+    name = "main thread" if thread is threading.main_thread() else f"thread {thread.name!r}"
+    frame = frame_of(thread)
+    entry = _entry_into_holdfast(frame)
+    if frame is None:
+        return f"its {name} is in no Python code"
+    if entry is None:
+        return f"its {name} is at {calls_of_frame(frame)}"
+    if entry.f_code.co_filename == _EXITS:
+        return ""  # Holdfast's end of the process, and nobody's code
+    work = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
+    at_work = next(
+        (found for found in work if found and not found.f_code.co_filename.startswith(_ROSTER)), None
+    )
+    more = f", which does {calls_of_frame(at_work)}" if at_work is not None else ""
+    return f"its {name} is at {calls_of_frame(entry)}{more}"
+
+
+def _entry_into_holdfast(frame: FrameType | None) -> FrameType | None:
+    """The outermost frame of Holdfast's of those that are innermost; None if the thread is in other code."""
+    entry = None
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OWN):
+            entry = frame
+        elif name != threading.__file__:
+            break
+        frame = frame.f_back
+    return entry
+
+
+def _call(code: CodeType, line: int | None) -> str:
+    return f"{code.co_filename.rpartition('/')[2]}:{line} {code.co_name}"
