@@ -27,7 +27,7 @@ JSON (`to_message` and `from_message`), so that all ranks raise the same one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -65,6 +65,9 @@ class HoldfastError(Exception):
     `missing` (tuple of RankInfo), `hint` (what to do next), `details` (a dict of JSON values).
     """
 
+    plain: ClassVar[type[HoldfastError] | None] = None
+    """Of a class that is also a kind of a framework's error: ours without that."""
+
     def __init__(
         self,
         message: str,
@@ -89,7 +92,7 @@ class HoldfastError(Exception):
         return f"{self.message} {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.to_message()))
+        return (_rebuild, (type(self).plain or type(self), self.to_message()))
 
     def to_message(self) -> dict[str, Any]:
         """The error as plain JSON values."""
@@ -186,7 +189,8 @@ class StorageError(HoldfastError, OSError):
 def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
+        if child.plain is None:
+            found.update(_tree(child))
     return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 

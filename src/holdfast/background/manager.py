@@ -20,7 +20,7 @@ from holdfast.background.arena import Arena
 from holdfast.background.gpu_copy import DeviceCopies
 from holdfast.background.pending import Pending
 from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
-from holdfast.background.stage import Into, Staged, stage
+from holdfast.background.stage import Into, Staged, copied_bytes, stage
 from holdfast.background.writer_client import WriterClient
 from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
 from holdfast.exits import (
@@ -44,12 +44,16 @@ EXIT_GRACE = 30.0
 
 
 class Background:
-    """One save under way at most; the next waits for it. Arenas and processes are not shared between
-    slots."""
+    """One save under way at most; the next waits for it. Arenas are not shared between slots.
 
-    def __init__(self) -> None:
+    writer: a writer process that slots share whose saves never write at the same time (`SaveQueue`); by default
+        it has its own.
+    """
+
+    def __init__(self, writer: WriterClient | None = None) -> None:
         self._arena: Arena | None = None
-        self.writer = WriterClient()
+        self._owns_writer = writer is None
+        self.writer = writer or WriterClient()
         self._pending: Pending | None = None
         self._lock = threading.Lock()
         self._pid = os.getpid()
@@ -62,9 +66,15 @@ class Background:
         step: int | None,
         budget: int | None,
         retries: int,
+        after: Pending | None = None,
+        make_room: Callable[[int], None] | None = None,
     ) -> Pending:
         """Stage the state of the job that `make` gives, and save it in the background. Waits for the save
-        before this one."""
+        before this one.
+
+        after: begin to write once that save has ended. make_room: called with the bytes that the copy takes,
+            before it is made.
+        """
         if self.is_of_another_process():
             raise BadInput(
                 "This process was forked after an asynchronous save; it can't go on with its parent's."
@@ -75,8 +85,11 @@ class Background:
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
             # from then on.
-            job.collect_error = job.collect_error or read_state(self.writer.start, job.rank)
+            if not self.writer.busy:
+                job.collect_error = job.collect_error or read_state(self.writer.start, job.rank)
             into = DeviceCopies(job.streams).into
+            if make_room is not None and job.collect_error is None:
+                make_room(copied_bytes(job.table, job.options))
             staged = self._stage(job, budget, into)
             pending.attempt(job)  # before the thread starts, so that a cancel always finds the job
             self._pending = pending
@@ -89,7 +102,7 @@ class Background:
                 assert self._arena is not None
                 job.sink = WaveSink(self.writer, self._arena, pending.has_staged, budget, into)
                 retries = 0  # the state that another attempt would copy is not this one any more
-            pending.start(lambda: self._run(pending, job, retries))
+            pending.start(lambda: self._run(pending, job, retries, after))
             try:
                 # In waves it takes as long as the writing of all but the last; the save's deadline bounds it.
                 pending.staging_completion.result()
@@ -109,7 +122,8 @@ class Background:
         with self._lock:
             if self._pending is not None and not self._pending.done():
                 return
-            self.writer.kill()
+            if self._owns_writer:
+                self.writer.kill()
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.close()
@@ -155,8 +169,25 @@ class Background:
             job.collect_error = read_state(copy, job.rank)
         return results[0] if results else Staged([])
 
-    def _run(self, pending: Pending, job: SaveJob, retries: int) -> SaveReport:
+    @property
+    def is_idle(self) -> bool:
+        """Has its last save ended?"""
+        return self._pending is None or self._pending.done()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that its arena takes."""
+        return self._arena.size if self._arena is not None else 0
+
+    def wait(self) -> None:
+        """Wait for its last save, however it ends."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def _run(self, pending: Pending, job: SaveJob, retries: int, after: Pending | None) -> SaveReport:
         deadline, pause = job.request.call.deadline, 0.1
+        if after is not None:
+            after.wait()  # bounded by its own deadline
         for left in range(retries, -1, -1):
             try:
                 return self._run_once(job)
@@ -195,7 +226,8 @@ class Background:
         try:
             return None if self._pending is None else _outcome(self._pending)
         finally:
-            self.writer.kill()
+            if self._owns_writer:
+                self.writer.kill()
 
 
 def _end_with(pending: Pending) -> None:
@@ -247,9 +279,9 @@ class _Owner:
     """Lives as long as its thread."""
 
 
-def background_of(owner: object) -> Background:
+def background_of(owner: object, writer: WriterClient | None = None) -> Background:
     """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
-    made = Background()
+    made = Background(writer)
     _known.add(made)
     at_exit(Stage.SAVES, made.drain)
     finalize(owner, made.retire).atexit = False

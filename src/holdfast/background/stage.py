@@ -63,6 +63,13 @@ def stage(table: ShardTable, options: Options, arena: Arena, budget: int | None,
     return staged
 
 
+def copied_bytes(table: ShardTable, options: Options) -> int:
+    """How many bytes `stage` takes of an arena."""
+    replicas = [declared or (0, 1) for declared in table.replicas]
+    plan = plan_save(table, replicas, replace(options, columns=()))
+    return _copies(table, plan, 0, len(plan.chunks.row))[1]
+
+
 def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: Arena, into: Into) -> Staged:
     """Copy some of a plan's chunks."""
     copies, size = _copies(table, plan, *cut)

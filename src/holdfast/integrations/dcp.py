@@ -22,6 +22,7 @@ from holdfast.background.manager import LANE
 from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
 from holdfast.integrations.dcp_metadata import mark
+from holdfast.integrations.foreign_errors import of_torch, raising
 from holdfast.loading.job import load as _load
 from holdfast.options import Options
 from holdfast.protocol.arguments import one_folder
@@ -35,6 +36,7 @@ from holdfast.store.local import open_store
 __all__ = ["async_save", "load", "save"]
 
 
+@raising(of_torch)
 def save(
     state_dict: dict[str, Any],
     *,
@@ -68,6 +70,7 @@ def save(
     return _reading(store, state_dict, call, options, objects_may_differ).run()
 
 
+@raising(of_torch)
 def load(
     state_dict: dict[str, Any],
     *,
@@ -96,6 +99,7 @@ def load(
     )
 
 
+@raising(of_torch)
 def async_save(
     state_dict: dict[str, Any],
     *,

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from holdfast.background.async_save import async_save_into
 from holdfast.background.manager import LANE
+from holdfast.background.queue import queue_of_this_thread
 from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
 from holdfast.format.names import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
+from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.guard import note_committed
 from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
@@ -27,6 +28,7 @@ from holdfast.io.open_checkpoint import open_index, open_source
 from holdfast.layout.tensor import listed
 from holdfast.loading.job import LoadRequest
 from holdfast.options import Options
+from holdfast.protocol.arguments import check_arguments
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.consensus import StepConsensus
 from holdfast.protocol.operation import agree, read_state
@@ -42,6 +44,7 @@ log = logging.getLogger("holdfast")
 _warned: set[str] = set()
 
 
+@raising(of_megatron)
 def save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],
@@ -71,9 +74,10 @@ def save(
     digest, and what is saved is durable when this returns. From `participants` on, the arguments are those of
     `holdfast.save`.
 
-    async_sharded_save: copy the state and save it in the background, as `holdfast.async_save` does. The
-        request that is
-    returned is finalized once the save is committed; what goes wrong is raised then, on all ranks.
+    async_sharded_save: copy the state and save it in the background. The request that is returned is
+        finalized once the save is committed; what goes wrong is raised then, on all ranks. Saves in a row are
+        written in order, and none waits for those before it.
+    host_memory_budget: bytes that the copies of such saves may take together on this rank.
 
     Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
     """
@@ -110,12 +114,16 @@ def save(
     if not async_sharded_save:
         note_committed(make(begin()).run().path)
         return None
-    pending = async_save_into(store, lambda: make(begin().lane(LANE)), step, host_memory_budget, 0)
+    check_arguments(host_memory_budget=host_memory_budget)
+    pending = queue_of_this_thread().save(
+        lambda: make(begin().lane(LANE)), store.url, step, host_memory_budget
+    )
     title = f"choice of the call that finalizes the save of {store.url}"
     consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
 
 
+@raising(of_megatron)
 def load(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str | os.PathLike[str],
@@ -314,6 +322,7 @@ class _Request:
         return loaded
 
 
+@raising(of_megatron)
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
     """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
     loaded: dict[str, Any] = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)

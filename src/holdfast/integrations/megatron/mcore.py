@@ -18,7 +18,7 @@ from holdfast.integrations.patching import original_of
 try:
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.core import maybe_load_config
+    from megatron.core.dist_checkpointing.core import CheckpointingException, maybe_load_config
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
         extract_matching_values,
@@ -224,6 +224,7 @@ __all__ = [
     "AsyncCallsQueue",
     "AsyncRequest",
     "ChainedOptimizer",
+    "CheckpointingException",
     "DistributedOptimizer",
     "LocalNonpersistentObject",
     "ShardedObject",

@@ -25,6 +25,7 @@ from holdfast.format.names import (
     SHARD,
 )
 from holdfast.format.torch_objects import allowing
+from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.megatron import mcore
 from holdfast.io.open_checkpoint import open_source, read_file
 from holdfast.io.raw_read import read_object
@@ -35,6 +36,7 @@ from holdfast.store.local import open_store
 log = logging.getLogger("holdfast")
 
 
+@raising(of_megatron)
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
     """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
     return read_common(open_store(os.fspath(checkpoint_dir)))
@@ -59,6 +61,7 @@ def is_stock(store: Store) -> bool:
     return False
 
 
+@raising(of_megatron)
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     *,
@@ -72,6 +75,7 @@ def load_content_metadata(
     return preloaded_state_dict.get(mcore.CONTENT_METADATA)
 
 
+@raising(of_megatron)
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
 ) -> dict[str, Any]:
@@ -83,6 +87,7 @@ def load_tensors_metadata(
     }
 
 
+@raising(of_megatron)
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
 ) -> dict[str, Any]:

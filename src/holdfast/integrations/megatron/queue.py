@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from holdfast.background.pending import Pending
+from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.guard import note_committed
 from holdfast.protocol.consensus import StepConsensus
 
@@ -24,7 +25,8 @@ class Committed:
         pending.upload_completion.add_done_callback(lambda future: consensus.propose())
 
     def __call__(self) -> None:
-        note_committed(self.pending.committed().path)
+        with raising(of_megatron):
+            note_committed(self.pending.committed().path)
 
     def is_due(self, no_dist: bool) -> bool:
         """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have

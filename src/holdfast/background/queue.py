@@ -1,0 +1,105 @@
+"""Asynchronous saves in a row: each call blocks for its own copy only, and they are written in order.
+
+A framework that saves a model, its optimizer and the rest as three requests (verl) would wait for the first
+two in the third call if there were one arena. Here each has an arena of its own until it is committed, within
+a budget; one writer process serves them all, because they are written one after another.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from weakref import finalize, ref
+
+from holdfast.background.manager import Background, background_of
+from holdfast.background.pending import Pending
+from holdfast.background.writer_client import WriterClient
+from holdfast.exits import Stage, at_exit
+from holdfast.saving.job import SaveJob
+
+MOST = 8
+"""Saves that wait to be written, where no budget says how many."""
+
+
+class SaveQueue:
+    """The saves of one thread."""
+
+    def __init__(self) -> None:
+        self._writer = WriterClient()
+        self._slots: list[Background] = []
+        """The one whose save is the oldest first."""
+        self._last: Pending | None = None
+        finalize(self, self._writer.kill).atexit = False
+
+    def save(
+        self, make: Callable[[], SaveJob], path: str, step: int | None, budget: int | None, retries: int = 0
+    ) -> Pending:
+        """`Background.save`, in a slot of which no save is under way.
+
+        budget: bytes that the copies of all saves in the queue may take. Where this one does not fit beside
+            them, it waits for the oldest; where it does not fit alone, it is copied in waves.
+        """
+        slot = self._free_slot()
+        self._slots.remove(slot)
+        self._slots.append(slot)
+
+        def make_room(nbytes: int) -> None:
+            if budget is not None:
+                self._make_room(min(nbytes, budget), budget, slot)
+
+        self._last = slot.save(make, path, step, budget, retries, self._last, make_room)
+        return self._last
+
+    def is_of_another_process(self) -> bool:
+        """Was it made before this process was forked?"""
+        return any(slot.is_of_another_process() for slot in self._slots)
+
+    def _free_slot(self) -> Background:
+        idle = next((slot for slot in self._slots if slot.is_idle), None)
+        if idle is not None:
+            return idle
+        if len(self._slots) < MOST:
+            self._slots.append(background_of(self, self._writer))
+            if len(self._slots) == 1:
+                at_exit(Stage.SAVES, partial(_end, ref(self)))  # it may be gone with its thread by then
+            return self._slots[-1]
+        self._slots[0].wait()
+        return self._slots[0]
+
+    def _make_room(self, nbytes: int, budget: int, mine: Background) -> None:
+        """Have at most `budget` bytes in arenas once this save has `nbytes`."""
+        others = [slot for slot in self._slots if slot is not mine]
+        for slot in sorted(others, key=lambda slot: not slot.is_idle):  # the oldest first among those at work
+            if sum(other.held_bytes for other in others) + nbytes <= budget:
+                return
+            slot.wait()
+            slot.release()
+
+    def end(self) -> None:
+        """Wait for all saves, and end the writer process."""
+        for slot in self._slots:
+            slot.wait()
+        self._writer.kill()
+
+    @property
+    def writer_pid(self) -> int | None:
+        """Of the process that writes for all of them."""
+        return self._writer.pid
+
+
+def _end(known: ref[SaveQueue]) -> None:
+    queue = known()
+    if queue is not None:
+        queue.end()
+
+
+_of_thread = threading.local()
+
+
+def queue_of_this_thread() -> SaveQueue:
+    """Threads have one each, so that none waits for another's save."""
+    queue: SaveQueue | None = getattr(_of_thread, "queue", None)
+    if queue is None or queue.is_of_another_process():
+        _of_thread.queue = queue = SaveQueue()
+    return queue
