@@ -35,6 +35,7 @@ from holdfast.exits import (
 )
 from holdfast.protocol.operation import read_state
 from holdfast.saving.job import SaveJob, SaveReport
+from holdfast.threads import keep_spares
 
 log = logging.getLogger("holdfast")
 LANE = "async"
@@ -251,6 +252,7 @@ def background_of(owner: object) -> Background:
     """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
     made = Background()
     _known.add(made)
+    keep_spares()
     at_exit(Stage.SAVES, made.drain)
     finalize(owner, made.retire).atexit = False
     return made
