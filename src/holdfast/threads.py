@@ -25,7 +25,7 @@ class _Spare(threading.Thread):
         self._given = threading.Event()
         self._work: Callable[[], object] | None = None
 
-    def give(self, work: Callable[[], object], name: str) -> None:
+    def give(self, work: Callable[[], object] | None, name: str) -> None:
         self._work, self.name = work, name
         self._given.set()
 
@@ -37,18 +37,32 @@ class _Spare(threading.Thread):
 
 
 _spares: list[_Spare] = []
+_users: set[object] = set()
+_lock = threading.Lock()
 
 
-def keep_spares() -> None:
-    """Keep threads for what runs once the main thread has ended, where the interpreter starts none then."""
+def keep_spares(user: object) -> None:
+    """Keep threads for what `user` runs once the main thread has ended, where the interpreter starts none then."""
     if not _REFUSES_LATE:
         return
-    _spares[:] = [spare for spare in _spares if spare.is_alive()]  # those of a fork's parent are not
-    with suppress(RuntimeError):  # no more of them now; the work may need none
+    with _lock, suppress(RuntimeError):  # no more threads now; the work may need none
+        _users.add(user)
+        _spares[:] = [spare for spare in _spares if spare.is_alive()]  # those of a fork's parent are not
         while len(_spares) < SPARES:
             spare = _Spare()
             spare.start()
             _spares.append(spare)
+
+
+def drop_spares(user: object) -> None:
+    """End the spare threads, and wait for that, if `user` was the last who has to do with them."""
+    with _lock:
+        _users.discard(user)
+        ended = [] if _users else list(_spares)
+        _spares[len(_spares) - len(ended) :] = []
+    for spare in ended:
+        spare.give(None, spare.name)
+        spare.join()
 
 
 def _take_spare() -> _Spare | None:

@@ -35,7 +35,7 @@ from holdfast.exits import (
 )
 from holdfast.protocol.operation import read_state
 from holdfast.saving.job import SaveJob, SaveReport
-from holdfast.threads import keep_spares
+from holdfast.threads import drop_spares, keep_spares
 
 log = logging.getLogger("holdfast")
 LANE = "async"
@@ -72,6 +72,7 @@ class Background:
             )
         with self._lock:
             self._wait_for_the_last()
+            keep_spares(self)
             pending = Pending(path, step)
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
@@ -111,6 +112,7 @@ class Background:
             if self._pending is not None and not self._pending.done():
                 return
             self.writer.kill()
+            drop_spares(self)
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.close()
@@ -252,7 +254,6 @@ def background_of(owner: object) -> Background:
     """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
     made = Background()
     _known.add(made)
-    keep_spares()
     at_exit(Stage.SAVES, made.drain)
     finalize(owner, made.retire).atexit = False
     return made

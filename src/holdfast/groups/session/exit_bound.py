@@ -109,7 +109,7 @@ def bound_exit(seconds: float, who: str) -> None:
     with _lock:
         if _known is None or _known.pid != os.getpid():
             known = _Bound(who)
-            keep_spares()
+            keep_spares(known)
             on_main_thread_end(known.begin)
             at_exit(Stage.THREADS, known.count_unwatched)
             # Where a process is one of multiprocessing's, that waits for its children before the

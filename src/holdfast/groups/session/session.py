@@ -147,7 +147,7 @@ class Session:
         """Instead of a `with` block: from here to the end of the process, for a program whose body is
         somebody else's."""
         self.__enter__()
-        keep_spares()
+        keep_spares(self)
         at_exit(Stage.SESSIONS, self._at_exit)
         return self
 
