@@ -5,10 +5,15 @@ VENV := .venv
 WORKERS ?= 2
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
+# Megatron-Bridge 0.6 runs on Python 3.12 alone.
+PYTHON312 ?= $(shell for python in python3.12 $(PYTHON) "$$HOME"/.pyenv/versions/3.12.*/bin/python; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
+NEWEST := $(VENV)-megatron-0.19.2
 PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving tests/background \
 	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
+FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
 BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp
 
 .PHONY: demo test lint bench soak matrix clean
@@ -43,13 +48,21 @@ bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in t
 soak: $(VENV)/.ready  ## long runs: more simulated schedules, more faults
 	$(BIN)/python -m pytest -m soak
 
-matrix: $(VENVS:%=%/.ready)  ## what needs no newer torch, on the oldest and the newest one that is supported
+matrix: $(VENVS:%=%/.ready) $(NEWEST)/.ready  ## the oldest and the newest torch, and the newest Megatron, that are supported
 	set -e; for venv in $(VENVS); do $$venv/bin/python -m pytest -m "not soak and not gpu" $(PORTABLE); done
+	$(NEWEST)/bin/python -m pytest -m "not soak and not gpu" $(FRAMEWORKS)
 
 $(VENV)-torch-%/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check torch==$* -e '.[test]'
 	touch $@
 
+$(NEWEST)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON312)" || { echo "No Python 3.12 found, which Megatron-Bridge 0.6 needs. Install it, or name it: make matrix PYTHON312=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test]' megatron-core==0.19.2
+	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 pytorch_optimizer==4.1.0 torchao==0.18.0
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VENVS) demo-out
+	rm -rf $(VENV) $(VENVS) $(NEWEST) demo-out

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -77,4 +79,7 @@ class _StandIns(MetaPathFinder, Loader):
 
 def stand_in_for(framework: str) -> None:
     """The modules of `STAND_INS[framework]`, and all below them, are empty from now on, in this process."""
+    if framework == "megatron-bridge":
+        with suppress(ImportError):  # Bridge 0.3 does without
+            import_module("megatron.training.config")  # it has to find that there is no Transformer Engine
     sys.meta_path.insert(0, _StandIns(STAND_INS[framework]))

@@ -35,6 +35,7 @@ from holdfast.exits import (
 )
 from holdfast.protocol.operation import read_state
 from holdfast.saving.job import SaveJob, SaveReport
+from holdfast.threads import drop_spares, keep_spares
 
 log = logging.getLogger("holdfast")
 LANE = "async"
@@ -81,6 +82,7 @@ class Background:
             )
         with self._lock:
             self._wait_for_the_last()
+            keep_spares(self)
             pending = Pending(path, step)
             job = make()
             # A process that can't be started is told to the others, too: else they would be one call ahead
@@ -124,6 +126,7 @@ class Background:
                 return
             if self._owns_writer:
                 self.writer.kill()
+            drop_spares(self)
             arena, self._arena = self._arena, None
             if arena is not None:
                 arena.close()

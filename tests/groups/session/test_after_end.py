@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,11 @@ HELD = {
 }
 """What keeps a process, and how it is named."""
 BEYOND_PYTHON = ("finalisation", "C exit handler", "GIL")
-HEALTHY = ("ends", "goes on in a thread", "save")
+HEALTHY = (
+    "ends",
+    *(("goes on in a thread",) if sys.version_info[:2] != (3, 12) else ()),  # which starts no thread so late
+    "save",
+)
 
 
 def test_what_keeps_a_process_after_its_session_is_ended_with_it_and_named(tmp_path: Path) -> None:
@@ -36,7 +41,7 @@ def test_what_keeps_a_process_after_its_session_is_ended_with_it_and_named(tmp_p
         assert holder in line, (mode, line)
     assert ended.said.count("most recent call first") >= len(HELD), "stacks are written"
     assert "Timeout (" in ended.said, "also where no Python thread runs any more"
-    assert "the program went on" in ended.said
+    assert ("the program went on" in ended.said) == ("goes on in a thread" in HEALTHY)
     assert (tmp_path / "run" / "after" / "index.safetensors").exists()
 
 

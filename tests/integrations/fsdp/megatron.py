@@ -3,6 +3,7 @@ importable by spawned processes."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
 from typing import Any, NamedTuple
@@ -266,6 +267,13 @@ def lose_a_state(rank: int, path: str, layout: Layout) -> tuple[str, list[str]]:
 
 
 # -- without a model of megatron-core ---------------------------------------------------------------
+
+
+def stock_sorts(rank: int) -> bool:
+    """Does stock preparation visit tensors in the order of their names?"""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
+
+    return "sorted(" in inspect.getsource(uneven_dtensor.preprocess_state_dict_for_uneven_dtensor)
 
 
 def stock_order(rank: int, ordered: bool) -> dict[str, tuple[int, ...]]:

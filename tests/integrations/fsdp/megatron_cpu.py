@@ -1,4 +1,4 @@
-"""Megatron-FSDP (megatron-core 0.16.1) on CPU ranks with gloo, on top of tests.integrations.megatron.cpu.
+"""Megatron-FSDP (megatron-core 0.16.1, whose lines are named, and 0.19.2) on CPU ranks with gloo, on top of tests.integrations.megatron.cpu.
 
 No logic of Megatron-FSDP is replaced, but for the choice of ReduceOp (gloo has no PREMUL_SUM).
 `use_cpu_fsdp()` changes the process for good: every job calls it first, in a world of its own.
@@ -91,10 +91,10 @@ def use_cpu_fsdp() -> None:
     fully_shard.init_device_mesh = init_device_mesh  # type: ignore[attr-defined]
 
     # mcore_fsdp_adapter.py:184 (TP > 1) asks isinstance(x, (TELinear,)), which is no type without Transformer
-    # Engine.
+    # Engine; 0.19 does not ask.
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 
-    if not isinstance(mcore_fsdp_adapter.TELinear, type):
+    if not isinstance(getattr(mcore_fsdp_adapter, "TELinear", type), type):
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
 
     # Float16Module asks isinstance(x, (torch.FloatTensor, torch.cuda.FloatTensor)), and use_cpu() has made a

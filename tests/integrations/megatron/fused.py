@@ -28,6 +28,7 @@ class FusedAdam(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         adam_w_mode: bool = True,
+        capturable: bool = False,
         master_weights: bool = False,
         use_decoupled_grad: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
@@ -35,6 +36,7 @@ class FusedAdam(torch.optim.Optimizer):
         exp_avg_sq_dtype: torch.dtype = torch.float32,
     ) -> None:
         assert adam_w_mode
+        assert not capturable
         defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
         super().__init__(params, {**defaults, "weight_decay": weight_decay})
         self.use_decoupled_grad = use_decoupled_grad

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -216,6 +217,9 @@ def build(config: Any, layout: Layout, recipe: Recipe) -> list[Any]:
         )
         # An MoE layer that trains wants sequence parallelism with TP; nothing here is random anyway.
         model.eval()
+        for module in model.modules():
+            if hasattr(module, "expert_bias"):
+                module.training = True  # since 0.19, only the bias of a router that trains is moved
         chunks.append(model.bfloat16() if recipe.bf16 else model)
     return chunks
 
@@ -299,7 +303,10 @@ def _predicting(config: Any, spec: Any, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
-    here = mtp_on_this_rank(config, vp_stage=stage)
+    # 0.19 takes what it asks of the config.
+    asks = "mtp_num_layers" in inspect.signature(mtp_on_this_rank).parameters
+    how = {"mtp_num_layers": config.mtp_num_layers} if asks else {"config": config}
+    here = mtp_on_this_rank(**how, vp_stage=stage)
     return get_gpt_mtp_block_spec(config, spec, False, stage) if here else None
 
 

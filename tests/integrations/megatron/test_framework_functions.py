@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import logging
@@ -41,8 +42,8 @@ class Framework(NamedTuple):
 
     save: Callable[[], Any]
     load: Callable[[], int]
-    guards: tuple[str, str]
-    """Their dotted names."""
+    guards: tuple[str, ...]
+    """Dotted names of what `guard=` takes."""
 
 
 def scheduler(run: Training) -> Any:
@@ -86,16 +87,15 @@ def ms_swift(run: Training, folder: str, load_from: str) -> Framework:
     )
 
 
-def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
+def bridge_state(run: Training, folder: str, load_from: str, **settings: Any) -> Any:
+    """Megatron-Bridge's GlobalState for this training. settings: of its CheckpointConfig."""
     stand_in_for("megatron-bridge")
-    from megatron.bridge.training import checkpointing as bridge
     from megatron.bridge.training import config
-    from megatron.bridge.training.state import GlobalState, TrainState
+    from megatron.bridge.training.state import GlobalState
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
     init_num_microbatches_calculator(0, None, 8, 1, 1)
-    torch.serialization.add_safe_globals([TrainState])  # its load broadcasts one
     state = GlobalState()
     state.cfg = config.ConfigContainer(
         train=config.TrainingConfig(train_iters=10, global_batch_size=8, micro_batch_size=1),
@@ -105,9 +105,17 @@ def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
         dataset=None,
         logger=config.LoggerConfig(),
         tokenizer=TokenizerConfig(),
-        checkpoint=config.CheckpointConfig(save=folder, load=load_from),
+        checkpoint=config.CheckpointConfig(save=folder, load=load_from, **settings),
     )
-    schedule = scheduler(run)
+    return state
+
+
+def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
+    state, schedule = bridge_state(run, folder, load_from), scheduler(run)
+    from megatron.bridge.training import checkpointing as bridge
+    from megatron.bridge.training.state import TrainState
+
+    torch.serialization.add_safe_globals([TrainState])  # its load broadcasts one
     context: dict[str, Any] = {}
 
     def save() -> None:
@@ -122,6 +130,28 @@ def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
 
     place = "megatron.bridge.training.checkpointing"
     return Framework(save, load, (f"{place}.save_checkpoint", f"{place}.load_checkpoint"))
+
+
+def bridge_manager(run: Training, folder: str, load_from: str) -> Framework:
+    """The class that Megatron-Bridge is told to make its manager of. It guards itself."""
+    manager_class = "tests.integrations.megatron.manager.Manager"
+    state = bridge_state(run, folder, load_from, custom_manager_class=manager_class)
+    schedule = scheduler(run)
+    from megatron.bridge.training import checkpointing as bridge
+    from megatron.bridge.utils.instantiate_utils import register_allowed_target_prefix
+
+    register_allowed_target_prefix("tests")
+    manager = bridge.create_checkpoint_manager(state.cfg.checkpoint)
+    own = (state, run.models, run.optimizer, schedule)
+
+    def save() -> None:
+        state.train_state.step = run.iteration
+        manager.save(bridge.CheckpointSaveContext(*own, 0), None)
+
+    def load() -> int:
+        return int(manager.load(bridge.CheckpointLoadContext(*own))[0])
+
+    return Framework(save, load, ())
 
 
 def megatron_lm(run: Training, folder: str, load_from: str) -> Framework:
@@ -172,31 +202,58 @@ def megatron_lm(run: Training, folder: str, load_from: str) -> Framework:
     return Framework(save, load, (f"{place}.save_checkpoint", f"{place}.load_checkpoint"))
 
 
-FRAMEWORKS = {"ms-swift": ms_swift, "megatron-bridge": megatron_bridge, "megatron-lm": megatron_lm}
-MODULES = {"ms-swift": "swift", "megatron-bridge": "megatron.bridge", "megatron-lm": "megatron.training"}
+FRAMEWORKS = {
+    "ms-swift": ms_swift,
+    "megatron-bridge": megatron_bridge,
+    "bridge-manager": bridge_manager,
+    "megatron-lm": megatron_lm,
+}
+MODULES = {
+    "ms-swift": "swift",
+    "megatron-bridge": "megatron.bridge",
+    "bridge-manager": "megatron.bridge",
+    "megatron-lm": "megatron.training",
+}
 # Barriers of their own around a save, and tensor collectives of their own in a load, which `guard` leaves.
-BARRIERS = {"ms-swift": 1, "megatron-bridge": 3, "megatron-lm": 2}
-LEFT = {"ms-swift": {"all_reduce"}, "megatron-bridge": set[str](), "megatron-lm": {"all_reduce"}}
+BARRIERS = {"ms-swift": 1, "megatron-bridge": 3, "bridge-manager": 0, "megatron-lm": 2}
+LEFT = {
+    "ms-swift": {"all_reduce"},
+    "megatron-bridge": set[str](),
+    "bridge-manager": set[str](),
+    "megatron-lm": {"all_reduce"},
+}
 
 
 @contextlib.contextmanager
 def framework_of(
-    rank: int, name: str, layout: Layout, folder: str, load_from: str, guarded: bool, **how: float
+    rank: int,
+    name: str,
+    layout: Layout,
+    folder: str,
+    load_from: str,
+    guarded: bool,
+    *,
+    timeout: float = 60,
+    stall_timeout: float = 30,
 ) -> Iterator[tuple[Training, Framework]]:
     """A model and a framework's functions over it, after `install()`."""
     from megatron.core import tensor_parallel
 
     import holdfast
+    from tests.integrations.megatron.manager import Manager
 
     os.environ["RANK"] = str(rank)  # as launchers do
     use_cpu()
+    Manager.timeout, Manager.stall_timeout = timeout, stall_timeout
     torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
     torch.cuda.set_rng_state = lambda state, *args: None
     logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()), training(layout, SMALL, seed=3) as run:
         tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
         framework = FRAMEWORKS[name](run, folder, load_from)
-        holdfast.install(guard=guarded, warm_up=False, session=False, **how)
+        holdfast.install(
+            guard=guarded, warm_up=False, session=False, timeout=timeout, stall_timeout=stall_timeout
+        )
         try:
             yield run, framework
         finally:
@@ -205,7 +262,7 @@ def framework_of(
 
 def train_and_save(rank: int, name: str, folder: str) -> tuple[list[float], list[str]]:
     """The losses after the save, and the collectives of the save."""
-    with framework_of(rank, name, HOME, folder, "", False, timeout=60, stall_timeout=30) as (run, framework):
+    with framework_of(rank, name, HOME, folder, "", False) as (run, framework):
         run.step()
         seen = counted(framework.save)
         return [run.step() for _ in range(2)], seen
@@ -215,8 +272,7 @@ def load_and_save(
     rank: int, name: str, layout: Layout, folder: str, load_from: str
 ) -> tuple[list[float], list[str], list[str]]:
     """The losses after a load and another save, and the collectives of each, with `guard`."""
-    how = {"timeout": 60, "stall_timeout": 30}
-    with framework_of(rank, name, layout, folder, load_from, True, **how) as (run, framework):
+    with framework_of(rank, name, layout, folder, load_from, True) as (run, framework):
         found: list[int] = []
         loading = counted(lambda: found.append(framework.load()))
         [run.iteration] = found
@@ -245,11 +301,20 @@ class Saved(NamedTuple):
     collectives: list[list[str]]
 
 
+def takes_a_manager() -> bool:
+    """Has the installed Megatron-Bridge the setting? To import it needs stand-ins."""
+    bridge = importlib.metadata.distribution("megatron-bridge")
+    source = Path(str(bridge.locate_file("megatron/bridge/training/checkpointing.py")))
+    return "def create_checkpoint_manager(" in source.read_text(encoding="utf-8")
+
+
 @pytest.fixture(scope="module", params=FRAMEWORKS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     name = request.param
     if importlib.util.find_spec(MODULES[name]) is None:
         pytest.skip(f"{name} is not installed")
+    if name == "bridge-manager" and not takes_a_manager():
+        pytest.skip("this Megatron-Bridge takes no manager of its user's")
     folder = tmp_path_factory.mktemp(name)
     with ProcessWorld(8) as world:
         found = world.run(train_and_save, name, str(folder), timeout=120)

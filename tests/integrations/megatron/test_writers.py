@@ -161,6 +161,8 @@ def of_fsdp2(rank: int) -> list[Written]:
         module = torch.nn.Sequential(torch.nn.Linear(24, 16), torch.nn.LayerNorm(16))
         module.register_buffer("count", torch.zeros(5))
         fully_shard(module, mesh=init_device_mesh("cpu", (8,)))
+        for parameter in module.parameters():
+            parameter.is_torch_fsdp2_param = True  # as TorchFullyShardedDataParallel does since 0.19
         groups = {
             "tp_group": ps.get_tensor_model_parallel_group(),
             "dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True),

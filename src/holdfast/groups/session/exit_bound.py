@@ -25,7 +25,7 @@ from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit, is_working, on_main_thread_end
 from holdfast.groups.session.backstop import Backstop
 from holdfast.stacks import calls_of_frame, frame_of
-from holdfast.threads import start_thread
+from holdfast.threads import keep_spares, start_thread
 
 EXIT_LATE = 87
 """Exit code of a process that was still there so many seconds after its end."""
@@ -57,7 +57,7 @@ class _Bound:
         self._begin_anew()
         try:
             start_thread(self._watch, "holdfast-exit")
-        except HoldfastError:  # no more threads; Python 3.12.0 to 3.12.2 never starts one from here on
+        except HoldfastError:  # no more threads, not even a spare one
             self._unwatched = True
             self._backstop.disarm()
 
@@ -108,6 +108,7 @@ def bound_exit(seconds: float, who: str) -> None:
     with _lock:
         if _known is None or _known.pid != os.getpid():
             known = _Bound(who)
+            keep_spares(known)
             on_main_thread_end(known.begin)
             at_exit(Stage.THREADS, known.count_unwatched)
             # Where a process is one of multiprocessing's, that waits for its children before the

@@ -34,6 +34,7 @@ from holdfast.protocol.call import begin_call, find_roster
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.run.checkpoints import Checkpoints
+from holdfast.threads import keep_spares
 from holdfast.torch_private import default_store, known_groups
 
 open_sessions: list[Session] = []
@@ -146,6 +147,7 @@ class Session:
         """Instead of a `with` block: from here to the end of the process, for a program whose body is
         somebody else's."""
         self.__enter__()
+        keep_spares(self)
         at_exit(Stage.SESSIONS, self._at_exit)
         return self
 
