@@ -10,7 +10,6 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
-import holdfast.megatron
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast.errors import HoldfastError, NotCommitted, from_message
 
@@ -27,8 +26,10 @@ def test_torchs(tmp_path: Path) -> None:
 def test_megatrons(tmp_path: Path) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
+    from holdfast import megatron
+
     with pytest.raises(CheckpointingException) as met:
-        holdfast.megatron.load({}, tmp_path / "none")
+        megatron.load({}, tmp_path / "none")
     assert isinstance(met.value, HoldfastError)
 
 
