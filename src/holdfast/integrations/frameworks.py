@@ -124,6 +124,9 @@ FRAMEWORKS = (
         "torchtitan",
         "torchtitan",
         guards=(
+            "torchtitan.components.checkpointer.base:BaseCheckpointManager.save",
+            "torchtitan.components.checkpointer.base:BaseCheckpointManager.load",
+            # before 0.3
             "torchtitan.components.checkpoint:CheckpointManager.save",
             "torchtitan.components.checkpoint:CheckpointManager.load",
         ),

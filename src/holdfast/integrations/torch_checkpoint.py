@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.guard import is_guarded, note_committed
@@ -50,13 +51,14 @@ def _inside(name: str, settings: Settings) -> Make:
 
             given = dict(zip(_POSITIONAL[original.__name__], args, strict=False)) | named
             storage = given.get("storage_writer", given.get("storage_reader"))
+            stager = given.get("async_stager")
             try:
                 plain = dcp.plain_arguments(
                     name,
                     given.get("checkpoint_id"),
                     storage,
                     given.get("planner"),
-                    async_stager=given.get("async_stager"),
+                    async_stager=None if _is_plain(stager) else stager,
                 )
             except BadInput as error:
                 _say_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
@@ -76,7 +78,8 @@ def _inside(name: str, settings: Settings) -> Make:
             how["objects_may_differ"] = True  # frameworks put each rank's generators under one name
             with allowing(_enumerations()):
                 if name == "async_save":
-                    return dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
+                    made = dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
+                    return made if stager is None else _response(made)
                 report = dcp.save(state_dict, **how)
             note_committed(report.path)
             return report
@@ -84,6 +87,19 @@ def _inside(name: str, settings: Settings) -> Make:
         return call
 
     return make
+
+
+def _is_plain(stager: object) -> bool:
+    """Does it only say how torch copies a state, which Holdfast does in its own way?"""
+    kind = type(stager)
+    return (kind.__module__, kind.__name__) == ("torch.distributed.checkpoint.staging", "DefaultStager")
+
+
+def _response(pending: Pending) -> Any:
+    """What DCP returns to those who give it a stager (torchtitan looks at its type)."""
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+    return AsyncSaveResponse(pending.staging_completion, pending.upload_completion)  # type: ignore[arg-type]
 
 
 def _enumerations() -> tuple[Any, ...]:

@@ -1,0 +1,102 @@
+"""torch DCP's own functions inside a guarded function: what goes through Holdfast, and what stays DCP's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import holdfast
+from holdfast.format.names import INDEX
+
+HERE = "tests.integrations.test_torch_checkpoint"
+
+
+class Trainer:
+    """A framework's save and load around DCP."""
+
+    def save(self, state: dict[str, Any], **how: Any) -> Any:
+        return dcp.save(state, no_dist=True, **how)
+
+    def save_in_background(self, state: dict[str, Any], **how: Any) -> Any:
+        return dcp.async_save(state, no_dist=True, **how)
+
+    def load(self, state: dict[str, Any], **how: Any) -> None:
+        dcp.load(state, no_dist=True, **how)
+
+    def load_old(self, state: dict[str, Any], reader: FileSystemReader, planner: Any) -> None:
+        dcp.load_state_dict(state, reader, no_dist=True, planner=planner)
+
+
+@pytest.fixture(autouse=True)
+def installed() -> Any:
+    names = ("save", "save_in_background", "load", "load_old")
+    holdfast.install("torch-dcp", guard=[f"{HERE}.Trainer.{name}" for name in names], timeout=60)
+    yield
+    holdfast.uninstall()
+
+
+def test_a_plain_writer_names_a_folder(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4.0), "step": 3}
+    Trainer().save(state, storage_writer=FileSystemWriter(tmp_path / "a"))
+    assert (tmp_path / "a" / INDEX).exists()
+    back: dict[str, Any] = {"w": torch.zeros(4), "step": 0}
+    Trainer().load(back, storage_reader=FileSystemReader(tmp_path / "a"))
+    assert torch.equal(back["w"], state["w"])
+    assert back["step"] == 3
+
+
+def test_the_deprecated_load_and_names_that_are_not_there(tmp_path: Path) -> None:
+    Trainer().save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "a")
+    back = {"w": torch.zeros(4), "new": torch.full((2,), 7.0)}
+    lenient = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    Trainer().load_old(back, FileSystemReader(tmp_path / "a"), lenient)
+    assert torch.equal(back["w"], torch.arange(4.0))
+    assert torch.equal(back["new"], torch.full((2,), 7.0))
+    with pytest.raises(holdfast.HoldfastError, match="new"):
+        Trainer().load_old(back, FileSystemReader(tmp_path / "a"), dcp.DefaultLoadPlanner())
+
+
+def test_elsewhere_dcp_is_dcp(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert not (tmp_path / "a" / INDEX).exists()
+    back = {"w": torch.zeros(4)}
+    Trainer().load(back, checkpoint_id=tmp_path / "a")
+    assert torch.equal(back["w"], torch.arange(4.0)), "and Holdfast loads it"
+
+
+class Sorting(dcp.DefaultSavePlanner):
+    """A planner that plans."""
+
+
+def test_what_brings_code_of_its_own_goes_to_dcp_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for name in ("a", "b"):
+            Trainer().save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / name, planner=Sorting())
+    assert not (tmp_path / "a" / INDEX).exists()
+    assert (tmp_path / "a" / ".metadata").exists()
+    assert [record.message for record in caplog.records] == [
+        "torch.distributed.checkpoint.save is not replaced: holdfast.dcp.save takes no planner= (Sorting): "
+        "Holdfast plans, writes and reads by itself. Leave planner out."
+    ]
+
+
+def test_in_the_background_with_and_without_a_stager(tmp_path: Path) -> None:
+    state = {"w": torch.arange(4.0)}
+    Trainer().save_in_background(state, checkpoint_id=tmp_path / "a").result()
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager)
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result()
+    response.upload_completion.result()
+    for name in ("a", "b"):
+        assert (tmp_path / name / INDEX).exists()
