@@ -47,6 +47,7 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
         ("doctor",),
+        ("run", "--env"),
     ]
     assert {call[0] for call in calls} == set(COMMANDS) - {
         "import",

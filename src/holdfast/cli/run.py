@@ -38,9 +38,9 @@ def command(
     as_environment: bool,
     command_line: tuple[str, ...],
 ) -> None:
-    """Run a program whose Python processes all call holdfast.install() before its first line.
+    """Run a program whose processes all call holdfast.install().
 
-    For programs that nobody wants to edit: converters, launchers, torchrun and what it starts. All processes
+    They do so before the program's first line. For programs that nobody wants to edit: converters, launchers, torchrun and what it starts. All processes
     below inherit it, in this environment. Exit code: the program's.
     """
     if not command_line and not as_environment:

@@ -44,12 +44,12 @@ def save(
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
-    participants: Iterable[int] | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     options: Options | None = None,
+    participants: Iterable[int] | None = None,
     objects_may_differ: bool = False,
 ) -> SaveReport:
     """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
@@ -78,11 +78,11 @@ def load(
     storage_reader: Any = None,
     planner: Any = None,
     process_group: Any = None,
-    participants: Iterable[int] | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     options: Options | None = None,
+    participants: Iterable[int] | None = None,
 ) -> None:
     """`torch.distributed.checkpoint.load`, by `holdfast.load`: in place, of what Holdfast or DCP wrote."""
     plain = plain_arguments("load", checkpoint_id, storage_reader, planner)
@@ -107,7 +107,6 @@ def async_save(
     storage_writer: Any = None,
     planner: Any = None,
     process_group: Any = None,
-    participants: Iterable[int] | None = None,
     async_checkpointer_type: Any = None,
     async_stager: Any = None,
     no_dist: bool = False,
@@ -116,6 +115,7 @@ def async_save(
     stall_timeout: float = 120.0,
     options: Options | None = None,
     host_memory_budget: int | None = None,
+    participants: Iterable[int] | None = None,
     objects_may_differ: bool = False,
 ) -> Pending:
     """`torch.distributed.checkpoint.async_save`, by `holdfast.async_save`.

@@ -16,7 +16,7 @@ from importlib import import_module
 
 from holdfast.deadline import check_seconds
 from holdfast.errors import BadInput
-from holdfast.groups.audit.doctor import serve
+from holdfast.groups.audit.doctor import serve, stop
 from holdfast.groups.lifecycle.state import facts
 from holdfast.groups.lifecycle.state import installed as told_by_doctor
 from holdfast.integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
@@ -52,6 +52,8 @@ class _Installation:
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
         """Guards that the caller named."""
+        self.serves = False
+        """Did it begin to answer `holdfast doctor`?"""
 
     def begin(self) -> None:
         for framework in self.frameworks:
@@ -132,7 +134,7 @@ def install(
     _warn_if_late(made)
     if _sentences not in told_by_doctor:
         told_by_doctor.append(_sentences)
-    serve(facts)
+    made.serves = serve(facts)
 
 
 def uninstall() -> None:
@@ -140,6 +142,8 @@ def uninstall() -> None:
     global _current
     if _current is not None:
         _current.end()
+        if _current.serves:
+            stop()
         _current = None
 
 

@@ -34,12 +34,12 @@ def _address(pid: int) -> str:
     return f"\0holdfast-doctor-{os.readlink('/proc/self/ns/pid')}-{pid}"
 
 
-def serve(facts: Callable[[], ProcessFacts]) -> None:
-    """Answer from now on, on a thread of its own. Does nothing the second time, or where there are no such
+def serve(facts: Callable[[], ProcessFacts]) -> bool:
+    """Answer from now on, on a thread of its own. False if that was done before, or where there are no such
     sockets."""
     with _lock:
         if os.getpid() in _serving:
-            return
+            return False
         with suppress(OSError, AttributeError):
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             sock.bind(_address(os.getpid()))
@@ -50,6 +50,7 @@ def serve(facts: Callable[[], ProcessFacts]) -> None:
             except HoldfastError as error:  # training needs no doctor
                 log.warning("`holdfast doctor` can't be answered: %s", error)
                 _serving.pop(os.getpid()).close()
+        return os.getpid() in _serving
 
 
 def stop() -> None:
