@@ -1,4 +1,4 @@
-"""The command line: one file a command, one library call each, `--json` on every one.
+"""The command line: one file a command, one library call each, `--json` on every one that prints a result.
 
 A command's module is imported when that command runs, so that `holdfast --help` and
 `holdfast latest` start fast. Only `import` and `export` may import torch.
