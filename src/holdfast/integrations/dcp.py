@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -30,20 +30,24 @@ from holdfast.protocol.call import Call, begin_call
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import flatten
+from holdfast.state.live import StateDict
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["async_save", "load", "save"]
 
 
 @raising(of_torch)
 def save(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: Any = None,
-    planner: Any = None,
-    process_group: Any = None,
+    storage_writer: object = None,
+    planner: object = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout: float = 1800.0,
@@ -72,12 +76,12 @@ def save(
 
 @raising(of_torch)
 def load(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_reader: Any = None,
-    planner: Any = None,
-    process_group: Any = None,
+    storage_reader: object = None,
+    planner: object = None,
+    process_group: ProcessGroup | None = None,
     no_dist: bool = False,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
@@ -101,14 +105,14 @@ def load(
 
 @raising(of_torch)
 def async_save(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
-    storage_writer: Any = None,
-    planner: Any = None,
-    process_group: Any = None,
-    async_checkpointer_type: Any = None,
-    async_stager: Any = None,
+    storage_writer: object = None,
+    planner: object = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: object = None,
+    async_stager: object = None,
     no_dist: bool = False,
     use_collectives: bool = True,
     timeout: float = 1800.0,
@@ -141,7 +145,7 @@ def async_save(
 
 def _reading(
     store: Store,
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     call: Call,
     options: Options | None,
     objects_may_differ: bool,

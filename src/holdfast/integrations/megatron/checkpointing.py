@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -40,25 +40,28 @@ from holdfast.store.local import open_store
 from holdfast.store.run_folder import step_of
 from holdfast.threads import within
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 log = logging.getLogger("holdfast")
 _warned: set[str] = set()
 
 
 @raising(of_megatron)
 def save(
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: mcore.StateDict,
     checkpoint_dir: str | os.PathLike[str],
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
-    content_metadata: dict[str, Any] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[Any], object] | None = None,
+    content_metadata: mcore.StateDict | None = None,
     *,
-    async_strategy: Any = None,
+    async_strategy: object = None,
     verify_integrity: bool = False,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     expected: str | Iterable[str] | None = None,
@@ -125,16 +128,16 @@ def save(
 
 @raising(of_megatron)
 def load(
-    sharded_state_dict: dict[str, Any],
+    sharded_state_dict: mcore.StateDict,
     checkpoint_dir: str | os.PathLike[str],
-    sharded_strategy: Any = None,
-    common_strategy: Any = None,
+    sharded_strategy: object = None,
+    common_strategy: object = None,
     validate_access_integrity: bool = True,
-    strict: Any = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+    strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     verify_integrity: bool = False,
     participants: Iterable[int] | None = None,
-    process_group: Any = None,
+    process_group: ProcessGroup | None = None,
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     options: Options | None = None,
@@ -174,8 +177,8 @@ def load(
 
 def load_state(
     store: Store,
-    sharded_state_dict: dict[str, Any],
-    strict: Any,
+    sharded_state_dict: mcore.StateDict,
+    strict: mcore.StrictHandling | str,
     call: Call,
     options: Options | None = None,
     nearest_rng: bool = False,
@@ -187,7 +190,7 @@ def load_state(
         lambda: within(limit, f"looking into {store.url}", request.look), rank
     )
     missing = request.missing(call)
-    common: list[Any] = []
+    common: list[mcore.StateDict] = []
 
     def collect(rank: int) -> Flat:
         if trouble is not None:
@@ -221,22 +224,22 @@ def load_state(
 class _Request:
     """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
 
-    def __init__(self, store: Store, mode: Any, nearest_rng: bool) -> None:
+    def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool) -> None:
         self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
         self.stored_as: dict[str, str] = {}
         """What a rank's object is called in the checkpoint, where another layout has saved it."""
-        self.asked: list[Any] = []
+        self.asked: list[mcore.ShardedTensor] = []
         self.unexpected: set[str] = set()
         """Keys that are asked for and not there, where the mode wants to know."""
         self.is_stock = False
         """Is the checkpoint megatron-core's own, in which each object is in a list of one?"""
-        self.common: dict[str, Any] = {}
+        self.common: mcore.StateDict = {}
         """Its common state, if it is."""
         self._have: set[str] = set()
-        self._steps: Any = None
+        self._steps: object = None
         """What its index notes of optimizers' steps."""
 
-    def take_apart(self, sharded_state_dict: dict[str, Any]) -> None:
+    def take_apart(self, sharded_state_dict: mcore.StateDict) -> None:
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
         state = own_containers(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
@@ -270,7 +273,7 @@ class _Request:
         if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
             return set()
 
-        def unasked(said: dict[int, Any]) -> list[str]:
+        def unasked(said: dict[int, list[str]]) -> list[str]:
             return sorted(self._have.difference(*said.values()))
 
         title = f"comparison of the keys in {self.store.url}"
@@ -304,10 +307,10 @@ class _Request:
             text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
         )
 
-    def give(self, loaded: dict[str, Any]) -> dict[str, Any]:
+    def give(self, loaded: mcore.StateDict) -> mcore.StateDict:
         """The whole state dict: common state, local objects, and what was loaded."""
 
-        def is_unexpected(value: Any) -> bool:
+        def is_unexpected(value: mcore.ShardedTensor) -> bool:
             return value.key in self.unexpected
 
         _, state = mcore.extract_matching_values(self._state, is_unexpected)
@@ -323,9 +326,9 @@ class _Request:
 
 
 @raising(of_megatron)
-def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> dict[str, Any]:
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> mcore.StateDict:
     """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
-    loaded: dict[str, Any] = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
+    loaded: mcore.StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
@@ -334,7 +337,7 @@ def _key(name: str) -> str:
     return name.partition(SHARD)[0]
 
 
-def _note_strategies(*strategies: Any) -> None:
+def _note_strategies(*strategies: object) -> None:
     """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks
     for."""
     for strategy in strategies:

@@ -15,7 +15,7 @@ import enum
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ class Node(NamedTuple):
     children: dict[str, Node]
 
 
-def tree(value: Any) -> Node:
+def tree(value: object) -> Node:
     """The digests of a value and of all parts of it. Dicts are equal in any order of their keys, and a list
     equals a tuple."""
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def tree(value: Any) -> Node:
     return Node(_leaf(value), {})
 
 
-def _is_long(values: Sequence[Any]) -> bool:
+def _is_long(values: Sequence[object]) -> bool:
     """Are these so many plain values that they are one leaf together?"""
     return len(values) > 1024 and all(type(value) in _PLAIN for value in values)
 
@@ -61,7 +61,7 @@ def _digest(kind: str, *parts: str) -> str:
     return f"{digest(chr(0).join((kind, *parts)).encode(errors='surrogatepass')) & 0xFFFFFFFF:08x}"
 
 
-def _leaf(value: Any) -> str:
+def _leaf(value: object) -> str:
     """Numbers that are equal have one digest, whatever their type."""
     if isinstance(value, enum.Enum):
         return _digest("enum", type(value).__qualname__, value.name)
@@ -93,7 +93,7 @@ def _bytes(data: Buffer) -> str:
     return f"{digest(data):x}"
 
 
-def _other(value: Any) -> str:
+def _other(value: object) -> str:
     """By what it says of itself, unless that names a place in memory, which differs on every rank."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     text = repr(value)
@@ -163,12 +163,12 @@ _EMPTY = tree({}).digest
 class Comparison:
     """The comparison of a save: each rank reads and says, the committer compares."""
 
-    def __init__(self, preprocess: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, preprocess: Callable[[object], object] | None = None) -> None:
         self._preprocess = preprocess
         self._tree: Node | None = None
         self._said = ""
 
-    def read(self, common: Any, ranks: int, normalize: Callable[[Any], Any]) -> None:
+    def read(self, common: object, ranks: int, normalize: Callable[[object], object]) -> None:
         """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to
         compare."""
         state = self._preprocess(common) if self._preprocess is not None else common

@@ -37,9 +37,9 @@ class Checkpoints(RunFolder):
     def save(
         self,
         iteration: int,
-        sharded_state_dict: dict[str, Any],
+        sharded_state_dict: mcore.StateDict,
         *,
-        content_metadata: dict[str, Any] | None = None,
+        content_metadata: mcore.StateDict | None = None,
     ) -> Pending | None:
         """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is
         durable.
@@ -65,10 +65,10 @@ class Checkpoints(RunFolder):
 
     def load(
         self,
-        sharded_state_dict: dict[str, Any],
+        sharded_state_dict: mcore.StateDict,
         iteration: int | None = None,
         *,
-        strict: Any = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+        strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
         fallback: bool = True,
     ) -> Any:
         """Load the newest committed iteration, or the one given: what `load` returns, None if there is none.

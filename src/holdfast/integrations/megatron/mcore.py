@@ -9,11 +9,15 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from holdfast.integrations.patching import original_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 try:
     from megatron.core import dist_checkpointing, parallel_state
@@ -51,7 +55,7 @@ try:
     from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 except ImportError:  # before 0.14
 
-    def force_all_tensors_to_non_fp8(sharded_state_dict: Any) -> None:
+    def force_all_tensors_to_non_fp8(sharded_state_dict: StateDict) -> None:
         from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
 
         for value in nested_values(sharded_state_dict):
@@ -59,6 +63,10 @@ except ImportError:  # before 0.14
                 value.data = dequantize_fp8_tensor(value.data)
 
 
+StateDict: TypeAlias = dict[str, Any]
+"""A state dict, sharded or not, or a part of one: whatever a framework puts into nested dicts and lists."""
+ByOptimizer: TypeAlias = dict[Any, Any]
+"""The state of a ChainedOptimizer: that of its optimizers by their numbers, beside entries by name."""
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -74,7 +82,7 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     )
 
 
-def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
+def _copies(find: functools.partial[ProcessGroup]) -> tuple[int, ...]:
     """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
 
     Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism):
@@ -87,7 +95,7 @@ def _copies(find: functools.partial[Any]) -> tuple[int, ...]:
     return () if cuts_weights else ranks
 
 
-def _ranks(find: Any) -> tuple[int, ...]:
+def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
     from torch.distributed import get_process_group_ranks
 
     if not parallel_state.is_initialized():
@@ -121,11 +129,11 @@ def safe_types(stock: bool = False) -> tuple[Any, ...]:
     return tuple(allowed)
 
 
-def _member(kind: type[enum.Enum], value: Any) -> enum.Enum:
+def _member(kind: type[enum.Enum], value: object) -> enum.Enum:
     return kind(value)
 
 
-def _refuse(name: str, *args: Any) -> None:
+def _refuse(name: str, *args: object) -> None:
     raise ValueError(f"a checkpoint may name {name}, not make one")
 
 
@@ -140,7 +148,7 @@ def load_strategies() -> tuple[Any, Any]:
 # -- private names of DistributedOptimizer -----------------------------------------------------
 
 
-def local_ranges(optimizer: Any) -> list[tuple[Any, int, int]]:
+def local_ranges(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, int, int]]:
     """(model parameter, start, stop): the flat range of each parameter whose state this rank has."""
     return [
         (param, ranges["param"].start, ranges["param"].end)
@@ -151,13 +159,15 @@ def local_ranges(optimizer: Any) -> list[tuple[Any, int, int]]:
     ]
 
 
-def parameter_state(optimizer: Any, param: Any) -> dict[str, Any]:
+def parameter_state(optimizer: DistributedOptimizer, param: torch.nn.Parameter) -> StateDict:
     """`param`, `exp_avg`, `exp_avg_sq` ... of a model parameter, flat; views or copies."""
     return dict(optimizer._get_main_param_and_optimizer_states(param))
 
 
 @torch.no_grad()  # the main parameter may be a view of a model parameter
-def set_parameter_state(optimizer: Any, param: Any, tensors: dict[str, Any]) -> None:
+def set_parameter_state(
+    optimizer: DistributedOptimizer, param: torch.nn.Parameter, tensors: StateDict
+) -> None:
     optimizer._set_main_param_and_optimizer_states(param, tensors)
 
 
@@ -168,10 +178,10 @@ def counts_per_parameter() -> bool:
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
-def state_without_parameters(optimizer: Any) -> dict[str, Any]:
+def state_without_parameters(optimizer: DistributedOptimizer) -> StateDict:
     """`state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
     inner = optimizer.optimizer.state_dict()
-    state: dict[str, Any] = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
+    state: StateDict = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
     if optimizer.grad_scaler:
         state["grad_scaler"] = optimizer.grad_scaler.state_dict()
     return state
@@ -186,27 +196,27 @@ def describes_optimizers() -> bool:
     return original_of(DistributedOptimizer.sharded_state_dict) is not DistributedOptimizer.sharded_state_dict
 
 
-def has_master_weights(optimizer: Any) -> bool:
+def has_master_weights(optimizer: DistributedOptimizer) -> bool:
     """Does the inner optimizer keep the main parameters, and not megatron-core?"""
     return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
-def is_offloaded(optimizer: Any) -> bool:
+def is_offloaded(optimizer: DistributedOptimizer) -> bool:
     """Is it a HybridDeviceOptimizer, whose parts have their own copies of the state?"""
     return hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers")
 
 
-def sync_offloaded(optimizer: Any) -> None:
+def sync_offloaded(optimizer: DistributedOptimizer) -> None:
     optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
-def synchronize_steps(chained: Any) -> None:
+def synchronize_steps(chained: ChainedOptimizer) -> None:
     """Give all parameter groups of a ChainedOptimizer the same step."""
     if hasattr(chained, "_synchronize_steps"):  # since 0.14
         chained._synchronize_steps()
 
 
-def holders(optimizer: Any) -> tuple[int, ...]:
+def holders(optimizer: DistributedOptimizer) -> tuple[int, ...]:
     """Global ranks over which a DistributedOptimizer has cut its state."""
     from torch.distributed import get_process_group_ranks
 
@@ -223,6 +233,7 @@ __all__ = [
     "VERSION",
     "AsyncCallsQueue",
     "AsyncRequest",
+    "ByOptimizer",
     "ChainedOptimizer",
     "CheckpointingException",
     "DistributedOptimizer",
@@ -230,6 +241,7 @@ __all__ = [
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",
+    "StateDict",
     "StrictHandling",
     "apply_factories",
     "apply_factory_merges",

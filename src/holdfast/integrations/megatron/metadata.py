@@ -8,7 +8,6 @@ import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,12 +36,12 @@ log = logging.getLogger("holdfast")
 
 
 @raising(of_megatron)
-def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> dict[str, Any]:
+def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> mcore.StateDict:
     """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
     return read_common(open_store(os.fspath(checkpoint_dir)))
 
 
-def read_common(store: Store) -> dict[str, Any]:
+def read_common(store: Store) -> mcore.StateDict:
     with allowing(mcore.safe_types(stock=True)):
         found = read_object(store, COMMON)
         if found is None and (data := read_file(store, COMMON_FILE)) is not None:
@@ -65,8 +64,8 @@ def is_stock(store: Store) -> bool:
 def load_content_metadata(
     checkpoint_dir: str | os.PathLike[str] | None = None,
     *,
-    preloaded_state_dict: dict[str, Any] | None = None,
-) -> dict[str, Any] | None:
+    preloaded_state_dict: mcore.StateDict | None = None,
+) -> mcore.StateDict | None:
     """What `save` was given as content_metadata, or None; of a checkpoint or of its common state."""
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -77,8 +76,8 @@ def load_content_metadata(
 
 @raising(of_megatron)
 def load_tensors_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None
-) -> dict[str, Any]:
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None
+) -> mcore.StateDict:
     """Every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
     return {
         key: item
@@ -89,10 +88,10 @@ def load_tensors_metadata(
 
 @raising(of_megatron)
 def load_sharded_metadata(
-    checkpoint_dir: str | os.PathLike[str], sharded_strategy: Any = None, common_strategy: Any = None
-) -> dict[str, Any]:
+    checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None, common_strategy: object = None
+) -> mcore.StateDict:
     """`load_tensors_metadata`, and every ShardedObject."""
-    found: dict[str, Any] = {}
+    found: mcore.StateDict = {}
     with open_source(open_store(os.fspath(checkpoint_dir))) as index:
         columns = index.select()
     for row, name in enumerate(columns.names):

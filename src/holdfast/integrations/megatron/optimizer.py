@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,14 +38,14 @@ _SHARED = ("step",)
 class _Part(NamedTuple):
     """A ShardedTensor of the model, and where it begins in its parameter, in elements."""
 
-    tensor: Any
+    tensor: mcore.ShardedTensor
     start: int
     writes: bool = False
 
 
 def sharded_state_dict(
-    optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False
-) -> dict[Any, Any]:
+    optimizer: mcore.DistributedOptimizer, model_sharded_state_dict: mcore.StateDict, is_loading: bool = False
+) -> mcore.ByOptimizer:
     """The state of a DistributedOptimizer or a ChainedOptimizer of them, as `ShardedTensor`s over live
     memory.
 
@@ -62,7 +62,7 @@ def sharded_state_dict(
             for number, part in enumerate(parts)
         }
     if not isinstance(optimizer, mcore.DistributedOptimizer):
-        stock: dict[Any, Any] = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
+        stock: mcore.ByOptimizer = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
         return stock
     if _is_stub(optimizer):
         return {}
@@ -75,12 +75,12 @@ def sharded_state_dict(
     return state
 
 
-def _is_stub(optimizer: Any) -> bool:
+def _is_stub(optimizer: mcore.DistributedOptimizer) -> bool:
     """It has no parameters, and no state."""
     return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
-def _common_part(optimizer: Any) -> dict[Any, Any]:
+def _common_part(optimizer: mcore.DistributedOptimizer) -> mcore.ByOptimizer:
     """What isn't state of parameters. A group has a step where megatron-core says so: never one of an
     optimizer that has no parameters on this rank, which counts none. (megatron-core's `state_dict` fails for
     such a one with PyTorch's Adam, and repeats what was loaded once with Transformer Engine's.)"""
@@ -95,7 +95,7 @@ def _common_part(optimizer: Any) -> dict[Any, Any]:
     return state
 
 
-def allocate(optimizer: Any, is_loading: bool = True) -> None:
+def allocate(optimizer: mcore.DistributedOptimizer, is_loading: bool = True) -> None:
     """Give an optimizer that has not stepped yet its moments, zeros: there must be something to load into,
     and to save."""
     if len(optimizer.optimizer.state) or not mcore.local_ranges(optimizer):
@@ -116,7 +116,9 @@ def allocate(optimizer: Any, is_loading: bool = True) -> None:
         mcore.set_parameter_state(optimizer, param, values)  # they may be copies in another precision
 
 
-def _load_groups(optimizer: Any, groups: list[dict[str, Any]], steps: list[float], **more: Any) -> None:
+def _load_groups(
+    optimizer: mcore.DistributedOptimizer, groups: list[mcore.StateDict], steps: list[float], **more: float
+) -> None:
     """Give the inner optimizer parameter groups in its own order, with steps where it keeps them, and its
     state memory."""
     made = [{key: value for key, value in group.items() if key not in ("params", "step")} for group in groups]
@@ -131,13 +133,13 @@ def _load_groups(optimizer: Any, groups: list[dict[str, Any]], steps: list[float
     mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": made}, **more})
 
 
-def is_ours(state: Any) -> bool:
+def is_ours(state: object) -> bool:
     """Was a loaded state dict asked for by `sharded_state_dict`?"""
     parts = [state, *state.values()] if isinstance(state, dict) else []
     return any(isinstance(part, dict) and MARK in part for part in parts)
 
 
-def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
+def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimizer) -> None:
     """The counterpart of `sharded_state_dict(..., is_loading=True)`, after a load.
 
     The layout that saved may have had its parameters in other optimizers (without expert parallelism experts
@@ -158,7 +160,10 @@ def load_state_dict(optimizer: Any, state: dict[Any, Any]) -> None:
 
 
 def _restore(
-    optimizer: Any, saved: list[dict[str, Any]], steps: Steps, param_state: dict[int, dict[str, list[Any]]]
+    optimizer: mcore.DistributedOptimizer,
+    saved: list[mcore.StateDict],
+    steps: Steps,
+    param_state: dict[int, dict[str, list[mcore.ShardedTensor]]],
 ) -> None:
     if not saved:
         raise BadInput(
@@ -182,7 +187,7 @@ def _restore(
     _unshare_steps(optimizer)
 
 
-def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
+def _group(own: mcore.StateDict, groups: list[mcore.StateDict]) -> mcore.StateDict:
     """The saved parameter group that stands for one of this layout; whether it is of experts matters last."""
     keys = [key for key in own if key.removeprefix("pre_") in mcore.GROUP_KEYS]
     for ignored in ((), ("is_expert_parallel",)):
@@ -198,14 +203,16 @@ def _group(own: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _unshare_steps(optimizer: Any) -> None:
+def _unshare_steps(optimizer: mcore.DistributedOptimizer) -> None:
     """megatron-core gives all parameters one `step` tensor; torch's Adam adds to it once per parameter."""
     for values in optimizer.optimizer.state.values():
         if isinstance(values.get("step"), torch.Tensor):
             values["step"] = values["step"].clone()
 
 
-def _describe(optimizer: Any, model: Any) -> dict[int, dict[str, list[Any]]]:
+def _describe(
+    optimizer: mcore.DistributedOptimizer, model: mcore.StateDict
+) -> dict[int, dict[str, list[mcore.ShardedTensor]]]:
     where = {
         id(item.data): item
         for item in mcore.nested_values(model)
@@ -213,7 +220,7 @@ def _describe(optimizer: Any, model: Any) -> dict[int, dict[str, list[Any]]]:
     }
     holders = mcore.holders(optimizer)
     copies = Copies(torch.distributed.get_rank(), ())
-    found: dict[int, dict[str, list[Any]]] = {}
+    found: dict[int, dict[str, list[mcore.ShardedTensor]]] = {}
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
         item = where.get(id(param))
         if item is None:
@@ -235,7 +242,7 @@ def _describe(optimizer: Any, model: Any) -> dict[int, dict[str, list[Any]]]:
     return found
 
 
-def _parts(item: Any) -> list[_Part]:
+def _parts(item: mcore.ShardedTensor) -> list[_Part]:
     """The ShardedTensors that a parameter is made of."""
     if isinstance(item, mcore.ShardedTensor):
         return [_Part(item, 0)]
@@ -255,7 +262,9 @@ def _parts(item: Any) -> list[_Part]:
     return sorted(parts, key=lambda part: part.start)
 
 
-def _pieces(parts: list[_Part], prefix: str, values: torch.Tensor, start: int, stop: int) -> Iterator[Any]:
+def _pieces(
+    parts: list[_Part], prefix: str, values: torch.Tensor, start: int, stop: int
+) -> Iterator[mcore.ShardedTensor]:
     """The flat range [start, stop) of a parameter, whose state is `values`, as boxes, in flat order."""
     flat = values.detach().view(-1)
     for tensor, begin, writes in parts:

@@ -108,7 +108,7 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, Any]] = di
 
     def make(original: Function) -> Function:
         @wraps(original)
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args: object, **named: object) -> object:
             return getattr(_ours(module), name)(*args, **{**more(), **named})
 
         return call
@@ -121,7 +121,7 @@ def _queue(name: str) -> Make:
         made: list[Function] = []
 
         @wraps(original)
-        def call(*args: Any, **named: Any) -> Any:
+        def call(*args: object, **named: object) -> object:
             if not made:
                 made.append(getattr(_ours("queue"), name)(original))
             return made[0](*args, **named)
@@ -135,7 +135,7 @@ def _opened(original: Function, settings: Settings) -> Function:
     """`initialize_model_parallel`, and after it all groups are warm and watched."""
 
     @wraps(original)
-    def initialize_model_parallel(*args: Any, **named: Any) -> None:
+    def initialize_model_parallel(*args: object, **named: object) -> None:
         original(*args, **named)
         if settings.ranks() is not None:
             _warm_up_some(settings)
@@ -175,7 +175,7 @@ def _strategies(original: Function) -> Function:
     Holdfast's, for which megatron-core has none, its own stands in; nobody uses it."""
 
     @wraps(original)
-    def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: Any, **named: Any) -> Any:
+    def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: object, **named: object) -> object:
         mcore: Any = _ours("mcore")
         config = mcore.maybe_load_config(checkpoint_dir)
         if config is not None and config.sharded_backend == HOLDFAST_CONFIG["sharded_backend"]:
@@ -248,7 +248,7 @@ def _uneven(original: Function) -> Function:
     whose chunk metadata torch DCP needs."""
 
     @wraps(original)
-    def preprocess_state_dict_for_uneven_dtensor(state_dict: Any, *args: Any, **named: Any) -> Any:
+    def preprocess_state_dict_for_uneven_dtensor(state_dict: Any, *args: object, **named: object) -> object:
         model = getattr(_here, "model", None)
         if model is None or not is_guarded():
             return original(state_dict, *args, **named)
@@ -263,7 +263,7 @@ def _with_model(original: Function) -> Function:
     given it."""
 
     @wraps(original)
-    def prepare(cfg: Any, state_dict: Any, model: Any, *args: Any, **named: Any) -> Any:
+    def prepare(cfg: Any, state_dict: Any, model: Any, *args: object, **named: object) -> object:
         outer, _here.model = getattr(_here, "model", None), model
         try:
             return original(cfg, state_dict, model, *args, **named)

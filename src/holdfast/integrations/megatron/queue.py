@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.background.pending import Pending
 from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.guard import note_committed
+from holdfast.integrations.megatron import mcore
 from holdfast.protocol.consensus import StepConsensus
 
 
@@ -42,11 +43,11 @@ class _Call(NamedTuple):
     """An entry of `AsyncCallsQueue.async_calls`."""
 
     idx: int
-    async_caller: Any
-    async_request: Any
+    async_caller: object
+    async_request: mcore.AsyncRequest
 
 
-def _ours(request: Any) -> Committed | None:
+def _ours(request: mcore.AsyncRequest) -> Committed | None:
     """What Holdfast put into a request, if it is one of its own."""
     first = request.finalize_fns[0] if request.finalize_fns else None
     return first if isinstance(first, Committed) else None
@@ -54,7 +55,7 @@ def _ours(request: Any) -> Committed | None:
 
 def schedule(original: Callable[..., int]) -> Callable[..., int]:
     @wraps(original)
-    def schedule_async_request(self: Any, async_request: Any) -> int:
+    def schedule_async_request(self: mcore.AsyncCallsQueue, async_request: mcore.AsyncRequest) -> int:
         ours = _ours(async_request)
         if ours is None:
             return original(self, async_request)
@@ -67,7 +68,9 @@ def schedule(original: Callable[..., int]) -> Callable[..., int]:
 
 def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
     @wraps(original)
-    def maybe_finalize_async_calls(self: Any, blocking: bool = False, no_dist: bool = False) -> list[int]:
+    def maybe_finalize_async_calls(
+        self: mcore.AsyncCallsQueue, blocking: bool = False, no_dist: bool = False
+    ) -> list[int]:
         found: list[int] = []
         while self.async_calls:
             save = _ours(self.async_calls[0].async_request)

@@ -23,11 +23,11 @@ from holdfast.store.base import Store
 class State(NamedTuple):
     """What `megatron.core.dist_checkpointing.save` is given to save."""
 
-    sharded_state_dict: dict[str, Any]
-    content_metadata: dict[str, Any] | None = None
+    sharded_state_dict: mcore.StateDict
+    content_metadata: mcore.StateDict | None = None
     validate: bool = False
     """Compare common state between ranks, `preprocess` making of it what is compared."""
-    preprocess: Callable[[Any], Any] | None = None
+    preprocess: Callable[[Any], object] | None = None
 
 
 def read_state_dict(
@@ -61,7 +61,7 @@ def read_state_dict(
         return SaveJob(request)
 
 
-def _take_apart(state: State) -> tuple[list[Any], dict[str, Any]]:
+def _take_apart(state: State) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
     """The ShardedTensors and ShardedObjects in a state dict, and its common state."""
     copied = own_containers(state.sharded_state_dict)
     mcore.apply_factories(copied)
@@ -80,7 +80,7 @@ class _Told:
         self._steps: dict[str, float] | None = None
         """Of each optimizer; None where no optimizer's state is saved."""
 
-    def read(self, common: dict[str, Any], ranks: int) -> None:
+    def read(self, common: mcore.StateDict, ranks: int) -> None:
         if any(True for _ in steps.optimizers(common)):
             self._steps = steps.counted(common)
         if self._comparison is not None:
@@ -108,7 +108,7 @@ def own_containers(state: Any) -> Any:
     return [own_containers(value) for value in state] if isinstance(state, list) else state
 
 
-def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
+def _clean(content_metadata: Mapping[str, object], common: object) -> mcore.StateDict:
     """Without process groups; optimizer state that is ours is fully reshardable, whatever was asked for.
 
     Frameworks that save a model and its optimizer into two folders (verl) ask the model's folder how the
@@ -124,7 +124,7 @@ def _clean(content_metadata: Mapping[str, Any], common: Any) -> dict[str, Any]:
     return found
 
 
-def _check_storable(common: Mapping[str, Any]) -> None:
+def _check_storable(common: Mapping[str, object]) -> None:
     """Name the part of the common state that can't be stored."""
     try:
         objects.encode(dict(common), COMMON)

@@ -17,7 +17,7 @@ the state dict set alike on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class Copies:
         self._dense, self._expert = _Group(rank, dense, participants), _Group(rank, expert, participants)
         self._unknown = _Group(rank, (), ())
 
-    def replica(self, tensor: Any) -> tuple[int, int] | None:
+    def replica(self, tensor: mcore.ShardedTensor) -> tuple[int, int] | None:
         """(index, count) of this rank among those that share the writing, None if it writes nothing of the
         tensor."""
         said = tensor.replica_id
@@ -73,7 +73,7 @@ class Copies:
             return group.share
         return _SOLE if group.is_first else None  # the main replica, or who stands for it if it takes no part
 
-    def writes_state(self, tensor: Any, holders: Collection[int]) -> bool:
+    def writes_state(self, tensor: mcore.ShardedTensor, holders: Collection[int]) -> bool:
         """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one
         of?
 
@@ -88,14 +88,14 @@ class Copies:
             return True  # its groups are not known; the commit finds out if another rank writes it, too
         return group.ranks[0] in holders
 
-    def _group(self, tensor: Any) -> _Group:
+    def _group(self, tensor: mcore.ShardedTensor) -> _Group:
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
             return self._unknown
         # An expert layer that is described alone has no prefix.
         return self._expert if ".experts." in f".{tensor.key}" else self._dense
 
 
-def _is_parameter(data: Any) -> bool:
+def _is_parameter(data: object) -> bool:
     """Is it a parameter, or a view of one (a part of a fused weight)?"""
     return isinstance(data, torch.nn.Parameter) or isinstance(
         getattr(data, "_base", None), torch.nn.Parameter
@@ -107,10 +107,14 @@ def _is_optimizer(key: str) -> bool:
     return key.startswith(("optimizer.", "chained_"))
 
 
-def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -> list[Leaf]:
+def to_save(
+    sharded: Iterable[mcore.ShardedTensor | mcore.ShardedObject], common: Mapping[str, object], copies: Copies
+) -> list[Leaf]:
     """What this rank contributes to a save; `sharded` are ShardedTensors and ShardedObjects."""
     leaves: list[Leaf] = []
-    known: dict[Any, tuple[TensorSpec, Dims]] = {}  # one for the thousands of experts under one key
+    known: dict[
+        tuple[object, ...], tuple[TensorSpec, Dims]
+    ] = {}  # one for the thousands of experts under one key
     for item in sharded:
         if isinstance(item, mcore.ShardedObject):
             if mcore.is_main_replica(item.replica_id):
@@ -125,7 +129,7 @@ def to_save(sharded: Iterable[Any], common: Mapping[str, Any], copies: Copies) -
 
 
 def to_load(
-    sharded: Iterable[Any],
+    sharded: Iterable[mcore.ShardedTensor | mcore.ShardedObject],
     skip: Collection[str] = (),
     stock: bool = False,
     stored_as: Mapping[str, str] | None = None,
@@ -149,7 +153,11 @@ def to_load(
     return leaves
 
 
-def _part(tensor: Any, replica: tuple[int, int], known: dict[Any, tuple[TensorSpec, Dims]]) -> Part:
+def _part(
+    tensor: mcore.ShardedTensor,
+    replica: tuple[int, int],
+    known: dict[tuple[object, ...], tuple[TensorSpec, Dims]],
+) -> Part:
     """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made
     already."""
     data, lead = _data(tensor), tensor.prepend_axis_num
@@ -160,13 +168,13 @@ def _part(tensor: Any, replica: tuple[int, int], known: dict[Any, tuple[TensorSp
     return Part(spec, Box(tuple(tensor.global_offset), shape), ViewMemory(data, lead), replica)
 
 
-def shard(tensor: Any, replica: tuple[int, int]) -> Shard:
+def shard(tensor: mcore.ShardedTensor, replica: tuple[int, int]) -> Shard:
     """A ShardedTensor as a `Shard` over the same memory."""
     data = _data(tensor)
     return Shard(data[(None,) * tensor.prepend_axis_num], tensor.global_shape, tensor.global_offset, replica)
 
 
-def _data(tensor: Any) -> torch.Tensor:
+def _data(tensor: mcore.ShardedTensor) -> torch.Tensor:
     if tensor.data is None:
         raise BadInput(f"{tensor.key!r} is a ShardedTensor without data.")
     if getattr(tensor, "flattened_range", None) is not None:
@@ -174,17 +182,17 @@ def _data(tensor: Any) -> torch.Tensor:
     return tensor.data  # type: ignore[no-any-return]
 
 
-def take_data(item: Any) -> Any:
+def take_data(item: mcore.ShardedTensor | mcore.ShardedObject) -> object:
     """What a ShardedTensor or ShardedObject holds once it was loaded."""
     data = item.data
     return data.detach() if isinstance(data, torch.Tensor) else data
 
 
-def _ignore(value: Any) -> None:
+def _ignore(value: object) -> None:
     """Tensors are filled in place."""
 
 
-def _into(item: Any, stock: bool) -> Any:
+def _into(item: mcore.ShardedTensor | mcore.ShardedObject, stock: bool) -> Callable[[Any], None]:
     def put(value: Any) -> None:
         item.data = value[0] if stock else value
 

@@ -30,8 +30,8 @@ COMPLETE = "holdfast_steps"
 
 
 def optimizers(
-    common: Any, path: tuple[str, ...] = (), depth: int = 3
-) -> Iterator[tuple[str, dict[str, Any]]]:
+    common: object, path: tuple[str, ...] = (), depth: int = 3
+) -> Iterator[tuple[str, mcore.StateDict]]:
     """(path, state) of each optimizer whose state in a common state is fully reshardable."""
     if not isinstance(common, dict) or not depth:
         return
@@ -42,7 +42,7 @@ def optimizers(
         yield from optimizers(value, (*path, str(key)), depth - 1)
 
 
-def groups_of(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+def groups_of(optimizer: Mapping[str, Any]) -> list[mcore.StateDict]:
     """The parameter groups in an optimizer's state dict."""
     inner = optimizer.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -55,7 +55,7 @@ def step_of(group: Mapping[str, Any]) -> float:
     return float(step.item() if isinstance(step, torch.Tensor) else step or 0)
 
 
-def counted(common: Any) -> dict[str, float]:
+def counted(common: object) -> dict[str, float]:
     """The step of each optimizer that has taken one; what a rank tells."""
     found = {
         path: max(map(step_of, groups_of(optimizer)), default=0.0) for path, optimizer in optimizers(common)
@@ -81,7 +81,7 @@ def merge(told: Mapping[int, Mapping[str, float]], own: Mapping[str, float]) -> 
     return {path: step for path, (_, step) in found.items() if path not in own}
 
 
-def complete(common: Any, noted: Any) -> None:
+def complete(common: object, noted: object) -> None:
     """Fill into a loaded common state what the notes of its index say of steps."""
     if not isinstance(noted, dict):
         return  # an older checkpoint, or one of another kind
@@ -93,7 +93,7 @@ def complete(common: Any, noted: Any) -> None:
                 group["step"] = int(step)
 
 
-def comparable(common: Any, depth: int = 3) -> Any:
+def comparable(common: object, depth: int = 3) -> object:
     """What of a common state is the same on all ranks: groups that are empty on a rank have no step there,
     and an optimizer without parameters leaves an empty container where the state of others is sharded."""
     if not isinstance(common, dict) or not depth:
@@ -109,7 +109,7 @@ class Steps:
     """The steps in a checkpoint, from its parameter groups; the same on all ranks, and so is what it
     raises."""
 
-    def __init__(self, saved: list[dict[str, Any]]) -> None:
+    def __init__(self, saved: list[mcore.StateDict]) -> None:
         groups = [group for optimizer in saved for group in groups_of(optimizer)]
         known = sorted({step for step in map(step_of, groups) if step})
         if len(known) > 1:
