@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -13,8 +13,14 @@ import torch.distributed as dist
 
 from holdfast.errors import BadInput
 
+if TYPE_CHECKING:
+    from torch._C import _distributed_c10d
 
-def default_store() -> Any:
+Store: TypeAlias = "_distributed_c10d.Store"
+"""What `torch.distributed.Store` is; the stubs of torch do not show that name."""
+
+
+def default_store() -> Store:
     """The default process group's store."""
     from torch.distributed import distributed_c10d
 
@@ -24,14 +30,16 @@ def default_store() -> Any:
             "This torch has no accessible default store.",
             hint="Pass roster=TorchRoster(store, rank, world_size) with a store of your own.",
         )
-    return getter()
+    store: Store = getter()
+    return store
 
 
-def clone_store(store: Any) -> Any:
+def clone_store(store: Store) -> Store:
     """Another client of a store, with a connection of its own; a store inside this process is its own
     clone."""
     if hasattr(store, "clone"):  # since torch 2.8
-        return store.clone()
+        clone: Store = store.clone()
+        return clone
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     tcp_store = dist.TCPStore  # type: ignore[attr-defined]
@@ -40,7 +48,7 @@ def clone_store(store: Any) -> Any:
     return tcp_store(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
-def waits_by_itself(store: Any) -> bool:
+def waits_by_itself(store: Store) -> bool:
     """Does a client of this store wait for a key in its own code, and ask nobody meanwhile? TCPStore's does."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

@@ -18,13 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from holdfast.errors import BadInput
 from holdfast.state.dtensor import CHUNKS
 from holdfast.state.subclasses import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 State = dict[str, Any]
 Split = tuple[Sequence[str], Sequence[int]]
@@ -161,7 +164,7 @@ class _Parameters:
         self._experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
         self._first = _first_expert(model)
 
-    def of_all_ranks(self) -> Iterator[tuple[str, Any]]:
+    def of_all_ranks(self) -> Iterator[tuple[str, DTensor]]:
         """DTensors, by names with the experts' numbers among all."""
         for name, parameter in self._named.items():
             if is_dtensor(parameter):
@@ -192,7 +195,7 @@ def _global(name: str, experts: int | None, shift: int) -> str:
     return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + shift}", name)
 
 
-def _leaves(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(tree: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
     if isinstance(tree, dict):
         for key, value in tree.items():
             yield from _leaves(value, (*path, str(key)))
@@ -236,10 +239,11 @@ def _split_all(
     return made, {**optimizer_state, "state": states}
 
 
-def _tensor_parallel(value: Any) -> tuple[int | None, int, int]:
+def _tensor_parallel(value: DTensor) -> tuple[int | None, int, int]:
     """The dimension that tensor parallelism cuts (its mesh dimension comes last, and cuts first), this rank's
     place, of how many."""
-    placements, mesh = value.placements, value.device_mesh
+    placements: Sequence[Any] = value.placements
+    mesh = value.device_mesh
     cut = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
     names = mesh.mesh_dim_names or ()
     last = len(placements) - 1
@@ -248,7 +252,7 @@ def _tensor_parallel(value: Any) -> tuple[int | None, int, int]:
     return int(placements[last].dim), int(mesh.get_local_rank(last)), int(mesh.size(last))
 
 
-def _left(value: Any) -> tuple[int, ...]:
+def _left(value: DTensor) -> tuple[int, ...]:
     """The shape that tensor parallelism has left to a rank."""
     axis, _, parts = _tensor_parallel(value)
     return tuple(size // parts if at == axis else size for at, size in enumerate(value.shape))
@@ -266,7 +270,7 @@ def _begin(value: Any, start: int, rows: int) -> tuple[int, ...]:
     return tuple(begin)
 
 
-def _split(key: str, value: Any, parts: Split, at: slice | None) -> dict[str, Any]:
+def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str, DTensor]:
     """The parts of a fused DTensor along its first dimension, each a DTensor that aliases it."""
     names, shares = parts
     axis, _, tensor_parallel = _tensor_parallel(value)
@@ -293,7 +297,7 @@ def _split(key: str, value: Any, parts: Split, at: slice | None) -> dict[str, An
     return made
 
 
-def _part(value: Any, piece: torch.Tensor, shape: tuple[int, ...], start: int) -> Any:
+def _part(value: DTensor, piece: torch.Tensor, shape: tuple[int, ...], start: int) -> DTensor:
     from torch.distributed.tensor import DTensor
 
     stride = torch.empty(shape, device="meta").stride()
@@ -317,7 +321,7 @@ def _say_where(value: Any, begin: tuple[int, ...]) -> None:
     local = value._local_tensor
     chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(local.shape))
 
-    def writes(fqn: str, tensor: Any) -> list[WriteItem]:
+    def writes(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
         if not local.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), tensor.size())

@@ -128,7 +128,7 @@ def import_torch_dist(
             done += size
             progress(done, total)
 
-        def values() -> Iterator[tuple[str, Any]]:
+        def values() -> Iterator[tuple[str, object]]:
             for entry, chunk, member, reader in chunks:
                 if entry.kind == OBJECT:
                     with bounded_memory(f"The object {entry.name!r} of {opened.where}"):
@@ -194,7 +194,7 @@ def _intact(data: bytes, name: str) -> bytes:
     return data
 
 
-def _ignore(value: Any) -> None:
+def _ignore(value: object) -> None:
     """Nothing is loaded into a checkpoint that is converted."""
 
 
@@ -296,7 +296,7 @@ class _Writer:
             self._file = None
 
 
-def _archive(value: Any) -> bytes:
+def _archive(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from difflib import get_close_matches
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,6 +13,7 @@ from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.format.index import Index
 from holdfast.format.names import DATA, INDEX, METADATA
+from holdfast.format.objects import Json
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.raw_read import read_all
 from holdfast.layout.box import Box
@@ -56,9 +56,9 @@ class Checkpoint(msgspec.Struct, frozen=True):
     path: str
     step: int | None
     created: float | None
-    versions: Any
-    grid: Any
-    notes: Any
+    versions: Json
+    grid: Json
+    notes: Json
     ranks: int | None
     files: tuple[File, ...]
     bytes: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +49,12 @@ def _pairs(known: Known, device: torch.device) -> None:
     _batch(group, ranks, device)
     _one_by_one(group, ranks, device)
     world = dist.group.WORLD
+    assert world is not None, "there are groups"
     if len(ranks) == 2 and group is not world and device in usable_devices(world):
         _one_by_one(world, ranks, device)
 
 
-def _batch(group: Any, ranks: Sequence[int], device: torch.device) -> None:
+def _batch(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
     """Each rank with both its neighbours at once: all ranks of the group take part, as torch asks for a first
     call."""
     me, size = ranks.index(dist.get_rank()), len(ranks)
@@ -70,7 +70,7 @@ def _batch(group: Any, ranks: Sequence[int], device: torch.device) -> None:
         work.wait()
 
 
-def _one_by_one(group: Any, ranks: Sequence[int], device: torch.device) -> None:
+def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
     """Pair after pair; in each the one that is earlier in the pipeline sends first.
 
     Every second pair first, then those between them, then the last with the first. All ranks meet their pairs
@@ -92,7 +92,7 @@ def _one_by_one(group: Any, ranks: Sequence[int], device: torch.device) -> None:
                 dist.recv(tensor, peer, group=group)
 
 
-def usable_devices(group: Any) -> list[torch.device]:
+def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """Of which devices tensors can be given to a group, here and now."""
     config = dist.get_backend_config(group)
     pairs = [part.partition(":") for part in config.split(",")]

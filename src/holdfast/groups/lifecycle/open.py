@@ -28,7 +28,7 @@ from holdfast.roster.base import Message, Roster
 from holdfast.torch_private import abort, groups_made
 
 
-class Groups(Mapping[str, Any]):
+class Groups(Mapping[str, dist.ProcessGroup]):
     """The process groups that this rank belongs to, by Megatron's names: `groups["tp"]`, `groups["edp"]`,
     `groups["world"]`.
 
@@ -38,12 +38,16 @@ class Groups(Mapping[str, Any]):
     """
 
     def __init__(
-        self, grid: Grid, roster: Roster, members: dict[str, tuple[int, ...]], known: dict[str, Any]
+        self,
+        grid: Grid,
+        roster: Roster,
+        members: dict[str, tuple[int, ...]],
+        known: dict[str, dist.ProcessGroup],
     ) -> None:
         self.grid, self.rank, self._roster = grid, roster.rank, roster
         self._members, self._known = members, known
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> dist.ProcessGroup:
         if name in self._known:
             return self._known[name]
         if name not in self._members:
@@ -94,7 +98,7 @@ class Groups(Mapping[str, Any]):
                 opened.pop(group, None)
             self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
-    def distinct(self) -> list[Any]:
+    def distinct(self) -> list[dist.ProcessGroup]:
         """The groups themselves, in the order of their making; names whose ranks are the same share one."""
         return list(dict.fromkeys(self._known.values()))
 
@@ -114,7 +118,7 @@ class _Opening(CollectiveTask):
         self._grid, self._plan, self._backend = grid, plan, backend
         self._timeout, self._trouble = call.deadline.seconds, trouble
         self._device = Device()
-        self.made: dict[tuple[str, ...], Any] = {}
+        self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def contribute(self) -> Message:
         if self._trouble is not None:
@@ -146,6 +150,7 @@ class _Opening(CollectiveTask):
             for ranks in planned.table.tolist():
                 number += 1
                 if WORLD in planned.names and len(ranks) == dist.get_world_size():
+                    assert dist.group.WORLD is not None
                     self.made[planned.names] = dist.group.WORLD
                     continue
                 mine = self.roster.rank in ranks
@@ -173,7 +178,7 @@ _REMEDY = {
 }
 
 
-def _differs(what: str, first: int, other: Any, rank: int, value: Any) -> str:
+def _differs(what: str, first: int, other: object, rank: int, value: object) -> str:
     if isinstance(value, dict) and isinstance(other, dict):
         keys = [key for key in sorted({*value, *other}) if value.get(key) != other.get(key)]
         other, value = ({key: found.get(key) for key in keys} for found in (other, value))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import secrets
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +16,16 @@ from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.roster.torch_store import TorchRoster
+from holdfast.torch_private import Store
 
-_stores: dict[tuple[str, int], Any] = {}
+_stores: dict[tuple[str, int], Store] = {}
 """The one that a process has opened stays open: others may still read it, and a next start uses it again."""
 
 
 class _Start(CollectiveTask):
     """All ranks are here and mean the same; then they initialise torch.distributed."""
 
-    def __init__(self, store: Any, env: Environment, backend: str | None, call: Call) -> None:
+    def __init__(self, store: Store, env: Environment, backend: str | None, call: Call) -> None:
         super().__init__("start of torch.distributed", "groups://start", call)
         self._store, self._env, self._backend = store, env, backend
         self._timeout = call.deadline.seconds
@@ -83,7 +83,7 @@ def start_world(backend: str | None, timeout: float, stall_timeout: float) -> No
     _Start(store, env, backend, begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)).run()
 
 
-def _store(env: Environment, timeout: float) -> Any:
+def _store(env: Environment, timeout: float) -> Store:
     if env.store is None:
         raise BadInput(
             "MASTER_ADDR and MASTER_PORT must be in the environment to start torch.distributed.",

@@ -9,7 +9,7 @@ deadline.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from holdfast.format.torch_objects import allowing
@@ -25,7 +25,7 @@ class CheckpointManager:
     stall_timeout: float = 120.0
     """Deadlines as for `install`. A subclass may have others; what `install` was called with before stays."""
 
-    def __init__(self, checkpoint_config: Any) -> None:
+    def __init__(self, checkpoint_config: object) -> None:
         from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 
         # What was installed with other deadlines, participants or guards stays.
@@ -35,17 +35,17 @@ class CheckpointManager:
         self._default: Any = DefaultCheckpointManager(checkpoint_config)
 
     @property
-    def checkpointing_context(self) -> dict[str, Any]:
+    def checkpointing_context(self) -> dict[str, object]:
         """Megatron-Bridge's setup looks into it."""
-        context: dict[str, Any] = self._default.checkpointing_context
+        context: dict[str, object] = self._default.checkpointing_context
         return context
 
-    def save(self, ctx: Any, *callback_manager: Any) -> None:
+    def save(self, ctx: object, *callback_manager: object) -> None:
         """callback_manager: the second argument since v0.5; v0.4 gives none."""
         with self._guarded("save"):
             self._default.save(ctx, *callback_manager)
 
-    def load(self, ctx: Any) -> tuple[int, int]:
+    def load(self, ctx: object) -> tuple[int, int]:
         """(iteration, floating point operations so far); (0, 0) if there is nothing to load."""
         from megatron.bridge.training.state import TrainState
 
@@ -54,12 +54,12 @@ class CheckpointManager:
             iteration, operations = self._default.load(ctx)
             return iteration, operations
 
-    def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
+    def finalize_async_saves(self, state: object, blocking: bool = False, terminate: bool = False) -> None:
         # The last function of an asynchronous save is a barrier; all ranks come to it in the same call.
         with self._guarded("finalize_async_saves"):
             self._default.finalize_async_saves(state, blocking=blocking, terminate=terminate)
 
-    def _guarded(self, method: str) -> Any:
+    def _guarded(self, method: str) -> AbstractContextManager[None]:
         config = self._config
         local = getattr(config, "non_persistent_ckpt_type", None) == "local"
         if local or getattr(config, "also_save_hf_checkpoint", False):

@@ -58,7 +58,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     """Everything that is replaced, whichever part of it is switched on."""
     how = {"timeout": settings.timeout, "stall_timeout": settings.stall_timeout}
 
-    def bound(name: str, **more: Any) -> Make:
+    def bound(name: str, **more: object) -> Make:
         return _standing_in("checkpointing", name, lambda: {**how, "participants": settings.ranks(), **more})
 
     serialization = f"{_CORE}.serialization"
@@ -103,7 +103,7 @@ def _ours(module: str) -> ModuleType:
     return import_module(f"holdfast.integrations.megatron.{module}")
 
 
-def _standing_in(module: str, name: str, more: Callable[[], dict[str, Any]] = dict) -> Make:
+def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] = dict) -> Make:
     """Our function of that name, with arguments that the caller has not given."""
 
     def make(original: Function) -> Function:
@@ -176,7 +176,7 @@ def _strategies(original: Function) -> Function:
 
     @wraps(original)
     def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: object, **named: object) -> object:
-        mcore: Any = _ours("mcore")
+        mcore = _ours("mcore")
         config = mcore.maybe_load_config(checkpoint_dir)
         if config is not None and config.sharded_backend == HOLDFAST_CONFIG["sharded_backend"]:
             return mcore.load_strategies()
@@ -190,13 +190,13 @@ def _describe(original: Function) -> Function:
 
     @wraps(original)
     def sharded_state_dict(
-        self: Any,
-        model_sharded_state_dict: Any = None,
+        self: object,
+        model_sharded_state_dict: object = None,
         is_loading: bool = False,
         sharding_type: str | None = None,
-        metadata: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> Any:
+        metadata: dict[str, object] | None = None,
+        **named: object,
+    ) -> object:
         wanted = sharding_type or (metadata or {}).get(_ours("mcore").SHARDING_TYPE)
         if wanted == "fsdp_dtensor" or (is_loading and wanted in _STOCK_OPTIMIZER_FORMATS):
             if sharding_type is not None:
@@ -211,8 +211,8 @@ def _give_back(original: Function) -> Function:
     """load_state_dict of an optimizer: ours for what `_describe` made, else Megatron's."""
 
     @wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        optimizer: Any = _ours("optimizer")
+    def load_state_dict(self: object, state_dict: object) -> None:
+        optimizer = _ours("optimizer")
         if optimizer.is_ours(state_dict):
             optimizer.load_state_dict(self, state_dict)
         else:
@@ -231,9 +231,13 @@ def _split(name: str) -> Make:
     def make(original: Function) -> Function:
         @wraps(original)
         def call(
-            model: Any, model_state_dict: Any, optimizer_state_dict: Any = None, *args: Any, **named: Any
-        ) -> Any:
-            fsdp: Any = import_module("holdfast.integrations.megatron_fsdp")
+            model: object,
+            model_state_dict: object,
+            optimizer_state_dict: object = None,
+            *args: object,
+            **named: object,
+        ) -> object:
+            fsdp = import_module("holdfast.integrations.megatron_fsdp")
             if isinstance(optimizer_state_dict, dict) and "state" in optimizer_state_dict:
                 fsdp.fill_missing_states(model, optimizer_state_dict)
             return getattr(fsdp, name)(model, model_state_dict, optimizer_state_dict, *args, **named)
@@ -248,11 +252,13 @@ def _uneven(original: Function) -> Function:
     whose chunk metadata torch DCP needs."""
 
     @wraps(original)
-    def preprocess_state_dict_for_uneven_dtensor(state_dict: Any, *args: object, **named: object) -> object:
+    def preprocess_state_dict_for_uneven_dtensor(
+        state_dict: object, *args: object, **named: object
+    ) -> object:
         model = getattr(_here, "model", None)
         if model is None or not is_guarded():
             return original(state_dict, *args, **named)
-        fsdp: Any = import_module("holdfast.integrations.megatron_fsdp")
+        fsdp = import_module("holdfast.integrations.megatron_fsdp")
         return fsdp.preprocess_state_dict_for_uneven_dtensor(state_dict, model)
 
     return preprocess_state_dict_for_uneven_dtensor
