@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -98,9 +99,11 @@ def cluster() -> Iterator[Cluster]:
     import ray
 
     folder = Path(tempfile.mkdtemp(prefix="hf-ray-", dir="/tmp"))  # names of sockets must be short
-    before = {key: os.environ.get(key) for key in ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED")}
+    names = ("PYTHONPATH", "RAY_USAGE_STATS_ENABLED", "RAY_AUTH_TOKEN")
+    before = {name: os.environ.get(name) for name in names}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [before["PYTHONPATH"]])])
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # or Ray leaves one in the user's home
     made = Cluster(folder)
     mine = psutil.Process()
     known = {child.pid for child in mine.children(recursive=True)}
