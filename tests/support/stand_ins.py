@@ -28,7 +28,10 @@ STAND_INS = {
         *("megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"),
     ),
     "megatron-lm": ("megatron.rl", "megatron.training.tokenizer", "triton"),
-    "verl": ("accelerate", "codetiming", "datasets", "hydra", "pandas", "peft", "pylatexenc", "torchdata"),
+    "verl": (
+        *("accelerate", "codetiming", "datasets", "hydra", "pandas", "peft", "pylatexenc", "torchdata"),
+        *("fastapi", "uvicorn"),  # servers of inference
+    ),
 }
 """By framework, the modules that are empty in its tests."""
 

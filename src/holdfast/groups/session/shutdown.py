@@ -30,6 +30,7 @@ from holdfast.groups.session.blame import (
     not_in_the_collective,
     ranks_of_collective,
 )
+from holdfast.groups.session.calls import is_between_calls, is_in_collective
 from holdfast.groups.session.monitor import PATIENCE, Monitor
 from holdfast.protocol.whereabouts import end_tellers
 from holdfast.roster.base import Message, Roster
@@ -47,10 +48,20 @@ TOLD = "_holdfast_told"
 
 class _Interrupted(RankFailed):
     """Raised in a body that goes on while the session has ended; the session replaces it by the error
-    itself."""
+    itself. A body that has no end of its own, an actor's, hears by it who has failed."""
 
-    def __init__(self) -> None:
-        super().__init__("The session has ended: another rank failed.")
+    plain = RankFailed
+
+
+def _interruption(failure: HoldfastError) -> type[_Interrupted]:
+    """What can be raised in another thread: a class, made without arguments."""
+
+    class Interrupted(_Interrupted):
+        def __init__(self) -> None:
+            super().__init__(failure.message, rank=failure.rank, missing=failure.missing, hint=failure.hint)
+
+    Interrupted.__name__ = Interrupted.__qualname__ = RankFailed.__name__
+    return Interrupted
 
 
 class Leaving:
@@ -67,9 +78,11 @@ class Leaving:
         self._grace, self._thread = grace, threading.get_ident()
         self._gate, self._said = threading.Lock(), False
         self._ends: float | None = None
+        self._world: object = None
 
     def begin(self) -> None:
         """Watch, from here to the end; what ends the process by force is there before it is needed."""
+        self._world = _world()
         self.watch.start()
         start_thread(self._end_by_force, "holdfast-session-end", self.watch.roster.rank)
 
@@ -215,20 +228,45 @@ class Leaving:
         """On the monitor's thread: the body may be in a call that never returns."""
         ends = self._set_end()
         self._hear(failure)
-        if not self.left.wait(0.5):  # groups that are aborted, and peers that are gone, free most calls
-            with self._gate:
-                if not self.left.is_set():
-                    _raise_in(self._thread, _Interrupted)
-            # A part of the grace is left to the rank that failed first, which goes after this one.
-            if not self.left.wait(max(0.1, ends - time.monotonic() - 0.3 * self._grace)):
-                self._let_go_of_saves(time.monotonic() + 1.0)
-                self._say_stuck("it did not come back to the session's end")
-                self.leave_in_order(time.monotonic() + self._grace)
-                os._exit(EXIT_STUCK)
+        # A part of the grace is left to the rank that failed first, which goes after this one.
+        self._free(failure, ends - 0.3 * self._grace)
         if self.closing is not None:
             self.closing.operation.cancel.set(failure)
         for pending in wait_for_saves(0.0):
             pending.cancel()
+        self._free_later_calls(failure)
+
+    def _free(self, failure: HoldfastError, ends: float) -> None:
+        """Have the body raise, or end the process."""
+        if self.left.wait(0.5):  # groups that are aborted, and peers that are gone, free most calls
+            return
+        with self._gate:
+            if not self.left.is_set() and not is_between_calls(self._thread):
+                _raise_in(self._thread, _interruption(failure))
+        if not self._comes_back(max(time.monotonic() + 0.1, ends)):
+            self._let_go_of_saves(time.monotonic() + 1.0)
+            self._say_stuck("it did not come back to the session's end")
+            self.leave_in_order(time.monotonic() + self._grace)
+            os._exit(EXIT_STUCK)
+
+    def _free_later_calls(self, failure: HoldfastError) -> None:
+        """An actor goes on after its session, and no collective of its next call ends: it has `grace` to come
+        back, until the program has opened another world."""
+        while not self.left.is_set() and _world() is self._world:
+            if not self._comes_back(time.monotonic() + self._grace, in_collective=False):
+                abort_all()
+                self._free(failure, time.monotonic() + 0.7 * self._grace)
+            self.left.wait(0.2)
+
+    def _comes_back(self, ends: float, in_collective: bool = True) -> bool:
+        """Is the body over by then, or an actor's call, which somebody else's loop has begun?
+        in_collective: wait for a call that is in one."""
+        while not self.left.wait(0.1):
+            if is_between_calls(self._thread):
+                return True
+            if time.monotonic() > ends or (not in_collective and is_in_collective(self._thread)):
+                return False
+        return True
 
     def _say_stuck(self, why: str) -> None:
         at = calls_of_frame(sys._current_frames().get(self._thread))
@@ -239,6 +277,11 @@ class Leaving:
             flush=True,
         )
         sys.stdout.flush()
+
+
+def _world() -> object:
+    """The default group of this process, if it has one."""
+    return dist.group.WORLD if dist.is_initialized() else None
 
 
 def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
