@@ -34,6 +34,7 @@ ray.init(num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[2], runtime_env
 @ray.remote
 class Worker:
     def installed(self):
+        import torch  # the import at which `holdfast run` installs
         import holdfast
         return [framework.name for framework in holdfast.installed()]
 
@@ -165,7 +166,7 @@ def test_rays_workers_install(how: str, tmp_path_factory: pytest.TempPathFactory
         for line in shown.splitlines():
             name, _, value = line.removeprefix("export ").partition("=")
             more[name] = value.strip("'")
-        runtime_env = {"env_vars": {**environment(), **more}}  # what NeMo RL's `init_ray` gives
+        runtime_env = {"env_vars": environment(**more)}  # what NeMo RL's `init_ray` gives
     stand_in = "from tests.support.stand_ins import stand_in_for; stand_in_for('verl')\n"
     folder = tmp_path_factory.mktemp("ray")
     short = Path("/tmp") / f"hf-{os.getpid()}-{len(how)}"  # sockets have short names
@@ -184,6 +185,7 @@ def test_swift_imports_a_plugin_as_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "holdfast_plugin.py").write_text(block)
     program = """
 import sys
+from tests.support.stand_ins import stand_in_for
 stand_in_for("ms-swift")
 from swift.utils import import_external_file
 import_external_file(sys.argv[1])
