@@ -6,7 +6,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+RECIPES = sorted(ROOT.glob("docs/recipes/*.md"))
+PAGES = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *RECIPES,
+    *sorted(ROOT.glob("docs/decisions/*.md")),
+]
 OURS = [page for page in PAGES if page.name != "benchmarks.md"]
 """Pages that people write; the other one is made by `make bench`."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -79,7 +79,8 @@ def _inside(name: str, settings: Settings) -> Make:
             with allowing(_enumerations()):
                 if name == "async_save":
                     made = dcp.async_save(state_dict, host_memory_budget=settings.host_memory_budget, **how)
-                    return made if stager is None else _response(made)
+                    # DCP returns a Future, or its response to those with a stager; torchtitan asserts which.
+                    return made.upload_completion if stager is None else _response(made)
                 report = dcp.save(state_dict, **how)
             note_committed(report.path)
             return report

@@ -1,0 +1,196 @@
+"""The recipes: each has the same sections, and what it says to type runs, or says that it needs a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdfast.integrations.frameworks import FRAMEWORKS
+from tests.docs.pages import RECIPES, ROOT, code, text, without_code
+
+SECTIONS = (
+    "The line",
+    "What it replaces",
+    "The folder",
+    "Going back",
+    "What was run",
+    "What is not covered",
+)
+RAY = """
+import json, os, sys
+import ray
+import verl  # as its driver does, before Ray is started
+
+runtime_env = json.loads(sys.argv[1])
+ray.init(num_cpus=1, include_dashboard=False, _temp_dir=sys.argv[2], runtime_env=runtime_env, log_to_driver=False)
+
+@ray.remote
+class Worker:
+    def installed(self):
+        import torch  # the import at which `holdfast run` installs
+        import holdfast
+        return [framework.name for framework in holdfast.installed()]
+
+worker = Worker.options(runtime_env={"env_vars": {"WORLD_SIZE": "1"}}).remote()  # as verl makes its workers
+print(json.dumps(ray.get(worker.installed.remote(), timeout=90)))
+ray.shutdown()
+"""
+SAVE = """
+import holdfast, torch
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+from megatron.core.dist_checkpointing import ShardedTensor
+from holdfast import megatron
+import sys
+for folder in sys.argv[1:]:
+    megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, folder)
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of a shell in which `holdfast` is installed for the Python that runs the tests."""
+    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        **more,
+    }
+
+
+def python(program: str, *args: str, cwd: Path, **more: str) -> str:
+    """What a new process prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, *args],
+        env=environment(**more),
+        cwd=cwd,
+        text=True,
+        capture_output=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def runs(block: str) -> bool:
+    """Is the block one that is run here? The others say why not in their first line."""
+    first = block.partition("\n")[0]
+    return not first.startswith("#") or not re.search(r"needs? (a GPU|GPUs)|run by `?tests/", first)
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    return [
+        (page.name, block)
+        for page in RECIPES
+        for _, block in code(page.read_text(encoding="utf-8"), language)
+        if runs(block)
+    ]
+
+
+def test_there_is_a_recipe_for_every_framework() -> None:
+    below = {"megatron-core", "torch-dcp"}
+    assert {page.stem for page in RECIPES} == {framework.name for framework in FRAMEWORKS} - below
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_a_recipe_answers_the_same_questions(page: Path) -> None:
+    body = without_code(page.read_text(encoding="utf-8"))
+    assert re.findall(r"^## (.*)$", body, re.MULTILINE)[: len(SECTIONS)] == list(SECTIONS)
+    kinds = set(re.findall(r"^```(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE))
+    assert kinds <= {"python", "sh", "text"}
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
+def test_what_a_recipe_says_is_replaced_is_what_the_code_replaces(page: Path) -> None:
+    """Every guarded function of the framework stands on its page."""
+    [framework] = [known for known in FRAMEWORKS if known.name == page.stem]
+    body = page.read_text(encoding="utf-8")
+    for place in framework.guards:
+        module, _, name = place.partition(":")
+        assert name in body, place
+        assert module in body, place
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("python"))
+def test_python_on_a_recipe_installs(page: str, block: str, tmp_path: Path) -> None:
+    (tmp_path / "block.py").write_text(block)
+    told = "import block, holdfast; print([hasattr(block, 'install') or bool(holdfast.installed())])"
+    said = python(told, cwd=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}")
+    assert said == "[True]\n"
+
+
+@pytest.mark.parametrize(("page", "block"), blocks("sh"))
+def test_commands_on_a_recipe_run(page: str, block: str, tmp_path: Path) -> None:
+    sources = re.findall(r"^holdfast (?:export torch_dist|verify|inspect|latest) (\S+)", block, re.MULTILINE)
+    if sources:
+        folders = [folder for folder in sources if not (tmp_path / folder).exists()]
+        python(SAVE, *dict.fromkeys(folders), cwd=tmp_path)
+    (tmp_path / "program.py").write_text(
+        "import torch, holdfast\nassert holdfast.installed()\nprint('installed')\n"
+    )
+    done = subprocess.run(
+        ["bash", "-e", "-c", block],
+        env=environment(),
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("program.py" in block) == ("installed" in done.stdout)
+    for target in re.findall(r"^holdfast export torch_dist \S+ (\S+)", block, re.MULTILINE):
+        assert (tmp_path / target / ".metadata").exists()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.parametrize("how", ["hook", "holdfast run"])
+def test_rays_workers_install(how: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The two ways on the pages of verl and NeMo RL: a hook of Ray's, and the environment."""
+    page = text("docs/recipes/verl.md")
+    [hook] = set(re.findall(r"runtime_env\.worker_process_setup_hook=(holdfast\.\w+)", page))
+    runtime_env: dict[str, object] = {"worker_process_setup_hook": hook}
+    more: dict[str, str] = {}
+    if how == "holdfast run":
+        shown = python(
+            "from holdfast.cli import main; main()", "run", "--env", "--framework", "verl", cwd=ROOT
+        )
+        for line in shown.splitlines():
+            name, _, value = line.removeprefix("export ").partition("=")
+            more[name] = value.strip("'")
+        runtime_env = {"env_vars": environment(**more)}  # what NeMo RL's `init_ray` gives
+    stand_in = "from tests.support.stand_ins import stand_in_for; stand_in_for('verl')\n"
+    folder = tmp_path_factory.mktemp("ray")
+    short = Path("/tmp") / f"hf-{os.getpid()}-{len(how)}"  # sockets have short names
+    short.symlink_to(folder)
+    try:
+        said = python(stand_in + RAY, json.dumps(runtime_env), str(short), cwd=ROOT, **more)
+    finally:
+        short.unlink()
+    assert "verl" in json.loads(said.splitlines()[-1])
+
+
+def test_swift_imports_a_plugin_as_the_page_says(tmp_path: Path) -> None:
+    if importlib.util.find_spec("swift") is None:
+        pytest.skip("ms-swift is not installed")
+    [(_, block)] = [found for found in blocks("python") if found[0] == "ms-swift.md"]
+    (tmp_path / "holdfast_plugin.py").write_text(block)
+    program = """
+import sys
+from tests.support.stand_ins import stand_in_for
+stand_in_for("ms-swift")
+from swift.utils import import_external_file
+import_external_file(sys.argv[1])
+import holdfast
+print("ms-swift" in [framework.name for framework in holdfast.installed()])
+"""
+    said = python(program, str(tmp_path / "holdfast_plugin.py"), cwd=ROOT)
+    assert said.splitlines()[-1] == "True"
