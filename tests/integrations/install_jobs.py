@@ -86,3 +86,14 @@ assert "torch" not in sys.modules
 import hidden_customization
 print("hidden one ran:", hidden_customization.RAN)
 """
+
+HOLDFAST_FIRST = """
+import holdfast
+holdfast.save  # imports torch
+from tests.integrations.megatron.cpu import use_cpu
+use_cpu()
+from megatron.core import dist_checkpointing
+print(hasattr(dist_checkpointing.save, "holdfast_original"))
+holdfast.install(session=False, timeout=7)
+print(hasattr(dist_checkpointing.load, "holdfast_original"))
+"""

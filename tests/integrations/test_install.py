@@ -98,6 +98,12 @@ def test_run_installs_before_a_script_starts(tmp_path: Path) -> None:
     assert (folder / "index.safetensors").exists()
 
 
+def test_run_where_holdfast_itself_imports_torch() -> None:
+    program = install_jobs.HOLDFAST_FIRST
+    done = run("run", "--no-session", "--", sys.executable, "-W", "ignore", "-c", program)
+    assert done.stdout.splitlines() == ["True", "True"], done.stderr
+
+
 def test_run_keeps_the_environments_own_customization(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import hidden_customization\n")
     (tmp_path / "hidden_customization.py").write_text("RAN = True\n")

@@ -11,7 +11,7 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "verl": ("0.9.1",),
     "ms-swift": ("4.6.0",),
     "nemo-rl": (),
-    "torchtitan": (),
+    "torchtitan": ("0.3.0",),
 }
 """Name on PyPI, and the versions whose own functions the tests call (docs/megatron.md says how)."""
 

@@ -28,12 +28,22 @@ def _run_the_hidden_one() -> None:
 
 
 def _install(_: object) -> None:
-    from holdfast.integrations.install import install
-    from holdfast.options import read_install
+    try:
+        from holdfast.integrations.install import install, is_installed
+        from holdfast.options import read_install
+    except ImportError:
+        # It was Holdfast that imported torch, and it is half loaded: once a framework is there it no longer is.
+        import wrapt
 
+        for package in _FRAMEWORKS:
+            wrapt.register_post_import_hook(_install, package)
+        return
     arguments = read_install()
-    if arguments is not None:
+    if arguments is not None and not is_installed():
         install(**arguments)
+
+
+_FRAMEWORKS = ("megatron.core", "verl", "swift", "nemo_rl", "torchtitan")
 
 
 def _begin() -> None:
