@@ -42,7 +42,8 @@ _lock = threading.Lock()
 
 
 def keep_spares(user: object) -> None:
-    """Keep threads for what `user` runs once the main thread has ended, where the interpreter starts none then."""
+    """Keep threads for what `user` runs once the main thread has ended, where the interpreter starts none
+    then."""
     if not _REFUSES_LATE:
         return
     with _lock, suppress(RuntimeError):  # no more threads now; the work may need none

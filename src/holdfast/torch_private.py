@@ -49,7 +49,8 @@ def clone_store(store: Store) -> Store:
 
 
 def waits_by_itself(store: Store) -> bool:
-    """Does a client of this store wait for a key in its own code, and ask nobody meanwhile? TCPStore's does."""
+    """Does a client of this store wait for a key in its own code, and ask nobody meanwhile? TCPStore's
+    does."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]

@@ -77,7 +77,8 @@ def test_none_waits_for_those_before_it(queue: SaveQueue, tmp_path: Path) -> Non
 
 
 def test_a_call_takes_what_its_copy_takes(queue: SaveQueue, tmp_path: Path) -> None:
-    """Both sides in one run, the arenas warm: the median of the calls beside that of a copy of the same bytes."""
+    """Both sides in one run, the arenas warm: the median of the calls beside that of a copy of the same
+    bytes."""
     state = {f"w{number}": torch.rand(8 * MiB) for number in range(4)}
     target = {name: torch.empty_like(value) for name, value in state.items()}
     for number in range(3):

@@ -1,5 +1,5 @@
-"""Megatron-Bridge's `save_megatron_model`, which NeMo RL's import of Hugging Face weights ends in, on a world of
-which only some ranks train."""
+"""Megatron-Bridge's `save_megatron_model`, which NeMo RL's import of Hugging Face weights ends in, on a world
+of which only some ranks train."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SMALL = Recipe(layers=2)
 
 
 def groups_over(ranks: int, layout: Layout) -> None:
-    """Megatron's groups over the first ranks of the world. All ranks of it make them, as `new_group` wants."""
+    """Megatron's groups over the first ranks of the world. All ranks of it make them, as `new_group`
+    wants."""
     from megatron.core import parallel_state
 
     whole = dist.get_world_size

@@ -1,4 +1,5 @@
-"""Actors of a Ray cluster as a trainer of verl has them: some train, each a rank; others have no part in it."""
+"""Actors of a Ray cluster as a trainer of verl has them: some train, each a rank; others have no part in
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What `install` knows of each framework, held against the source of the installed package. Nothing is imported,
-so that a wrong name shows for every module, also where its dependencies are not there."""
+"""What `install` knows of each framework, held against the source of the installed package. Nothing is
+imported, so that a wrong name shows for every module, also where its dependencies are not there."""
 
 from __future__ import annotations
 

@@ -131,7 +131,8 @@ def test_a_rank_that_is_stopped_can_not_tell_and_holds_nobody(tmp_path: Path) ->
 
 
 def threads_that_tell(rank: int, folder: str) -> list[int]:
-    """How many threads answer for this rank after calls of several kinds, in a fork, and after the end of the group."""
+    """How many threads answer for this rank after calls of several kinds, in a fork, and after the end of the
+    group."""
 
     def count() -> int:
         return sum(thread.name == "holdfast-where" for thread in threading.enumerate())

@@ -47,8 +47,8 @@ EXIT_GRACE = 30.0
 class Background:
     """One save under way at most; the next waits for it. Arenas are not shared between slots.
 
-    writer: a writer process that slots share whose saves never write at the same time (`SaveQueue`); by default
-        it has its own.
+    writer: a writer process that slots share whose saves never write at the same time (`SaveQueue`); by
+        default it has its own.
     """
 
     def __init__(self, writer: WriterClient | None = None) -> None:

@@ -40,8 +40,9 @@ def command(
 ) -> None:
     """Run a program whose processes all call holdfast.install().
 
-    They do so before the program's first line. For programs that nobody wants to edit: converters, launchers, torchrun and what it starts. All processes
-    below inherit it, in this environment. Exit code: the program's.
+    They do so before the program's first line. For programs that nobody wants to edit: converters, launchers,
+    torchrun and what it starts. All processes below inherit it, in this environment. Exit code: the
+    program's.
     """
     if not command_line and not as_environment:
         raise BadInput("holdfast run needs a command.", hint="holdfast run -- python converter.py ...")

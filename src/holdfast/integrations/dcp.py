@@ -4,8 +4,8 @@ Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`
 collectives, and the background is always a process. A plain `FileSystemWriter(path)` or
 `FileSystemReader(path)` stands for its folder, a `DefaultLoadPlanner` for whether names may be missing.
 Arguments that bring code of their own (another writer or reader, a planner that plans, a stager) can't be
-honoured, and are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved stands a `.metadata` by which tools of DCP find it
-(`holdfast.integrations.dcp_metadata`).
+honoured, and are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved
+stands a `.metadata` by which tools of DCP find it (`holdfast.integrations.dcp_metadata`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Our errors as kinds of those that a framework raises, so that code which catches the framework's does so.
 
-`except CheckpointingException` around `dist_checkpointing.load` catches a `CorruptCheckpoint` then, which stays
-one, with all its fields.
+`except CheckpointingException` around `dist_checkpointing.load` catches a `CorruptCheckpoint` then, which
+stays one, with all its fields.
 """
 
 from __future__ import annotations

@@ -42,9 +42,7 @@ FRAMEWORKS = (
         "megatron-core",
         "megatron-core",
         "megatron.core",
-        guards=(
-            "megatron.core.dist_checkpointing.strategies.async_utils:AsyncCallsQueue.maybe_finalize_async_calls",
-        ),
+        guards=(f"{megatron.QUEUE}:AsyncCallsQueue.maybe_finalize_async_calls",),
         replacements=megatron.replacements,
     ),
     Framework(

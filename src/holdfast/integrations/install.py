@@ -230,5 +230,6 @@ def _warn_if_late(made: _Installation) -> None:
     if asked and state is not None and state.model_parallel_is_initialized():
         log.warning(
             "install() came after megatron-core has made its process groups: they are not warmed up, and no "
-            "session watches them. Call install() before initialize_model_parallel, or holdfast.warm_up() now."
+            "session watches them. Call install() before initialize_model_parallel, or holdfast.warm_up() "
+            "now."
         )

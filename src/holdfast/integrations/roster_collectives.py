@@ -40,8 +40,8 @@ TENSORS = (
 )
 """Names whose ranks meet before the collective itself is issued."""
 MEET_FIRST, MEET_EVERY = 16, 128
-"""Of the tensor collectives on one group the first ones are met for, then each so-many-th: an export of weights
-issues tens of thousands. All ranks of a group count alike, because they issue the same ones."""
+"""Of the tensor collectives on one group the first ones are met for, then each so-many-th: an export of
+weights issues tens of thousands. All ranks of a group count alike, because they issue the same ones."""
 SMALL = 1 << 20
 """Bytes of a tensor that may be exchanged over the roster, where the participants are not the whole world."""
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -63,8 +63,8 @@ class Settings:
 def _of_megatron() -> tuple[int, ...] | None:
     """The ranks over which megatron-core has made its groups, if those are not all; None if not known.
 
-    A rank knows its own model-parallel and data-parallel groups. The layout is a grid whose axes have strides,
-    so any rank of it is this rank's place moved along both.
+    A rank knows its own model-parallel and data-parallel groups. The layout is a grid whose axes have
+    strides, so any rank of it is this rank's place moved along both.
     """
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not dist.is_initialized() or not state.model_parallel_is_initialized():

@@ -1,9 +1,9 @@
 """Where a rank's code is: told by a thread of that rank, asked by those who are about to give it up.
 
-A rank that others wait for may be in user code, in a collective, or at the end of its program, so nothing that
-it does on its own can tell. One thread of its process waits in the message store for a question, on a client
-of its own, and asks nobody meanwhile. It wakes also while the main thread is in C code that has released the
-GIL. Who is stopped, has ended, or holds the GIL does not answer, and the error goes without.
+A rank that others wait for may be in user code, in a collective, or at the end of its program, so nothing
+that it does on its own can tell. One thread of its process waits in the message store for a question, on a
+client of its own, and asks nobody meanwhile. It wakes also while the main thread is in C code that has
+released the GIL. Who is stopped, has ended, or holds the GIL does not answer, and the error goes without.
 
 `where/<rank>/ask` is claimed by the first that asks; all others who ask until the answer is there share it.
 The answer, `where/<rank>`, says which questions it answers. Ranks that are threads of one process (tests) are

@@ -67,7 +67,8 @@ class Roster(Protocol):
 
 @runtime_checkable
 class Wakeable(Roster, Protocol):
-    """A roster on which a thread of a rank can wait for as long as the job goes on, and ask nobody meanwhile."""
+    """A roster on which a thread of a rank can wait for as long as the job goes on, and ask nobody
+    meanwhile."""
 
     def base(self, client: str = "main") -> Wakeable:
         """The same ranks, outside of all lanes, over the client of this name. Kept, and equal for all lanes.

@@ -48,7 +48,8 @@ log = logging.getLogger("holdfast")
 _OBJECT = "the object"
 """How what identifies an object begins (`SaveJob._names`)."""
 NOT_SAVED: Replica = (0, 0)
-"""Of a row that another rank's takes the place of: `plan_save` writes copies of which there is at least one."""
+"""Of a row that another rank's takes the place of: `plan_save` writes copies of which there is at least
+one."""
 
 
 class SaveReport(msgspec.Struct, frozen=True):

@@ -25,8 +25,8 @@ class SaveRequest:
 
     collect: yields the state's leaves for a rank. What it raises is told to the other ranks.
     The fields up to `options` are the arguments of `holdfast.save`.
-    objects_may_differ: where ranks have different objects under one name, save that of the lowest rank and warn,
-        as torch DCP does without a word; by default that is an error.
+    objects_may_differ: where ranks have different objects under one name, save that of the lowest rank and
+        warn, as torch DCP does without a word; by default that is an error.
     previous: committer: where the names to compare with are, if the folder has no checkpoint yet.
     permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
     after: committer: called once the save is committed.

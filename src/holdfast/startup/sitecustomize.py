@@ -32,7 +32,8 @@ def _install(_: object) -> None:
         from holdfast.integrations.install import install, is_installed
         from holdfast.options import read_install
     except ImportError:
-        # It was Holdfast that imported torch, and it is half loaded: once a framework is there it no longer is.
+        # It was Holdfast that imported torch, and it is half loaded: once a framework is there it no longer
+        # is.
         import wrapt
 
         for package in _FRAMEWORKS:

@@ -56,7 +56,8 @@ def recorded() -> dict[str, Counter[str]]:
 
 
 def warm_and_count(groups: Any = "all", **how: Any) -> tuple[WarmUpReport, Counts, GroupCounts]:
-    """A warm-up's report, what it gave to torch in all, and what the flight recorder has of each of its groups."""
+    """A warm-up's report, what it gave to torch in all, and what the flight recorder has of each of its
+    groups."""
     before = recorded()
     with counted() as counts:
         report = warm_up(groups, timeout=30, **how)
@@ -174,7 +175,8 @@ def with_a_backend_that_lacks(rank: int) -> tuple[WarmUpReport, str]:
 def misbehaving(
     rank: int, victim: int, operation: str, what: str, timeout: float
 ) -> tuple[str, float, int | None, list[int]]:
-    """One rank does something bad where torch is asked for an operation; what was raised, after how long, who was named."""
+    """One rank does something bad where torch is asked for an operation; what was raised, after how long, who
+    was named."""
     groups = open_groups(Grid(8, tp=2, pp=2, ep=2), timeout=30)
     dist.barrier()
     if rank == victim:
@@ -210,8 +212,8 @@ def differing(rank: int) -> str:
 
 
 def over_nccl(rank: int, port: int) -> tuple[dict[str, tuple[str, ...]], list[bool], bool]:
-    """Groups of two GPUs: what was issued, whether each has a communicator after it, and whether as much memory is
-    free once the sends of a pipeline and an all-to-all have been issued again."""
+    """Groups of two GPUs: what was issued, whether each has a communicator after it, and whether as much
+    memory is free once the sends of a pipeline and an all-to-all have been issued again."""
     dist.destroy_process_group()
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)  # type: ignore[attr-defined]

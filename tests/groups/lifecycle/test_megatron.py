@@ -57,7 +57,8 @@ def test_groups_of_experts_and_pipelines_are_warmed_up_for_what_megatron_does_wi
         others = set(issued) - {names["ep"], names["tp_ep"], names["pp"]}
         assert {names["edp"], names["tp"]} <= others
         assert {issued[name] for name in others} == {("all_reduce",)}
-        # Torch's own profiler: sent in a batch, then one by one over the pipeline's and over the default group.
+        # Torch's own profiler: sent in a batch, then one by one over the pipeline's and over the default
+        # group.
         assert counts == {"all_reduce": len(issued), "all_to_all": 2, "send": 3, "recv": 3}
         for name in (names["ep"], names["tp_ep"]):  # and its flight recorder
             assert by_group[name] == {"gloo:all_reduce": 1, "gloo:all_to_all": 1}

@@ -1,4 +1,5 @@
-"""Which operations a warm-up issues, by real processes, as torch's profiler and flight recorder have counted them."""
+"""Which operations a warm-up issues, by real processes, as torch's profiler and flight recorder have counted
+them."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ def operations(group: WarmedGroup) -> tuple[str, ...]:
 
 
 def sends(size: int) -> int:
-    """Of one rank in a pipeline of a size, and as many that it receives: in a batch, one by one, and in a pipeline of
-    two over the default group."""
+    """Of one rank in a pipeline of a size, and as many that it receives: in a batch, one by one, and in a
+    pipeline of two over the default group."""
     return 3 if size == 2 else 4
 
 
 def check(report: Any, counts: dict[str, int], by_group: dict[str, dict[str, int]]) -> None:
-    """A report, what torch's dispatcher has counted in all, and what its flight recorder has of each group."""
+    """A report, what torch's dispatcher has counted in all, and what its flight recorder has of each
+    group."""
     piped = [group for group in report.groups if "pairs" in operations(group)]
     expected = {
         "all_reduce": sum("all_reduce" in operations(group) for group in report.groups),

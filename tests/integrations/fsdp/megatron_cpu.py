@@ -1,4 +1,5 @@
-"""Megatron-FSDP (megatron-core 0.16.1, whose lines are named, and 0.19.2) on CPU ranks with gloo, on top of tests.integrations.megatron.cpu.
+"""Megatron-FSDP (megatron-core 0.16.1, whose lines are named, and 0.19.2) on CPU ranks with gloo, on top of
+tests.integrations.megatron.cpu.
 
 No logic of Megatron-FSDP is replaced, but for the choice of ReduceOp (gloo has no PREMUL_SUM).
 `use_cpu_fsdp()` changes the process for good: every job calls it first, in a world of its own.

@@ -75,8 +75,8 @@ def test_a_state_that_one_rank_lacks_is_named_or_zeros(tmp_path: Path) -> None:
 
 
 def test_stock_metadata_is_wrong_where_orders_differ() -> None:
-    """The right number of gathers, each of another tensor: no hang, no error, wrong offsets. Not where stock code sorts the
-    names first, as 0.19 does."""
+    """The right number of gathers, each of another tensor: no hang, no error, wrong offsets. Not where stock
+    code sorts the names first, as 0.19 does."""
     with ProcessWorld(4) as world:
         sorts = world.run(megatron.stock_sorts)[0]
         right = world.run(megatron.stock_order, True)

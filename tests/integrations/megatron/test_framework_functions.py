@@ -1,7 +1,7 @@
 """Save and load functions of whole frameworks, as they are published, called after `install()`.
 
-What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine, the state of
-a quantized model) is empty here: `tests/support/stand_ins.py` lists it.
+What the packages import and these functions need nothing from (models, tokenizers, hubs, Transformer Engine,
+the state of a quantized model) is empty here: `tests/support/stand_ins.py` lists it.
 """
 
 from __future__ import annotations

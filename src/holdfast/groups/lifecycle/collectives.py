@@ -41,9 +41,9 @@ def issue(operation: str, known: Known, device: torch.device) -> None:
 def _pairs(known: Known, device: torch.device) -> None:
     """Send and receive between neighbours of a pipeline, also between the last and the first.
 
-    In all ways that Megatron's `p2p_communication` does, for NCCL opens other channels for each: in a batch, on
-    the group's communicator; one by one, on a communicator of two ranks for each pair; and in a pipeline of two
-    in one direction on the default group's, which then has one for the pair, too.
+    In all ways that Megatron's `p2p_communication` does, for NCCL opens other channels for each: in a batch,
+    on the group's communicator; one by one, on a communicator of two ranks for each pair; and in a pipeline
+    of two in one direction on the default group's, which then has one for the pair, too.
     """
     group, ranks = known.group, known.ranks
     _batch(group, ranks, device)

@@ -23,8 +23,8 @@ PIPELINES = frozenset({"pp", "PIPELINE_MODEL_PARALLEL_GROUP", "mesh_pp"})
 
 
 def uses(groups: Mapping[str, Iterable[str]]) -> dict[str, tuple[str, ...]]:
-    """For each group the operations that it is used for, some of OPERATIONS; all_reduce if none of its names is
-    known.
+    """For each group the operations that it is used for, some of OPERATIONS; all_reduce if none of its names
+    is known.
 
     groups: the names of each group of more than one rank that a rank is in, all of them.
     """

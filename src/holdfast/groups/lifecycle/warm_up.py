@@ -199,7 +199,8 @@ class _WarmUp(CollectiveTask):
         return IssuedOperation(operation, time.perf_counter() - begun, taken)
 
     def _check_budget(self, known: Known, taken: int) -> None:
-        """Raise if the groups that are warm, and what one more has taken so far, are more than was allowed."""
+        """Raise if the groups that are warm, and what one more has taken so far, are more than was
+        allowed."""
         total = taken + sum(group.bytes_taken for group in self.warmed)
         if self._budget is not None and total > self._budget:
             raise GroupsFailed(
@@ -310,9 +311,9 @@ def warm_up(
         them.
     operations: what is issued on every group: some of "all_reduce"; "all_to_all"; and "pairs", send and
         receive between neighbours of the group, the last and the first included, in a batch and one by one,
-        for which NCCL makes a communicator of two ranks each. Default: what each group is used for in Megatron.
-        All have all_reduce; the groups of experts (EP, and expert TP with EP) also all_to_all; those of
-        pipelines also pairs. These are known by their names in `open_groups`, by the descriptions of
+        for which NCCL makes a communicator of two ranks each. Default: what each group is used for in
+        Megatron. All have all_reduce; the groups of experts (EP, and expert TP with EP) also all_to_all;
+        those of pipelines also pairs. These are known by their names in `open_groups`, by the descriptions of
         `parallel_state`, and by the dimensions "ep" and "pp" of a DeviceMesh. What a backend does not have is
         then left out, and the report says so.
     timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who

@@ -1,9 +1,9 @@
 """A checkpoint manager for Megatron-Bridge: `CheckpointConfig.custom_manager_class`, which v0.4.0 and later
 have.
 
-The tests run it with 0.6.2 (docs/recipes/megatron-bridge.md says what was run before). 0.3.1 lacks the setting:
-it takes `install()`. Megatron-Bridge's own manager does the work, so tracker files, `train_state.pt` and
-`run_config.yaml` stay its own; what it saves and loads goes through Holdfast, and what it waits for has a
+The tests run it with 0.6.2 (docs/recipes/megatron-bridge.md says what was run before). 0.3.1 lacks the
+setting: it takes `install()`. Megatron-Bridge's own manager does the work, so tracker files, `train_state.pt`
+and `run_config.yaml` stay its own; what it saves and loads goes through Holdfast, and what it waits for has a
 deadline.
 """
 

@@ -39,6 +39,8 @@ _STOCK_OPTIMIZER_FORMATS = (
 )
 """Descriptions of optimizer state that a stock checkpoint may need to be loaded."""
 _CORE = "megatron.core.dist_checkpointing"
+QUEUE = f"{_CORE}.strategies.async_utils"
+"""The module of AsyncCallsQueue."""
 _OPTIMIZERS = (
     ("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer"),
     ("megatron.core.optimizer.optimizer", "ChainedOptimizer"),
@@ -80,9 +82,8 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     for module, kind in _OPTIMIZERS:
         yield Replacement(module, f"{kind}.sharded_state_dict", "checkpoints", _describe)
         yield Replacement(module, f"{kind}.load_state_dict", "checkpoints", _give_back)
-    queue = f"{_CORE}.strategies.async_utils"
-    yield Replacement(queue, "AsyncCallsQueue.schedule_async_request", "checkpoints", _queue("schedule"))
-    yield Replacement(queue, "AsyncCallsQueue.maybe_finalize_async_calls", "checkpoints", _queue("finalize"))
+    yield Replacement(QUEUE, "AsyncCallsQueue.schedule_async_request", "checkpoints", _queue("schedule"))
+    yield Replacement(QUEUE, "AsyncCallsQueue.maybe_finalize_async_calls", "checkpoints", _queue("finalize"))
     for name in ("handle_swiglu_in_state_dict", "handle_gdn_in_state_dict"):
         yield Replacement(_SPLITS, name, "checkpoints", _split(name), optional=True)
     for module in _UNEVEN:
@@ -248,8 +249,8 @@ def _split(name: str) -> Make:
 
 
 def _uneven(original: Function) -> Function:
-    """Where uneven DTensors lie, in a save or load that Holdfast does: their parameters tell. Elsewhere stock,
-    whose chunk metadata torch DCP needs."""
+    """Where uneven DTensors lie, in a save or load that Holdfast does: their parameters tell. Elsewhere
+    stock, whose chunk metadata torch DCP needs."""
 
     @wraps(original)
     def preprocess_state_dict_for_uneven_dtensor(

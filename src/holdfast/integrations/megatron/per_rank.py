@@ -47,8 +47,8 @@ def nearest(items: Iterable[Any], names: Iterable[str], where: str, allowed: boo
             raise MissingTensors(
                 f"{where} was saved in another layout, and has no {item.key} of this rank's place: "
                 f"{item.unique_key!r} is not among {', '.join(sorted(there)[:4])}.",
-                hint="Give nearest_rng=True to `holdfast.install` or `load`: each rank takes the state of the "
-                "nearest one. Or leave the states of random generators out of the load.",
+                hint="Give nearest_rng=True to `holdfast.install` or `load`: each rank takes the state of "
+                "the nearest one. Or leave the states of random generators out of the load.",
                 details={"missing": [item.unique_key]},
             )
         goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
