@@ -73,7 +73,7 @@ def ranks_in(text: str, speaker: int | None) -> tuple[int, ...]:
     """The ranks that a text mentions, without the one that says it."""
     lists = re.findall(r"\branks? (\d+(?:(?:, | and )\d+)*)", text, re.IGNORECASE)
     found = {int(number) for one in lists for number in re.findall(r"\d+", one)}
-    return tuple(sorted(found - {speaker}))
+    return tuple(sorted(who for who in found if who != speaker))
 
 
 def shorten_timeouts(seconds: float) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import msgspec
 
 from bench.machine import Machine
 
@@ -66,12 +67,4 @@ class Results:
 
 def read_results(path: Path) -> Results:
     """Read what `Results.write` wrote."""
-    found = json.loads(path.read_text())
-    machine, rows = Machine(**found.pop("machine")), [_row(row) for row in found.pop("rows")]
-    return Results(machine=machine, rows=rows, **found)
-
-
-def _row(found: dict[str, object]) -> Row:
-    sides = {name: Side(**found.pop(name)) for name in ("stock", "ours")}  # type: ignore[dict-item]
-    checks: Iterable[dict[str, object]] = found.pop("checks")  # type: ignore[assignment]
-    return Row(**found, **sides, checks=tuple(Check(**check) for check in checks))  # type: ignore[arg-type]
+    return msgspec.json.decode(path.read_bytes(), type=Results)

