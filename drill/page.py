@@ -16,8 +16,8 @@ twice with real processes, as stock and with one more line, `holdfast.install()`
   CUDA, or are not used in the scenario, are empty (`tests/support/stand_ins.py`).
 - Collectives go over gloo. gloo connects a group when it is made, where NCCL does so at the first collective; and a rank that
   waits for a process that is gone hears at once that a connection closed, where NCCL waits to its watchdog.
-- Seconds are those of the slowest rank that was waited for, from the moment at which it entered the call, or at which ranks began to
-  end. The message is that of one rank; `named` are the ranks that other ranks blame in any.
+- Seconds are those of the slowest rank that was waited for, from the moment at which it entered the call, or at which ranks
+  began to end. The message is that of one rank; `named` are the ranks that other ranks blame in any.
 - `checked` counts the expectations of both sides that held, listed below the table; the program fails if one does not.
 """
 

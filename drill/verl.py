@@ -72,7 +72,7 @@ def planning() -> list[Row]:
         with TemporaryDirectory(prefix="holdfast-drill-", dir="/dev/shm") as top:
 
             def save(name: str, install: dict[str, Any] | None) -> list[Answer]:
-                place = str(Path(top, name))  # noqa: B023 (called in this turn)
+                place = str(Path(top, name))
                 everyone = range(WORLD)
                 return ask(WORLD, save_experts, layers, place, install, waited_for=everyone, patience=240.0)  # noqa: B023
 
