@@ -16,7 +16,7 @@ PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving 
 FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
 BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp
 
-.PHONY: demo test lint bench soak matrix clean
+.PHONY: demo drill test lint bench soak matrix clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ $(VENV)/.bench: $(VENV)/.ready
 
 demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the run resumes on other layouts
 	$(BIN)/python -m examples.demo
+
+drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
+	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"

@@ -67,7 +67,9 @@ def save_of_some(
     import holdfast
 
     if options is not None:
-        holdfast.install(timeout=30, stall_timeout=limit, session=False, warm_up=False, **options)
+        holdfast.install(
+            **{"timeout": 30, "stall_timeout": limit, "session": False, "warm_up": False, **options}
+        )
     layout = Layout(tp=2, ep=2)
     prepare(rank, train, layout)
     from megatron.bridge.training import model_load_save

@@ -1,5 +1,5 @@
-"""Starts ranks of `tests.groups.session.exits` as interpreters of their own that need not import torch again:
-python -m tests.groups.session.fork.
+"""Starts ranks of a program as interpreters of their own that need not import torch again:
+python -m tests.groups.session.fork PROGRAM [MODULE ...]. The program, and modules that it needs, are imported here.
 
 Reads jobs as lines of JSON, forks a process for each rank, and writes who was started and who has ended. A
 child goes on to the normal end of an interpreter: hooks, `atexit`, exit code.
@@ -12,11 +12,10 @@ import os
 import runpy
 import sys
 import warnings
+from importlib import import_module
 from typing import Any
 
 import torch.distributed  # noqa: F401
-
-import tests.groups.session.exits  # noqa: F401
 
 
 def start(job: dict[str, Any], rank: int) -> int:
@@ -28,7 +27,7 @@ def start(job: dict[str, Any], rank: int) -> int:
     silence = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((silence, 0), (terminal, 1), (terminal, 2)):
         os.dup2(source, target)
-    sys.argv = ["exits", *job["args"]]
+    sys.argv = [PROGRAM, *job["args"]]
     return 0
 
 
@@ -49,7 +48,12 @@ def serve() -> bool:
     return False
 
 
-if __name__ == "__main__" and serve():
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*found in sys.modules")
-        runpy.run_module("tests.groups.session.exits", run_name="__main__")
+PROGRAM = sys.argv[1]
+
+if __name__ == "__main__":
+    for module in sys.argv[1:]:
+        import_module(module)
+    if serve():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*found in sys.modules")
+            runpy.run_module(PROGRAM, run_name="__main__")

@@ -1,0 +1,57 @@
+"""Megatron-LM 4910: under Megatron-FSDP ranks hold different tensors, and Megatron-Bridge's own save prepares
+them with collectives, one a tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
+from drill.results import Check, Row
+from tests.integrations.fsdp import bridge
+from tests.integrations.megatron.models import Layout
+
+WORLD, LAYOUT = 4, Layout(ep=2)
+LIMIT_S = 6.0
+
+
+def save_and_load(rank: int, folder: str, install: dict[str, Any] | None) -> Answer:
+    """Train a step, save, train another, load: the values are those that were saved."""
+    begin(rank, install)
+    run = bridge.prepare(rank, LAYOUT, 1)
+    run.step()
+    manager = bridge.Bridge(run, folder, folder)
+    shorten_timeouts(LIMIT_S)
+
+    def through() -> bool:
+        manager.save()
+        before = bridge.values_of(run)
+        run.step()
+        manager.load()
+        after = bridge.values_of(run)
+        return all(torch.equal(after[name], value) for name, value in before.items())
+
+    return attempt(rank, through)
+
+
+def run() -> list[Row]:
+    with TemporaryDirectory(prefix="holdfast-drill-") as top:
+        stock = ask(WORLD, save_and_load, str(Path(top, "stock")), None, waited_for=range(WORLD), patience=60)
+        limits = {"timeout": 60.0, "stall_timeout": 30.0}
+        ours = ask(
+            WORLD, save_and_load, str(Path(top, "ours")), limits, waited_for=range(WORLD), patience=120
+        )
+    checks = (
+        Check("stock hangs or fails on every rank", all(answer.error for answer in stock)),
+        Check(
+            "with install() every rank saves, and loads what it saved, bit for bit",
+            all(answer.value is True for answer in ours),
+        ),
+    )
+    scenario = "Megatron-FSDP: ranks hold different tensors; Bridge's own save, and load"
+    return [
+        Row("Megatron-LM 4910", scenario, side_of(stock, "saved"), side_of(ours, "saved and loaded"), checks)
+    ]

@@ -1,0 +1,48 @@
+"""`python -m drill`: a scenario really runs on both sides, and an expectation that does not hold fails it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from drill import exits, late_group
+from drill.__main__ import main
+from drill.page import document
+from drill.results import read_results
+from drill.scenarios import SCENARIOS
+
+NAME = "ms-swift-9486"
+
+
+def test_one_scenario_is_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, page = tmp_path / "results" / "drill.json", tmp_path / "drill.md"
+    assert main(["--only", NAME, "--json", str(file), "--page", str(page)]) == 0, capsys.readouterr().err
+    results = read_results(file)
+    (row,) = results.rows
+    assert row.stock.named == ()
+    assert row.stock.seconds >= 0.9 * late_group.STOCK_S
+    assert row.ours.named == (late_group.STOPPED,)
+    assert page.read_text() == document(results)
+    (line,) = [line for line in page.read_text().splitlines() if line.startswith("| ms-swift 9486")]
+    assert f"| {len(row.checks)} of {len(row.checks)} |" in line
+    assert "Timed out waiting" in line
+    assert "| rank 3 |" in line
+
+
+def test_an_expectation_that_does_not_hold_fails_the_drill(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SCENARIOS, NAME, lambda: late_group.run(stopped=None))  # stock then trains, too
+    page = tmp_path / "drill.md"
+    assert main(["--only", NAME, "--page", str(page)]) == 1
+    assert "not so: stock: the partner of the stopped rank waits" in capsys.readouterr().err
+    assert "**not so**" in page.read_text()
+
+
+def test_who_is_blamed_on_a_terminal() -> None:
+    assert exits.blamed("[rank2]: ValueError: the loss of rank 2 is not a number") == ()
+    assert exits.blamed("rank 0 ends: The session ended because of rank 3 (host a)\nrank 3 ends: x") == (3,)
+    assert exits.blamed("[rank0]: holdfast: not in that collective: rank 1 (a): b; rank 2 (c): d") == (1, 2)
