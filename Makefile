@@ -32,7 +32,7 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 	$(BIN)/python -m examples.demo
 
 drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
-	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md
+	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md --front README.md
 
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"

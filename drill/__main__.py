@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.machine import commit, this_machine
-from drill.page import document
+from drill.page import document, with_front
 from drill.results import Results, Row
 from drill.scenarios import SCENARIOS
 from tests.support.processes import PRELOAD
@@ -32,6 +32,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=SCENARIOS, metavar="NAME", help=", ".join(SCENARIOS))
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
     parser.add_argument("--page", type=Path, metavar="FILE", help="write the table as Markdown")
+    parser.add_argument("--front", type=Path, metavar="FILE", help="write the short table into this page")
     args = parser.parse_args(words)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # stores look their own host's name up
@@ -48,6 +49,8 @@ def main(words: list[str] | None = None) -> int:
         results.write(args.json)
     if args.page:
         args.page.write_text(document(results))
+    if args.front:
+        args.front.write_text(with_front(args.front.read_text(), results))
     failed = [f"{row.report}, {row.scenario}: not so: {what}" for row in rows for what in row.failed]
     for line in (*failed, *broken):
         print(f"error: {line}", file=sys.stderr)

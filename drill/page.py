@@ -33,6 +33,41 @@ def document(results: Results) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+BEGIN, END = "<!-- drill: written by make drill -->", "<!-- drill: end -->"
+SHORT = {
+    "12 x 128 experts": "planning the save of 12 layers of 128 experts",
+    "never comes": "a rank never comes to verl's save",
+    "Bridge's own save": "Megatron-FSDP's ranks hold different optimizer states",
+    "first used while": "a group is first used while a rank is stopped",
+    "take no part": "ranks that do not train take no part in a save",
+    "`raise SystemExit(3)`": "a rank ends by `raise SystemExit(3)`",
+}
+"""What stands on the front page: a part of a scenario's name, and its short words."""
+
+
+def front(results: Results) -> list[str]:
+    """The short table of the front page: some scenarios, seconds, and who was named."""
+    lines = ["| report | what happens | stock | with `install()` |", "|---|---|---|---|"]
+    for row in results.rows:
+        words = next((short for part, short in SHORT.items() if part in row.scenario), None)
+        if words is not None:
+            both = " | ".join(_short(side) for side in (row.stock, row.ours))
+            lines.append(f"| {row.report} | {words} | {both} |")
+    return lines
+
+
+def with_front(readme: str, results: Results) -> str:
+    """The front page with that table between its marks."""
+    before, _, rest = readme.partition(BEGIN)
+    return "\n".join([before + BEGIN, *front(results), END + rest.partition(END)[2]])
+
+
+def _short(side: Side) -> str:
+    named = f"rank {', '.join(map(str, side.named))} named" if side.named else "nobody named"
+    saved = side.message.startswith("saved")
+    return f"{side.seconds:g} s, saved" if saved else f"{side.seconds:g} s, fails, {named}"
+
+
 def measured(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in results.versions.items())
     of_commit = f", commit {results.commit}" if results.commit else ""

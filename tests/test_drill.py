@@ -8,7 +8,7 @@ import pytest
 
 from drill import exits, late_group
 from drill.__main__ import main
-from drill.page import document
+from drill.page import SHORT, document, front, with_front
 from drill.results import read_results
 from drill.scenarios import SCENARIOS
 
@@ -46,3 +46,12 @@ def test_who_is_blamed_on_a_terminal() -> None:
     assert exits.blamed("[rank2]: ValueError: the loss of rank 2 is not a number") == ()
     assert exits.blamed("rank 0 ends: The session ended because of rank 3 (host a)\nrank 3 ends: x") == (3,)
     assert exits.blamed("[rank0]: holdfast: not in that collective: rank 1 (a): b; rank 2 (c): d") == (1, 2)
+
+
+def test_the_front_page_has_what_was_measured() -> None:
+    root = Path(__file__).parents[1]
+    results = read_results(root / "drill" / "results" / "drill.json")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    assert with_front(readme, results) == readme
+    assert len(front(results)) == 2 + len(SHORT)
+    assert (root / "docs" / "drill.md").read_text(encoding="utf-8") == document(results)
