@@ -33,6 +33,7 @@ class Framework:
         dist.barrier(group=pair)
         both: list[Any] = [None, None]
         dist.all_gather_object(both, rank, group=pair)
+        dist.barrier(group=groups[(rank // 2 + 1) % 4])  # of others: nothing happens, as with the collective
         return [everyone, told, some, both]
 
 

@@ -243,7 +243,9 @@ class RosterCollectives:
 
 
 def _members(group: object) -> list[int]:
-    """The ranks of a group, in its order."""
+    """The ranks of a group, in its order; none of one that this rank is not in."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return []
     return dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
 
 
