@@ -4,7 +4,7 @@ here."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -66,81 +66,81 @@ def hazards(facts: ProcessFacts) -> list[Hazard]:
 
 
 def _of_groups(facts: ProcessFacts) -> list[Hazard]:
-    found: list[Hazard] = []
-    shared = [group for group in facts.groups if len(group.ranks) > 1]
+    looks = (_never_warmed_up, _named_by_digest, _other_timeouts, _groups_of_one, _leaked)
+    return [hazard for look in looks for hazard in look(facts)]
+
+
+def _shared(facts: ProcessFacts) -> list[GroupFacts]:
+    return [group for group in facts.groups if len(group.ranks) > 1]
+
+
+def _never_warmed_up(facts: ProcessFacts) -> Iterator[Hazard]:
+    shared = _shared(facts)
     cold = [group for group in shared if not group.is_warm and not group.is_open and "nccl" in group.backend]
     if cold:
-        found.append(
-            Hazard(
-                "never warmed up",
-                f"{len(cold)} of {len(shared)} groups have no communicator yet: {_listed(cold)}. The first "
-                f"collective of each makes "
-                "one, takes memory, and waits for all its ranks without a bound.",
-                "Call holdfast.warm_up() right after the groups are made, while memory is free.",
-            )
+        yield Hazard(
+            "never warmed up",
+            f"{len(cold)} of {len(shared)} groups have no communicator yet: {_listed(cold)}. The first "
+            f"collective of each makes one, takes memory, and waits for all its ranks without a bound.",
+            "Call holdfast.warm_up() right after the groups are made, while memory is free.",
         )
+
+
+def _named_by_digest(facts: ProcessFacts) -> Iterator[Hazard]:
     digests = [group for group in facts.groups if group.named_by_digest]
     if digests and facts.is_eager:
-        found.append(
-            Hazard(
-                "eager and local",
-                f"The default group is bound to a device, and {len(digests)} groups were made with "
-                f"use_local_synchronization: making "
-                "a group is a collective of the whole world then, which only its members enter.",
-                "Leave out device_id= in init_process_group, or use_local_synchronization in new_group.",
-            )
+        yield Hazard(
+            "eager and local",
+            f"The default group is bound to a device, and {len(digests)} groups were made with "
+            f"use_local_synchronization: making a group is a collective of the whole world then, which only "
+            f"its members enter.",
+            "Leave out device_id= in init_process_group, or use_local_synchronization in new_group.",
         )
     elif digests:
-        found.append(
-            Hazard(
-                "named by history",
-                f"{len(digests)} groups were made with use_local_synchronization: {_listed(digests)}. Their "
-                f"names depend on how many groups "
-                "this rank has; ranks with other numbers never meet.",
-                "Make groups with holdfast.open_groups, or without use_local_synchronization.",
-            )
+        yield Hazard(
+            "named by history",
+            f"{len(digests)} groups were made with use_local_synchronization: {_listed(digests)}. Their "
+            f"names depend on how many groups this rank has; ranks with other numbers never meet.",
+            "Make groups with holdfast.open_groups, or without use_local_synchronization.",
         )
+
+
+def _other_timeouts(facts: ProcessFacts) -> Iterator[Hazard]:
     given = facts.groups[0].timeout if facts.groups else None
-    other = [group for group in shared[1:] if group.timeout in TORCH_TIMEOUTS and group.timeout != given]
+    later = _shared(facts)[1:]
+    other = [group for group in later if group.timeout in TORCH_TIMEOUTS and group.timeout != given]
     if other and given is not None:
-        found.append(
-            Hazard(
-                "no timeout given",
-                f"{len(other)} groups have torch's own timeout, {other[0].timeout:g} s, and the default "
-                f"group {given:g} s: {_listed(other)}. "
-                "Without timeout= a new group does not get the default group's.",
-                "Give new_group (in Megatron: --distributed-timeout-minutes) the timeout that you mean.",
-            )
+        yield Hazard(
+            "no timeout given",
+            f"{len(other)} groups have torch's own timeout, {other[0].timeout:g} s, and the default group "
+            f"{given:g} s: {_listed(other)}. Without timeout= a new group does not get the default group's.",
+            "Give new_group (in Megatron: --distributed-timeout-minutes) the timeout that you mean.",
         )
+
+
+def _groups_of_one(facts: ProcessFacts) -> Iterator[Hazard]:
     alone = [group for group in facts.groups if len(group.ranks) == 1 and (facts.world_size or 1) > 1]
     if alone:
         opened = sum(bool(group.is_open) for group in alone)
-        found.append(
-            Hazard(
-                "groups of one",
-                f"{len(alone)} groups have this rank alone ({opened} with a communicator): {_listed(alone)}. "
-                f"A communicator of one takes "
-                "as much GPU memory as any other.",
-                "Don't make them, or issue no collective in them; holdfast.open_groups leaves them out.",
-            )
+        yield Hazard(
+            "groups of one",
+            f"{len(alone)} groups have this rank alone ({opened} with a communicator): {_listed(alone)}. A "
+            f"communicator of one takes as much GPU memory as any other.",
+            "Don't make them, or issue no collective in them; holdfast.open_groups leaves them out.",
         )
-    twice = [
-        key
-        for key, count in Counter((group.description, group.ranks) for group in shared).items()
-        if count > 1
-    ]
-    named = [key for key in twice if key[0]]
+
+
+def _leaked(facts: ProcessFacts) -> Iterator[Hazard]:
+    numbers = Counter((group.description, group.ranks) for group in _shared(facts))
+    named = [key for key, count in numbers.items() if count > 1 and key[0]]
     if named:
-        found.append(
-            Hazard(
-                "leaked",
-                f"{len(named)} groups are there more than once, with the same description and ranks, as "
-                f"{named[0][0]} ({shown(named[0][1])}). Megatron's destroy_model_parallel forgets groups and "
-                f"destroys only gloo's.",
-                "Destroy groups (torch.distributed.destroy_process_group(group)) before they are made again.",
-            )
+        yield Hazard(
+            "leaked",
+            f"{len(named)} groups are there more than once, with the same description and ranks, as "
+            f"{named[0][0]} ({shown(named[0][1])}). Megatron's destroy_model_parallel forgets groups and "
+            f"destroys only gloo's.",
+            "Destroy groups (torch.distributed.destroy_process_group(group)) before they are made again.",
         )
-    return found
 
 
 def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
