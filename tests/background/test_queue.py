@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,8 +109,6 @@ def test_a_budget_bounds_all_copies_together(queue: SaveQueue, tmp_path: Path) -
     begun = time.monotonic()
     second = save(queue, tmp_path / "b", state, 9 * MiB)
     assert time.monotonic() - begun < 5, "two fit"
-    import threading
-
     third: list[Pending] = []
     thread = threading.Thread(target=lambda: third.append(save(queue, tmp_path / "c", state, 9 * MiB)))
     thread.start()
@@ -138,6 +138,9 @@ def test_a_writer_that_dies_is_started_again(queue: SaveQueue, tmp_path: Path) -
     lost = save(queue, tmp_path / "lost", state)
     good = save(queue, tmp_path / "good", state)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(holdfast.HoldfastError):
+    with contextlib.suppress(
+        holdfast.HoldfastError
+    ):  # it fails, unless its job had not reached the writer yet
         lost.committed(30)
     good.committed(30)
+    assert queue.writer_pid != pid
