@@ -84,8 +84,11 @@ class _Ending:
         self.given: Given | None = None
         """The SystemExit that ends the main thread."""
         self.ended = self.goes_first = self.working = self.over = False
-        self.late: list[Failure] = []
-        """What failed after the steps: in other `atexit` handlers."""
+        self.failures: list[Failure] = []
+        """What failed in the steps, and after them in other `atexit` handlers."""
+        self.last: dict[Callable[[], bool], None] = {}
+        """What says whether the interpreter can be finalised."""
+        self.hurries = False
 
     def run(self) -> list[Failure]:
         """All steps, by stage, the last registered first."""
@@ -131,7 +134,20 @@ def is_over() -> bool:
 
 def fail_late(failure: Failure) -> None:
     """Fail the process once all `atexit` handlers are through that were registered after our first one."""
-    _this_process().late.append(failure)
+    _this_process().failures.append(failure)
+
+
+def at_last(settled: Callable[[], bool]) -> None:
+    """Have `settled` asked after all `atexit` handlers that were registered since our first one: can the
+    interpreter be finalised? If not, the process ends at once, with the exit code that it would have."""
+    _this_process().last.setdefault(settled)
+
+
+def hurry() -> None:
+    """Have this process end without the interpreter's own end, which takes seconds where torch is loaded:
+    other ranks wait in collectives until its sockets are closed. All `atexit` handlers run, and it has the
+    exit code that it would have."""
+    _this_process().hurries = True
 
 
 def given() -> Given | None:
@@ -260,29 +276,35 @@ def _at_exit() -> None:
         return
     if not ending.ended:
         _tell(ending)
-    failures = ending.run()
-    if not failures:
+    ending.failures += ending.run()
+    if not ending.failures and not ending.hurries:
         return
     if ending.goes_first:
         atexit.unregister(_at_exit)
+        atexit.unregister(_at_last)
         with suppress(BaseException):
             atexit._run_exitfuncs()
-    _flush_files()
-    _say(failures)
-    if isinstance(uncaught(), KeyboardInterrupt):  # it is to end as the interpreter ends then
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    os._exit(_exit_code(ending.given, failures))
+    _end(ending)
 
 
 def _at_last() -> None:
     """After the handlers that were registered since Holdfast was first used."""
     ending = _known
-    if ending is None or ending.pid != os.getpid() or not ending.late:
+    if ending is None or ending.pid != os.getpid():
         return
+    settled = [is_settled() for is_settled in ending.last]
+    if ending.failures or ending.hurries or not all(settled):
+        _end(ending)
+
+
+def _end(ending: _Ending) -> NoReturn:
+    """End this process without the interpreter's own end."""
     _flush_files()
-    _say(ending.late)
-    os._exit(_exit_code(ending.given, ending.late))
+    _say(ending.failures)
+    if isinstance(uncaught(), KeyboardInterrupt):  # it is to end as the interpreter ends then
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(_exit_code(ending.given, ending.failures))
 
 
 def _failure_of(step: Step) -> Failure | None:
@@ -296,7 +318,7 @@ def _exit_code(given: Given | None, failures: list[Failure]) -> int:
     """The code of a SystemExit stays, unless it says that all is well."""
     code = given.code if given is not None else None
     asked = code & 0xFF if isinstance(code, int) else int(code is not None)
-    return asked or failures[0].code
+    return asked or next((failure.code for failure in failures), int(uncaught() is not None))
 
 
 def _flush_files() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +85,35 @@ def test_what_the_roster_does_not_carry_goes_by_the_collective_itself(mcore_worl
     assert mcore_world.run(special_job) == [[7, 5, 6]] * 8
 
 
-def unspeakable_job(rank: int) -> tuple[str, float]:
+def unspeakable_job(rank: int, ranks: range | None, value: Callable[[], object]) -> tuple[str, float]:
     import holdfast
 
     begun = time.monotonic()
-    told = [threading.Lock() if rank == 3 else None]
+    if ranks is not None and rank not in ranks:
+        return "", 0.0
+    sent = [value() if rank == 3 else None]
     try:
-        with holdfast.guarded("the end of a save", timeout=20, stall_timeout=10.0, participants=range(8)):
-            dist.broadcast_object_list(told, src=3)
+        with holdfast.guarded("the end of a save", timeout=20, stall_timeout=10.0, participants=ranks):
+            dist.broadcast_object_list(sent, src=3)
     except HoldfastError as error:
         return str(error), time.monotonic() - begun
     return "passed", 0.0
 
 
-def test_what_one_rank_cant_send_to_participants_fails_on_all(mcore_world: ProcessWorld) -> None:
-    for said, took in mcore_world.run(unspeakable_job):
-        assert "what a collective carries" in said
+def special() -> object:
+    return Special(7)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "value"),
+    [(range(6), special), (range(8), threading.Lock), (None, threading.Lock)],
+    ids=["to some ranks", "no pickle, to participants", "no pickle, to all"],
+)
+def test_what_one_rank_cant_send_fails_on_all(
+    ranks: range | None, value: Callable[[], object], mcore_world: ProcessWorld
+) -> None:
+    for rank, (said, took) in enumerate(mcore_world.run(unspeakable_job, ranks, value)):
+        assert "what a collective carries" in said or rank not in (ranks or range(8))
         assert took < AT_ONCE
 
 
@@ -169,6 +183,45 @@ def test_after_a_commit_a_framework_comes_to_its_end(mcore_world: ProcessWorld, 
         assert "rank 7" in said
         assert "committed and complete" in said
         assert "Nothing was committed" not in said
+
+
+class Numbered:
+    """A framework whose save waits twice; rank 3 leaves the first save in the middle, rank 5 skips it."""
+
+    def save(self, rank: int, iteration: int) -> str:
+        dist.barrier()
+        if rank == 3 and iteration == 1:
+            raise OSError("no space left on device")
+        dist.barrier()
+        return "saved"
+
+
+def numbered_job(rank: int, skips: bool) -> list[str]:
+    import holdfast
+
+    here = "tests.integrations.test_guard.Numbered.save"
+    holdfast.install("torch-dcp", guard=[here], timeout=20, stall_timeout=1.0)
+    said = []
+    try:
+        for iteration in (1, 2, 3):
+            try:
+                said.append(
+                    "skipped" if skips and rank == 5 and iteration == 1 else Numbered().save(rank, iteration)
+                )
+            except (OSError, RankFailed) as error:
+                said.append(type(error).__name__)
+            dist.barrier()  # the trainer's own: all ranks go on to the next together
+    finally:
+        holdfast.uninstall()
+    return said
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["raises in the middle", "and another skips it"])
+def test_the_save_after_one_that_failed_meets_again(skips: bool, mcore_world: ProcessWorld) -> None:
+    for rank, said in enumerate(mcore_world.run(numbered_job, skips)):
+        assert said[1:] == ["saved", "saved"], rank
+        if rank not in (3, 5):
+            assert said[0] == "RankFailed"
 
 
 def absent_job(rank: int) -> tuple[str, float]:

@@ -60,11 +60,15 @@ def test_another_layout_takes_the_generators_of_the_nearest_rank(
 
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
+    """And the next step is saved by all, that rank among them."""
     with ProcessWorld(8) as world:
-        found = world.run(save_without, str(tmp_path), 5, False, timeout=200)
-    for rank, (said, took) in enumerate(found):
+        found = world.run(save_without, str(tmp_path), 5, timeout=200)
+    for rank, (said, took, after) in enumerate(found):
         if rank != 5:
             assert said.startswith("RankFailed")
             assert "rank 5" in said
             assert "MegatronCheckpointManager.save_checkpoint" in said
             assert took < 10
+        assert after == "saved"
+    assert (tmp_path / "global_step_2" / "ckpt_contents.json").exists()
+    assert not (tmp_path / "global_step_1" / "ckpt_contents.json").exists()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import training
@@ -88,22 +89,24 @@ def save_and_load(
         return [run.step() for _ in range(2)]
 
 
-def save_without(rank: int, folder: str, absent: int, stock: bool) -> tuple[str, float]:
-    """One rank never comes to verl's save."""
+def save_without(rank: int, folder: str, absent: int) -> tuple[str, float, str]:
+    """One rank never comes to verl's save; then all of them save the next step."""
     import holdfast
 
     os.environ["RANK"] = str(rank)
-    if not stock:
-        holdfast.install(warm_up=False, session=False, timeout=30, stall_timeout=2)
+    holdfast.install(warm_up=False, session=False, timeout=30, stall_timeout=2)
     import_verl()
     with training(Layout(tp=2, ep=2), SMALL, seed=3) as run:
         manager = manager_of(run, CONTENTS)
         run.step()
-        begun = time.monotonic()
-        if rank == absent:
-            return "elsewhere", 0.0
-        try:
-            manager.save_checkpoint(folder, global_step=1)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}", time.monotonic() - begun
-        return "saved", time.monotonic() - begun
+        begun, said = time.monotonic(), "elsewhere"
+        if rank != absent:
+            try:
+                manager.save_checkpoint(f"{folder}/global_step_1", global_step=1)
+                said = "saved"
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+        took = time.monotonic() - begun
+        dist.barrier()  # the trainer's own
+        manager.save_checkpoint(f"{folder}/global_step_2", global_step=2)
+        return said, took, "saved"

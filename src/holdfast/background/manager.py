@@ -22,7 +22,7 @@ from holdfast.background.pending import Pending
 from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
 from holdfast.background.stage import Into, Staged, copied_bytes, stage
 from holdfast.background.writer_client import WriterClient
-from holdfast.errors import BadInput, CommitUnconfirmed, HoldfastError, RosterLost
+from holdfast.errors import BadInput, CommitUnconfirmed, DeadlineExceeded, HoldfastError, RosterLost
 from holdfast.exits import (
     ENDED_BY_INTERRUPT,
     Failure,
@@ -183,14 +183,18 @@ class Background:
         return self._arena.size if self._arena is not None else 0
 
     def wait(self) -> None:
-        """Wait for its last save, however it ends."""
+        """Wait for its last save, however it ends: by its own deadline."""
         if self._pending is not None:
             self._pending.wait()
 
     def _run(self, pending: Pending, job: SaveJob, retries: int, after: Pending | None) -> SaveReport:
         deadline, pause = job.request.call.deadline, 0.1
-        if after is not None:
-            after.wait()  # bounded by its own deadline
+        if after is not None and not after.wait(max(0.0, deadline.left())):
+            # All ranks hear it: this save has no time left, and the writer is not free.
+            job.collect_error = job.collect_error or DeadlineExceeded(
+                f"{job.request.title}: the save before it, to {after.path}, took all the time of this one.",
+                rank=job.rank,
+            )
         for left in range(retries, -1, -1):
             try:
                 return self._run_once(job)

@@ -26,11 +26,11 @@ class SaveQueue:
     """The saves of one thread."""
 
     def __init__(self) -> None:
-        self._writer = WriterClient()
+        self.writer = WriterClient()
         self._slots: list[Background] = []
         """The one whose save is the oldest first."""
         self._last: Pending | None = None
-        finalize(self, self._writer.kill).atexit = False
+        finalize(self, self.writer.kill).atexit = False
 
     def save(
         self, make: Callable[[], SaveJob], path: str, step: int | None, budget: int | None, retries: int = 0
@@ -60,16 +60,18 @@ class SaveQueue:
         if idle is not None:
             return idle
         if len(self._slots) < MOST:
-            self._slots.append(background_of(self, self._writer))
+            self._slots.append(background_of(self, self.writer))
             if len(self._slots) == 1:
                 at_exit(Stage.SAVES, partial(_end, ref(self)))  # it may be gone with its thread by then
             return self._slots[-1]
-        self._slots[0].wait()
+        self._slots[0].wait()  # for the oldest, which ends by its own deadline
         return self._slots[0]
 
     def _make_room(self, nbytes: int, budget: int, mine: Background) -> None:
-        """Have at most `budget` bytes in arenas once this save has `nbytes`."""
+        """Have at most `budget` bytes in arenas once this save has `nbytes`: wait for others, the oldest
+        first, each of which ends by its own deadline."""
         others = [slot for slot in self._slots if slot is not mine]
+        nbytes = max(nbytes, mine.held_bytes)  # an arena does not shrink
         for slot in sorted(others, key=lambda slot: not slot.is_idle):  # the oldest first among those at work
             if sum(other.held_bytes for other in others) + nbytes <= budget:
                 return
@@ -77,15 +79,10 @@ class SaveQueue:
             slot.release()
 
     def end(self) -> None:
-        """Wait for all saves, and end the writer process."""
+        """Wait for all saves, each of which ends by its own deadline, and end the writer process."""
         for slot in self._slots:
             slot.wait()
-        self._writer.kill()
-
-    @property
-    def writer_pid(self) -> int | None:
-        """Of the process that writes for all of them."""
-        return self._writer.pid
+        self.writer.kill()
 
 
 def _end(known: ref[SaveQueue]) -> None:

@@ -7,6 +7,8 @@ left out and reported; nothing is imported to find out.
 
 from __future__ import annotations
 
+import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
@@ -131,6 +133,20 @@ FRAMEWORKS = (
         uses=("torch-dcp",),
     ),
 )
+TELLING_APART = (
+    "global_step",
+    "iteration",
+    "curr_step",
+    "step",
+    "state.train_state.step",
+    "self.state.iteration",
+    "local_path",
+    "checkpoint_path",
+    "weights_path",
+    "path",
+)
+"""Arguments of guarded functions, and attributes of them, that tell one call from the next and are the same
+on all ranks; the first that a call has is taken."""
 NAMES = tuple(framework.name for framework in FRAMEWORKS)
 
 
@@ -154,12 +170,29 @@ def guard_of(place: str, settings: Settings, optional: bool = True) -> Replaceme
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
                 participants=settings.ranks(),
+                call=_told_apart(function, args, named),
             ):
                 return function(*args, **named)
 
         return call
 
     return Replacement(module, name, "guard", make, optional=optional)
+
+
+def _told_apart(function: Callable[..., object], args: tuple[object, ...], named: dict[str, object]) -> str:
+    """What tells this call from others of the function; "" where nothing does."""
+    try:
+        given = inspect.signature(function).bind(*args, **named).arguments
+    except (TypeError, ValueError):  # the function itself says what is wrong with its arguments
+        return ""
+    for path in TELLING_APART:
+        first, *attributes = path.split(".")
+        value = given.get(first)
+        for attribute in attributes:
+            value = getattr(value, attribute, None)
+        if isinstance(value, int | str | os.PathLike) and not isinstance(value, bool):
+            return f"{path}={os.fspath(value) if isinstance(value, os.PathLike) else value}"
+    return ""
 
 
 def _verl(settings: Settings) -> Iterator[Replacement]:

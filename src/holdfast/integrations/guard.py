@@ -48,10 +48,10 @@ class Guard:
             if name == "barrier" and self.postponed is not None:
                 return None  # the ranks do not meet any more
             return getattr(self.collectives, name)(*args, **named)
-        except NotCarried:
-            if self.collectives.participants is not None:
+        except NotCarried as error:
+            if not error.by_collective:
                 raise
-            return original(*args, **named)  # all its ranks are there
+            return original(*args, **named)
         except HoldfastError as error:
             if not self.committed:
                 raise
@@ -71,6 +71,7 @@ def guarded(
     timeout: float = 1800.0,
     stall_timeout: float = 120.0,
     participants: Iterable[int] | None = None,
+    call: str = "",
 ) -> Iterator[None]:
     """Inside, barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
 
@@ -80,13 +81,16 @@ def guarded(
         order, as with the collectives themselves; one that does not is named. Other threads are not affected.
     timeout: seconds until a wait fails. stall_timeout: seconds that a rank may not show itself.
     participants: ranks that "all ranks" means inside; default all.
+    call: what tells this call from others under the title, such as a step or a folder; the same on all ranks.
+        A rank that missed one call, or left it by an error of its own, then still meets the others in the
+        next. Without it, that rank finds the error of what it missed first.
 
     Raises `HoldfastError`s that name the missing rank.
     """
     _enter()
     outer: Guard | None = getattr(_here, "guard", None)
     ranks = None if participants is None else tuple(sorted(participants))
-    guard = _here.guard = Guard(RosterCollectives(title, timeout, stall_timeout, ranks))
+    guard = _here.guard = Guard(RosterCollectives(title, timeout, stall_timeout, ranks, call))
     try:
         yield
     finally:
@@ -96,6 +100,22 @@ def guarded(
         _leave()
     if guard.postponed is not None:
         raise guard.postponed
+
+
+@contextmanager
+def telling_apart(call: str) -> Iterator[None]:
+    """`call` of the guard of this thread, if there is one, for a part of a guarded function: one of several
+    requests that it finalizes."""
+    guard: Guard | None = getattr(_here, "guard", None)
+    if guard is None:
+        yield
+        return
+    collectives = guard.collectives
+    outer, collectives.call = collectives.call, call
+    try:
+        yield
+    finally:
+        collectives.call = outer
 
 
 def is_guarded() -> bool:

@@ -8,6 +8,7 @@ the roster first, so that nobody enters one that a rank never comes to.
 from __future__ import annotations
 
 import base64
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,10 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 class NotCarried(HoldfastError):
     """A rank has a value that the roster does not carry, because receiving it would execute code. All ranks
-    hear it: they are all there, so the collective itself can be issued."""
+    hear it."""
+
+    by_collective = False
+    """Can the collective itself be issued? All ranks of the group have met, and each can pickle its value."""
 
 
 class Finished:
@@ -74,12 +78,14 @@ class RosterCollectives:
 
     title: how errors call this place; the same on all ranks.
     participants: what "all ranks" means; None: the world. Ranks of other groups are those of the group.
+    call: what tells this call from others under the title; the same on all ranks.
     """
 
     title: str
     timeout: float
     stall_timeout: float
     participants: tuple[int, ...] | None = None
+    call: str = ""
     _issued: dict[tuple[int, ...], int] = field(default_factory=dict)
     """How many tensor collectives were issued on each group."""
 
@@ -188,10 +194,19 @@ class RosterCollectives:
                 for rank, value in there.items():
                     lists[0][rank].copy_(value)
             else:
-                operation = named.get("op", next((a for a in args[1:] if isinstance(a, dist.ReduceOp)), None))
-                word = str(operation if operation is not None else dist.ReduceOp.SUM).rpartition(".")[2]
-                tensor.copy_(_REDUCTIONS[word](torch.stack(list(there.values()))))
+                given = named.get("op", next((a for a in args[1:] if isinstance(a, dist.ReduceOp)), None))
+                reduce = self._reduction(dist.ReduceOp.SUM if given is None else given)
+                tensor.copy_(reduce(torch.stack(list(there.values()))))
         return Finished() if named.get("async_op") else None
+
+    def _reduction(self, operation: object) -> Callable[[torch.Tensor], torch.Tensor]:
+        for name, reduce in _REDUCTIONS.items():
+            if operation == getattr(dist.ReduceOp, name):
+                return reduce
+        raise BadInput(
+            f"all_reduce in {self.title}: only {len(self.participants or ())} ranks take part, and Holdfast "
+            f"reduces among some by {', '.join(_REDUCTIONS)}, not by {operation}."
+        )
 
     # -- the roster ----------------------------------------------------------------------------------
 
@@ -224,22 +239,35 @@ class RosterCollectives:
         try:
             mine["values"] = [_encode(value) for value in values]
         except HoldfastError as error:  # the others must hear of it, too
-            mine["refused"] = error.message
+            mine |= {"refused": error.message, "pickled": _can_be_pickled(values)}
 
         def choose(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
-            refused = next((message["refused"] for message in said.values() if "refused" in message), None)
-            if refused is not None:
-                return {"refused": refused}
+            refused = [message for message in said.values() if "refused" in message]
+            if refused:
+                # What the collective itself can't send either must not leave the others in it.
+                worst = min(refused, key=lambda message: message["pickled"])
+                return {"refused": worst["refused"], "pickled": worst["pickled"]}
             return {"values": {str(rank): message["values"] for rank, message in said.items()}}
 
         call = begin_call(participants=ranks, timeout=self.timeout, stall_timeout=self.stall_timeout)
-        answer = agree(f"{kind} in {self.title}", f"guard://{self.title}|{kind}", choose, call, mine)
+        place = f"guard://{self.title}|{self.call}|{kind}"
+        answer = agree(f"{kind} in {self.title}", place, choose, call, mine)
         if "refused" in answer:
-            raise NotCarried(
-                f"{kind} in {self.title}: {answer['refused']}",
-                hint="" if len(ranks) == len(_members(group)) else "Only plain values can go to some ranks.",
+            refused = NotCarried(
+                f"{kind} in {self.title}: {answer['refused']}", hint="Have it send plain values only."
             )
+            refused.by_collective = answer["pickled"] and len(ranks) == len(_members(group))
+            raise refused
         return {int(rank): found for rank, found in answer["values"].items()}
+
+
+def _can_be_pickled(values: Sequence[object]) -> bool:
+    """Would the collective itself find nothing to refuse in what this rank sends?"""
+    try:
+        pickle.dumps(values)
+    except Exception:  # whatever a class of the framework raises
+        return False
+    return True
 
 
 def _members(group: object) -> list[int]:

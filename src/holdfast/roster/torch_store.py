@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import finalize, ref
@@ -21,6 +21,7 @@ import msgspec
 import torch.distributed as dist
 
 from holdfast.errors import RosterLost
+from holdfast.native_calls import native_call
 from holdfast.options import read_environment
 from holdfast.roster.base import Message, decode
 from holdfast.roster.seal import Seal
@@ -66,7 +67,7 @@ class _Connections:
                     hint="Call Checkpoints.close(), or committed() of what a save returned, before "
                     "torch.distributed.destroy_process_group().",
                 )
-            with _Reachable("opening a client"):
+            with _reachable("opening a client"):
                 made = clone_store(parent)
                 if made is not parent:
                     made.set_timeout(_WAIT)
@@ -76,7 +77,7 @@ class _Connections:
     def seal(self, client: Client) -> Seal:
         """The seal of this job: its secret is drawn by the rank that comes first, and read by the others."""
         if self._seal is None:
-            with _Reachable("reading the job's secret"):
+            with _reachable("reading the job's secret"):
                 drawn = client.compare_set(f"{self.prefix}secret", "", secrets.token_hex(16)).decode()
             self._seal = Seal(drawn, read_environment().secret)
         return self._seal
@@ -130,12 +131,12 @@ class TorchRoster:
     def put(self, key: str, message: Message) -> None:
         name = self._prefix + key
         data = self._signed(name, message)
-        with _Reachable(f"writing {key!r}"):
+        with _reachable(f"writing {key!r}"):
             self._store.set(name, data)
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
         names = [self._prefix + key for key in keys]
-        with _Reachable("reading"):
+        with _reachable("reading"):
             found = (self._all_at_once(names) if len(names) > _FEW else None) or [
                 self._store.compare_set(name, _NOTHING, _NOTHING) for name in names
             ]
@@ -154,12 +155,12 @@ class TorchRoster:
     def claim(self, key: str, message: Message) -> Message:
         name = self._prefix + key
         data = self._signed(name, message)
-        with _Reachable(f"claiming {key!r}"):
+        with _reachable(f"claiming {key!r}"):
             standing = self._store.compare_set(name, "", data.decode())
         return self._read(name, standing)
 
     def count(self, key: str) -> int:
-        with _Reachable(f"counting {key!r}"):
+        with _reachable(f"counting {key!r}"):
             return int(self._store.add(self._prefix + key, 1))
 
     def wait(self, key: str, seconds: float) -> bool:
@@ -168,7 +169,7 @@ class TorchRoster:
         ends = time.monotonic() + seconds
         pause = 0.001
         slowest = max(0.02, 2e-5 * self.world_size)
-        with _Reachable(f"waiting for {key!r}"):
+        with _reachable(f"waiting for {key!r}"):
             while not self._store.check([self._prefix + key]):
                 left = ends - time.monotonic()
                 if left <= 0:
@@ -196,7 +197,7 @@ class TorchRoster:
 
     def wait_long(self, key: str) -> None:
         name, store = self._prefix + key, self._store
-        with _Reachable(f"waiting for {key!r}"):
+        with _reachable(f"waiting for {key!r}"):
             if waits_by_itself(store):
                 store.wait([name], _LONG)
             else:
@@ -212,21 +213,16 @@ class TorchRoster:
         self._connections.forget()
 
 
-class _Reachable:
+@contextmanager
+def _reachable(doing: str) -> Iterator[None]:
     """Turns the store's exceptions into RosterLost."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or not isinstance(error, RuntimeError | ValueError):
-            return
+    try:
+        with native_call():
+            yield
+    except (RuntimeError, ValueError) as error:
         text = str(error).split("\n")[0]
         raise RosterLost(
-            f"The message store can't be reached ({self._doing}: {text[:200]}).",
+            f"The message store can't be reached ({doing}: {text[:200]}).",
             hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first "
             "error.",
         ) from None

@@ -3,6 +3,7 @@ tests.groups.session.exits MODE FOLDER HOW."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from datetime import timedelta
@@ -48,6 +49,8 @@ if __name__ == "__main__":
     mode, folder, how = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
+    if mode == "raise with handlers":  # they were there before Holdfast
+        atexit.register(print, f"the handler of rank {rank}")
     if how == "block":
         in_a_block(mode, rank, folder)
     elif how == "caught":

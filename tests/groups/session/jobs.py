@@ -39,7 +39,8 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
         checkpoints.save(1, {"w": torch.full((1 << 20,), 1.0)})
         if rank == 2:
             raise ValueError("the loss is not a number")
-    if (mode == "raise on 0" and rank == 0) or (mode == "raise on 2" and rank == 2) or mode == "raise on all":
+    raises = {"raise on 0": [0], "raise on 2": [2], "raise with handlers": [2], "raise on all": [0, 1, 2, 3]}
+    if rank in raises.get(mode, []):
         raise ValueError(f"the loss of rank {rank} is not a number")
     if mode == "raise while others compute" and rank == 2:
         raise ValueError("the loss is not a number")
@@ -57,7 +58,7 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
             torch.ones(8).sum()
     if mode == "hang":
         time.sleep(300)  # one call that Python can't be interrupted in
-    if mode in ("raise on 0", "raise on 2", "save and raise", "kill", "dawdle", *LEAVING):
+    if mode in (*raises, "save and raise", "kill", "dawdle", *LEAVING):
         dist.all_reduce(torch.ones(1))  # waits for the one that does not come
 
 

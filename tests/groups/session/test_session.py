@@ -71,6 +71,15 @@ def test_an_error_on_all_ranks(tmp_path: Path) -> None:
         assert ended.said.count(f"ValueError: the loss of rank {rank} is not a number\n") == 1, ended.said
 
 
+@pytest.mark.parametrize("how", ["block", "to the end"])
+def test_a_failed_session_serves_the_handlers_of_others(how: str, tmp_path: Path) -> None:
+    ended = launch("raise with handlers", tmp_path, how)
+    assert ended.codes[2] == 1, ended.said
+    for rank, code in enumerate(ended.codes):
+        assert code in (1, 86), ended.said
+        assert ended.said.count(f"the handler of rank {rank}\n") == (code == 1), ended.said
+
+
 def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
     ended = launch("kill", tmp_path)
     assert ended.codes[2] == -9, ended.said

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from holdfast.errors import GroupsFailed, HoldfastError
 from holdfast.groups.lifecycle.device import Device
+from holdfast.native_calls import native_call
 from holdfast.protocol.call import Call
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
@@ -55,8 +56,9 @@ def abort_all() -> None:
     long."""
 
     def work() -> None:
-        for found in reversed(known_groups()):
-            abort(found.group)
+        with suppress(RuntimeError), native_call():  # at the end of the process there is nothing to abort
+            for found in reversed(known_groups()):
+                abort(found.group)
 
     with suppress(HoldfastError):  # without a thread nobody could bound it; groups end with the process then
         start_thread(work, "holdfast-abort").join(ABORT_TIME)

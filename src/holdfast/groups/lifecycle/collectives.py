@@ -67,7 +67,7 @@ def _batch(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device)
         ]
     )
     for work in works:
-        work.wait()
+        work.wait()  # by the group's timeout; `warm_up` looks on from outside, and names who is not there
 
 
 def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:

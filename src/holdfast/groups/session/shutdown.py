@@ -22,6 +22,7 @@ import torch.distributed as dist
 from holdfast.background.manager import last_saves, wait_for_saves
 from holdfast.background.pending import CANCELLED
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
+from holdfast.exits import hurry
 from holdfast.groups.audit.doctor import stop
 from holdfast.groups.lifecycle.close import Closing, abort_all
 from holdfast.groups.session.blame import (
@@ -127,6 +128,7 @@ class Leaving:
         """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
         self._set_end()
         self._ending.set()
+        hurry()
         try:
             self._after(error)
         finally:

@@ -119,13 +119,9 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] =
 
 def _queue(name: str) -> Make:
     def make(original: Function) -> Function:
-        made: list[Function] = []
-
         @wraps(original)
         def call(*args: object, **named: object) -> object:
-            if not made:
-                made.append(getattr(_ours("queue"), name)(original))
-            return made[0](*args, **named)
+            return getattr(_ours("queue"), name)(original)(*args, **named)
 
         return call
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from holdfast.background.pending import Pending
 from holdfast.integrations.foreign_errors import of_megatron, raising
-from holdfast.integrations.guard import note_committed
+from holdfast.integrations.guard import note_committed, telling_apart
 from holdfast.integrations.megatron import mcore
 from holdfast.protocol.consensus import StepConsensus
 
@@ -79,8 +79,10 @@ def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
             if not (blocking or save.is_due(no_dist)):
                 break
             number, _, request = self.async_calls.popleft()
-            for finish in request.finalize_fns:
-                finish()
+            # By its folder, so that a request that failed on one rank leaves the next in step.
+            with telling_apart(save.pending.path):
+                for finish in request.finalize_fns:
+                    finish()
             found.append(number)
         return found
 
