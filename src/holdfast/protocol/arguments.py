@@ -25,9 +25,11 @@ def check_arguments(
     if grid is not None and not isinstance(grid, Grid):
         raise BadInput(f"grid must be a holdfast.Grid, not {grid!r}.")
     budget = host_memory_budget
+    # bool is a subclass of int, but True is no number of bytes.
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {budget!r}.")
     for argument, given in names.items():
+        # A single text is checked where it is used: `expected` accepts "previous", `include` refuses it.
         if given is None or isinstance(given, str):
             continue
         if not isinstance(given, Collection) or not all(isinstance(one, str) for one in given):

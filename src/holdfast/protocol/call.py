@@ -70,6 +70,7 @@ def begin_call(
 def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
     """The roster given, or torch.distributed's, or a world of one."""
     if roster is not None:
+        # Duck typing: a user's own class is a roster, too (`testing.RosterContract`).
         if not hasattr(roster, "world_size"):
             raise BadInput(
                 f"roster={roster!r} is no roster.", hint="Leave it out: torch.distributed has one."
@@ -96,6 +97,7 @@ def _roster_of_the_default_group() -> Roster:
     from holdfast.roster.torch_store import TorchRoster
     from holdfast.torch_private import default_store
 
+    # Only a weak reference is kept. A destroyed group must let go of its store, and so of the store's server.
     store = default_store()
     # One roster a store, because histories and beacons hang on it: calls are counted per roster.
     if not _default or _default[0][0]() is not store:
@@ -109,6 +111,7 @@ def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | 
         return None
     with suppress(TypeError):
         ranks = tuple(participants)
+        # bytes would pass as ranks, because their items are whole numbers.
         if not isinstance(participants, str | bytes):
             return tuple(map(operator.index, ranks))
     raise BadInput(f"participants={participants!r} must be a list of ranks, which are whole numbers.")
@@ -125,9 +128,11 @@ def find_participants(
     given = check_participants(participants)
     if given is None:
         return tuple(range(roster.world_size))
+    # The call's signature contains the ranks, so all ranks must write them in the same order.
     ranks = tuple(sorted(given))
     if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= roster.world_size:
         raise BadInput(f"participants={ranks} must be different ranks of a world of {roster.world_size}.")
+    # This is raised before any message is sent, so the participants are not affected.
     if roster.rank not in ranks:
         listed = ", ".join(map(str, ranks[:16])) + ("…" if len(ranks) > 16 else "")
         raise BadInput(

@@ -40,6 +40,7 @@ class StepConsensus:
             self._chosen = agree(
                 self._title, self._place, lambda said: max(said.values()), self._begin(), following
             )
+        # `reached` raises it: nobody hears of an exception on this background thread.
         except HoldfastError as error:
             self._error = error
         finally:
@@ -51,6 +52,8 @@ class StepConsensus:
             self._calls += 1
             if not self._announced:
                 return False
+        # After `propose` has fixed this rank's number, each call waits here. So the rank can't pass that
+        # number.
         self._told.wait()  # as long as `propose` takes, which has a deadline
         if self._error is not None:
             raise self._error

@@ -289,10 +289,12 @@ def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> 
     holders = [rank for rank in context.participants if messages[rank].fingerprint is not None]
     if not holders:
         return None
+    # The usual case: one digest per rank, however many tensors it has. Lists cost more, so they come second.
     if len({messages[rank].fingerprint for rank in holders}) == 1:
         yield Put(f"{context.key}/assigned", to_message(Assigned(holders)))
         return Assigned(holders) if mine is not None else None
     yield Put(f"{context.key}/assigned", to_message(Assigned(lists_wanted=True)))
+    # `_collect` always counts this rank in. `assign` gets the lists of the holders only.
     own = RowList([], []) if mine is None else (yield Do("list_rows", job.list_rows))
     lists = yield from _collect_typed(context, "rows", own, tuple({context.rank, *holders}))
     assigned = yield Do("assign", partial(job.assign, {rank: lists[rank] for rank in holders}))
@@ -312,6 +314,7 @@ def _act(context: Context, job: TaskActions) -> Steps:
             context.on_wait(None)
             return report
         yield from _raise_if_abandoned(context)
+        # The committer comes here after all others have acted (`_collect`). It only waits for itself.
         if not context.is_committer:
             yield from watch.look([context.committer], "do its part")
         elif context.deadline.passed():
@@ -453,6 +456,7 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
 def _claim_agreed(context: Context, value: object = None) -> Steps:
     standing = from_roster((yield Claim(context.outcome, to_message(context.agreed(value)))), Outcome)
     context.known_outcome = standing
+    # Another rank has abandoned the call first, so nothing may be put in place.
     if standing.state == "abandoned":
         raise from_message(standing.error)
 
@@ -505,6 +509,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     error.phase = error.phase or context.phase
     context.on_wait(None)
     try:
+        # All fields are set before the claim, because all ranks raise what is claimed here.
         message = yield Claim(context.outcome, abandoned_by(context.rank, error))
     except RosterLost:
         if context.phase == "written" and not context.is_committer:  # the others may commit its files

@@ -25,6 +25,8 @@ from holdfast.protocol.whereabouts import Inquiry
 from holdfast.roster.base import Message
 
 
+# Effects are values, not calls. `runner.perform` carries them out for real, `tests.support.simulate` with a
+# manual clock and seeded faults.
 class Put(NamedTuple):
     key: str
     message: Message
@@ -110,9 +112,12 @@ class Context:
 
     def __post_init__(self) -> None:
         self.clock = self.deadline.clock
+        # No election and no message: every rank computes the same one. If the committer is dead, the call is
+        # abandoned.
         self.committer = min(self.participants)
         self.is_committer = self.rank == self.committer
         self.who = self.who or f"rank {self.rank}"
+        # The key is empty until `rendezvous.meet` has derived it.
         self.set_key(self.key)
 
     def set_key(self, key: str) -> None:
@@ -146,6 +151,7 @@ class Context:
 
     def note_abandoned(self, abandoned: dict[str, int]) -> None:
         """Committer: take in which calls another rank has seen abandoned."""
+        # The highest number wins, so that no rank counts back to a call that is over.
         for signature, number in abandoned.items():
             self.abandoned[signature] = max(self.abandoned.get(signature, 0), number)
 

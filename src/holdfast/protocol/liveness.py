@@ -47,6 +47,7 @@ class PeerMonitor:
         if now < self.next_look and not context.deadline.passed():
             return
         self.next_look = now + min(self.LOOK_EVERY, context.stall_timeout / 4)
+        # 256 messages per look, four looks per second: each of 10,000 ranks is seen every 10 s.
         if len(ranks) > 4 * ASK:  # large worlds are looked at in turns
             self.turn = (self.turn + 4 * ASK) % len(ranks)
             ranks = (ranks[self.turn :] + ranks[: self.turn])[: 4 * ASK]
@@ -84,8 +85,10 @@ class PeerMonitor:
     def _ask(self, there: list[int], committer: Message | None, now: float) -> None:
         """Ask those where they are that are about to be given up, and have not ended."""
         context = self.context
+        # Asked ahead of time, so that the answer is there when the rank is given up.
         soon = context.stall_timeout - min(ASK_BEFORE, context.stall_timeout / 2)
         missed = [rank for rank in there if self.timers[rank].quiet_for() >= soon]
+        # At the deadline `look` names the ranks that the committer waits for. Ask the same ones.
         if now >= self.gives_up_at - ASK_BEFORE:
             missed += (not context.is_committer and self._waits_for(committer)) or there
         context.inquiry.ask(missed[:QUOTED], context.key)
@@ -136,6 +139,7 @@ class PeerMonitor:
     def _other_call(self, key: str, part: Message, now: bool) -> str:
         """What a rank's call has to do with this one, if it is of the same kind and place."""
         context = self.context
+        # A key is `<signature>/<generation>.<number>` (`rendezvous.History.begin`).
         site, _, number = context.key.rpartition(".")
         other, _, its = key.rpartition(".")
         if other == site and its.isdecimal() and its != number:
@@ -156,6 +160,7 @@ class PeerMonitor:
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
         context = self.context
+        # At the deadline an answer gets 1/8 s more, no longer: the call must return.
         left = max(0.0, self.gives_up_at - context.clock.now()) + PATIENCE / 4
         said = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
         infos = [msgspec.structs.replace(info, at=said.get(info.rank, "")) for info in infos]

@@ -30,6 +30,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A name of this attempt that no other has."""
 
 
+# An empty dict is a safe default here: msgspec makes a new one for each instance.
 class Before(msgspec.Struct, frozen=True):
     """What the first message of a call carries besides: the calls that were abandoned before it."""
 

@@ -56,6 +56,7 @@ class Operation:
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
         self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
         self._history = history_of(self.roster, call.participants)
+        # At least five beats per stall timeout, so that one late beat does not look like a stall.
         self.presence = Presence(call.roster, title, min(1.0, call.stall_timeout / 5))
         self.presence.about = self._signature.about
         me = self.presence.identity
@@ -87,6 +88,8 @@ class Operation:
         self.presence.phase = phase
         with suppress(HoldfastError):  # a beat that is late is no reason to fail
             self.presence.beacon.send()
+        # Subscribers are user code. If one hangs, the error must not blame the message store
+        # (`runner._stuck`).
         with self.presence.working():
             self.emit(phase)
 
@@ -107,6 +110,7 @@ class Operation:
         try:
             self.presence.begin(self.context.key, None if self.alone else self.context.outcome)
         except RosterLost:
+            # A rank that is alone in the call needs no store, so a lost store is no reason to fail.
             if not self.alone:
                 raise
         except HoldfastError as error:  # no thread for the beat: the protocol tells it to the others
@@ -137,6 +141,8 @@ class Operation:
                 raise cause from None
             raise
         finally:
+            # A thread that was left behind has not run `leave`. The next call then settles how this one
+            # ended.
             if self.context.known_outcome is None:
                 self._history.give_up(self.context.key)
 

@@ -24,6 +24,7 @@ TRANSITIONS: Transitions = {
         "unconfirmed": "agreed, but no `final` and no index by the deadline",
         "failed": "outcome `abandoned`",
     },
+    # Only the committer enters this phase. The others stay in "written" until they know the end.
     "committing": {
         "committed": "the index is durable",
         "unconfirmed": "the index may or may not be durable",

@@ -51,6 +51,8 @@ class CallSignature:
         self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
     ) -> None:
         local = "://" not in place and not place.startswith("memory:")
+        # One rank may give a relative path and another an absolute one. Other places are names, taken as
+        # given.
         place = os.path.abspath(place) if local else place
         said = ", ".join(f"{name}={_plain(value)!r}" for name, value in arguments.items())
         self.key = f"{kind}/{_hash(f'{kind}|{place}|{said}|{participants}')}"
@@ -125,6 +127,7 @@ class History:
             # All ranks take the committer's numbers, so one that skipped a call is level with them again.
             for other, number in outcome.abandoned.items():
                 self._next[other] = max(self._next.get(other, 0), number)
+                # Another thread may have seen a later call abandoned meanwhile. That one is still to be told.
                 if self._abandoned.get(other, 0) <= number:
                     self._abandoned.pop(other, None)
             old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
@@ -132,6 +135,7 @@ class History:
             return [f"{left}/{name}" for left in old for name in SHARED]
 
 
+# A lane is a roster of its own, so calls on different lanes are counted apart.
 _histories: WeakKeyDictionary[Roster, dict[tuple[int, ...], History]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
@@ -149,6 +153,7 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
     # First, because an outcome that is learned here may move the number that this call gets.
     for key in history.given_up():
         yield from _learn_outcome(context, history, key)
+    # Two threads may both see None. They claim with the same token, so both get the same number.
     if history.generation is None:
         history.generation = yield from _claim_generation(context, history.token)
     key, context.abandoned = history.begin(signature.key)
@@ -195,6 +200,7 @@ def _claim_generation(context: Context, token: str) -> Steps:
     who, number = _hash(str(context.participants)), 0
     mine = Generation(token)
     while True:
+        # These keys are never deleted: the next beginning on this store skips the numbers that are taken.
         standing = yield Claim(f"life/{who}/{context.rank}/{number}", to_message(mine))
         if from_roster(standing, Generation) == mine:
             break

@@ -97,10 +97,12 @@ class _Teller:
         _here[client.job(), rank] = self.caller
         if _is_end(client.get([key])[0]):
             client.delete([key])  # it was said to an earlier one
+        # This first answer shows that a thread listens here: `_say_end` tells only ranks that have one.
         client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, "")))
         while True:
             client.wait_long(key)
             message = client.get([key])[0]
+            # Deleted before the stack is taken: who asks after this gets a new ticket and a fresh answer.
             client.delete([key])
             if _is_end(message):
                 client.delete([_answer_key(rank)])
@@ -111,6 +113,8 @@ class _Teller:
                 return  # a store that can't delete would wake this thread for ever
             question = _read(message, Question)
             if question is not None:
+                # The next answer overwrites this one, perhaps before it was read. So an answer also names
+                # earlier tickets.
                 heard = [*heard, question.ticket][-KEPT:]
                 at = "; ".join(filter(None, (has_ended(), where_threads_are(self.caller))))
                 client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, at[:LONGEST])))
@@ -129,6 +133,7 @@ class _Teller:
                 self._say_end(ends)
 
         try:
+            # On a thread, because the store may not answer and the process must be able to end.
             start_thread(say, "holdfast-where-end").join(FAREWELL)
         except HoldfastError:  # no more threads
             say()
@@ -216,6 +221,7 @@ class Inquiry:
                     self._near[rank] = where_thread_is(near)
                 elif isinstance(roster, Wakeable):
                     mine = Question(secrets.token_hex(6), call, roster.rank)
+                    # If another rank's question stands already, share its ticket: one answer serves both.
                     standing = roster.base().claim(_question_key(rank), msgspec.to_builtins(mine))
                     self._tickets[rank] = (_read(standing, Question) or mine).ticket
                     self._until = time.monotonic() + PATIENCE

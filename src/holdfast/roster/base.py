@@ -65,6 +65,7 @@ class Roster(Protocol):
         ...
 
 
+# Found by isinstance. Ranks of other rosters, users' own among them, are not asked where they are.
 @runtime_checkable
 class Wakeable(Roster, Protocol):
     """A roster on which a thread of a rank can wait for as long as the job goes on, and ask nobody
@@ -88,4 +89,5 @@ def decode(data: bytes, key: str) -> Message:
     try:
         return msgspec.json.decode(data, type=Message)
     except (msgspec.DecodeError, ValueError) as error:
+        # Whatever has written this: the store can't be trusted to decide a call, so it counts as lost.
         raise RosterLost(f"The message {key!r} is not what a rank of Holdfast writes ({error}).") from None

@@ -40,6 +40,7 @@ class MemoryRoster:
 
     def put(self, key: str, message: Message) -> None:
         with self.board.changed:
+            # Encoded as in a real store: ranks share no dict, and what is no JSON fails here, too.
             self.board.messages[key] = msgspec.json.encode(message)
             self.board.changed.notify_all()
 
@@ -56,6 +57,7 @@ class MemoryRoster:
 
     def count(self, key: str) -> int:
         with self.board.changed:
+            # No notify: `wait` waits for messages, and a counter is none.
             self.board.counters[key] = self.board.counters.get(key, 0) + 1
             return self.board.counters[key]
 
@@ -73,6 +75,7 @@ class MemoryRoster:
         return self.board.job
 
     def second(self) -> MemoryRoster:
+        # There is no connection that a call of another thread could block.
         return self
 
     def lane(self, name: str) -> MemoryRoster:

@@ -35,12 +35,16 @@ def _read(path: str) -> str:
 def _started(pid: int) -> str:
     """A process's start time in clock ticks; tells a reused pid from the old one. '' if gone."""
     stat = _read(f"/proc/{pid}/stat")
+    # The process name, in parentheses, may contain blanks and parentheses itself. So fields are counted from
+    # the last one: first the state, and the start time (field 22 of proc(5)) at index 19.
     fields = stat.rpartition(")")[2].split()
+    # A zombie has ended; only its parent has not asked for its exit code yet.
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 
 def _machine() -> str:
     """Equal for two processes that can see each other's pids."""
+    # The host name would not do: a container has its own pid namespace, in which pids mean other processes.
     namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
@@ -73,6 +77,7 @@ def describe(rank: int, message: Message | None, wall: float, note: str = "", ke
     if message is None:
         return RankInfo(rank, note=note)
     operations: dict[str, Message] = message.get("operations") or {}
+    # A rank that is not in `key` is quoted with the operation that it began last.
     doing = operations.get(key) or next(reversed(operations.values()), None)
     said = doing or message.get("last") or {}
     phase = f"{said.get('title', '')}: {said.get('phase', '')}" if said else "idle"
@@ -173,6 +178,7 @@ class Beacon:
         who = self.identity
         with self._changed:
             operations = dict(self._operations)
+            # Others look whether this count has changed, never at `wall`: clocks of hosts differ.
             self._beats += 1
         return {
             "rank": who.rank,
@@ -189,6 +195,7 @@ class Beacon:
     def send(self, client: Roster | None = None) -> None:
         roster = client or self._roster()
         if roster is not None:
+            # Not under the lock: the store may not answer, and `remove` must not wait for it.
             roster.put(at_key(self.identity.rank), self.message())
 
     def add(self, presence: Presence) -> None:
@@ -205,6 +212,7 @@ class Beacon:
     def remove(self, presence: Presence) -> None:
         with self._changed:
             if self._operations.pop(presence.operation, None) is not None:
+                # Kept in the message: an error can say how this rank's last call ended.
                 self._last = presence.record()
             self._changed.notify_all()
 
@@ -236,8 +244,10 @@ class Beacon:
                     if message is not None:
                         presence.seen = message
                         presence.noticed.set()
+                # Not held while this thread waits: the roster keeps the beacon, and must be able to go.
                 del roster, client
         with self._changed:
+            # After a lost store: the next operation starts a new beat.
             if self._thread is threading.current_thread():
                 self._thread = None
 

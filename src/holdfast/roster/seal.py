@@ -20,6 +20,7 @@ class Seal:
     """Signs and checks messages with a secret of up to 64 bytes that all ranks of a job share."""
 
     def __init__(self, *secrets: str) -> None:
+        # Hashed first, because BLAKE2b takes a key of 64 bytes at most and HOLDFAST_SECRET may be longer.
         self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
         self.job = self._of("job", b"").decode()
         """Equal for those who know the secret."""
@@ -31,6 +32,7 @@ class Seal:
     def check(self, key: str, sealed: bytes) -> bytes:
         """Return the data without its seal. Raises RosterLost if the seal is not this job's."""
         seal, data = sealed[:_HEX], sealed[_HEX:]
+        # Not `==`: its time would tell how many leading characters of a guess are right.
         if not hmac.compare_digest(seal, self._of(key, data)):
             raise RosterLost(
                 f"The message {key!r} in the message store does not carry this job's seal, so it was not "
@@ -42,4 +44,6 @@ class Seal:
         return data
 
     def _of(self, key: str, data: bytes) -> bytes:
+        # With the key, so that a message copied to another key is refused. In hex, because `compare_set` of
+        # torch's stores takes text.
         return blake2b(key.encode() + b"\0" + data, key=self._key, digest_size=_SIZE).hexdigest().encode()

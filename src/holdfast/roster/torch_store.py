@@ -69,6 +69,7 @@ class _Connections:
                 )
             with _reachable("opening a client"):
                 made = clone_store(parent)
+                # A store that is its own clone (HashStore) belongs to the program, which has set its timeout.
                 if made is not parent:
                     made.set_timeout(_WAIT)
                 self._clients[name] = made
@@ -78,7 +79,9 @@ class _Connections:
         """The seal of this job: its secret is drawn by the rank that comes first, and read by the others."""
         if self._seal is None:
             with _reachable("reading the job's secret"):
+                # Whoever comes first sets the secret; all others get the one that stands.
                 drawn = client.compare_set(f"{self.prefix}secret", "", secrets.token_hex(16)).decode()
+            # The second secret is never sent, so a stranger who can read the store does not have it.
             self._seal = Seal(drawn, read_environment().secret)
         return self._seal
 
@@ -112,6 +115,7 @@ class TorchRoster:
         if kept_as not in kept:
             made = TorchRoster.__new__(TorchRoster)
             made.rank, made.world_size = self.rank, self.world_size
+            # A base keeps no store alive: its thread waits as long as the store exists, so neither would end.
             made._set(
                 self._connections, None if kept is self._connections.bases else self._given, client, lane
             )
@@ -137,6 +141,7 @@ class TorchRoster:
     def get(self, keys: Sequence[str]) -> list[Message | None]:
         names = [self._prefix + key for key in keys]
         with _reachable("reading"):
+            # The committer asks for 64 reports or 256 presences at once: a round trip each would add up.
             found = (self._all_at_once(names) if len(names) > _FEW else None) or [
                 self._store.compare_set(name, _NOTHING, _NOTHING) for name in names
             ]
@@ -148,6 +153,7 @@ class TorchRoster:
     def _all_at_once(self, names: list[str]) -> list[bytes] | None:
         """Two round trips for many messages, if all of them are there."""
         with suppress(dist.DistStoreError):  # one was deleted in between
+            # `multi_get` would wait for a key that is not there, so check first.
             if self._store.check(names):
                 return list(self._store.multi_get(names))
         return None
@@ -156,6 +162,7 @@ class TorchRoster:
         name = self._prefix + key
         data = self._signed(name, message)
         with _reachable(f"claiming {key!r}"):
+            # Expecting "" writes only if the key is absent, atomically, and returns what stands.
             standing = self._store.compare_set(name, "", data.decode())
         return self._read(name, standing)
 
@@ -168,6 +175,7 @@ class TorchRoster:
         # to the terminal each time that a wait ends without the key.
         ends = time.monotonic() + seconds
         pause = 0.001
+        # Seconds. Pauses grow with the world, so that all ranks together look 50,000 times a second at most.
         slowest = max(0.02, 2e-5 * self.world_size)
         with _reachable(f"waiting for {key!r}"):
             while not self._store.check([self._prefix + key]):
@@ -207,6 +215,7 @@ class TorchRoster:
     def on_end(self, listener: Callable[[], None]) -> None:
         parent = self._connections.parent()
         if parent is not None:
+            # Not at the interpreter's exit: `exits` ends the threads then, in its own order.
             finalize(parent, listener).atexit = False
 
     def renew(self) -> None:
@@ -216,10 +225,17 @@ class TorchRoster:
 @contextmanager
 def _reachable(doing: str) -> Iterator[None]:
     """Turns the store's exceptions into RosterLost."""
-    try:
-        with native_call():
-            yield
-    except (RuntimeError, ValueError) as error:
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None or not isinstance(error, RuntimeError | ValueError):
+            return
+        # torch may append a C++ stack trace to the first line.
         text = str(error).split("\n")[0]
         raise RosterLost(
             f"The message store can't be reached ({doing}: {text[:200]}).",

@@ -59,6 +59,7 @@ class Checkpoints(RunFolder):
 
         step = whole_step(step)
 
+        # Called once a slot is free: only then is the state read, and only then does the deadline begin.
         def make(call: Call) -> SaveJob:
             request = SaveRequest(
                 store=self._folder(step),
@@ -68,11 +69,13 @@ class Checkpoints(RunFolder):
                 include=include,
                 exclude=exclude,
                 expected=expected,
+                # A function, because only the committer needs it, and it lists the run folder.
                 previous=lambda: self._newest_but(step),
                 overwrite=True,
                 grid=self._grid,
                 notes=notes,
                 options=self._options,
+                # The committer calls it twice: before it begins, and right before it commits.
                 permit=partial(self._permit, call),
                 after=lambda: self._retire(step),
             )

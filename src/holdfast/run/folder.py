@@ -130,9 +130,8 @@ class RunFolder:
         """Begins a call: its deadline counts from then."""
         self._grid, self._options = grid, options or Options()
         self._takeover = takeover
-        self._lease = lease_of(
-            self.store
-        )  # before the slots: at the end of the process it goes after their saves
+        # At the end of the process the folder is given back after the saves (`exits.Stage`).
+        self._lease = lease_of(self.store)
         self._slots = [background_of(self) for _ in range(in_flight)]
 
     def latest(self) -> int | None:
@@ -209,6 +208,7 @@ class RunFolder:
         if self._asynchronous:
             slot = self._begun % self._in_flight  # that of the oldest, which has ended
             self._begun += 1  # also if it fails here: ranks meet on the same lane the next time
+            # Saves of other slots and other run folders run at the same time, so each has its own messages.
             lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{slot}"
             pending = self._slots[slot].save(
                 lambda: make(self._call().lane(lane)),
@@ -244,6 +244,7 @@ class RunFolder:
 
     def _retire(self, step: int) -> None:
         """Remove steps beyond `keep`, the one just saved never among them."""
+        # Another job may have taken the folder over since the commit. Its steps are not this job's to remove.
         if self.keep is None or not self._lease.is_held():
             return
         with self.tidying:
@@ -268,6 +269,7 @@ class RunFolder:
             try:
                 own = step_folder(chosen, self.megatron)
                 return load(self.store.child(committed_folder(self.store, chosen) or own), call)
+            # The job that saves here may replace or retire the step meanwhile: the checkpoint is not damaged.
             except (Replaced, NotCommitted) as error:
                 tries += 1
                 if step is not None or tries > TRIES:
@@ -276,6 +278,7 @@ class RunFolder:
             except CorruptCheckpoint as error:
                 if not fallback or step is not None:
                     raise
+                # All ranks come here, so only one of them warns.
                 level = logging.WARNING if call.rank == 0 else logging.DEBUG
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
@@ -294,5 +297,6 @@ class RunFolder:
             whole = [step for step in found if step not in rejected]
             return whole[-1] if whole else None
 
+        # The place holds the rejected steps: ranks that have rejected different ones must not meet here.
         title = f"choice of the newest step in {self.store.url}"
         return agree(title, f"{self.store.url}|{rejected}", newest, call)  # type: ignore[no-any-return]

@@ -39,6 +39,7 @@ BEAT = 10.0
 """Seconds between two signs of life."""
 SILENT = 3.5 * BEAT
 """Seconds without a sign of life after which an owner that can't be seen from here is taken to have ended."""
+# A name for this process: a pid may belong to another process later. A fork draws its own.
 _PROCESS = secrets.token_hex(8)
 
 
@@ -93,10 +94,12 @@ class Lease:
         with self._lock:
             if user not in self._users:
                 self._users.add(user)
+                # Wakes `_beat` when a user is gone without `leave`. At exit `_give_back` does this.
                 finalize(user, self._calls.put, None).atexit = False
             found, tail = self._read()
             if found is not None and found.process == _PROCESS:
                 return
+            # This process had the folder, so it was taken over. If the new owner has ended, it is taken back.
             if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
                 raise Conflict(
                     f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
@@ -108,6 +111,7 @@ class Lease:
             if found is not None and not takeover and not _may_take(found, job, self.store.url):
                 self._wait_for_silence(found, tick)
                 found, tail = self._read()
+            # Replaces only the version just read: if two jobs take over at once, one of them gets Conflict.
             self._write(_me(job, rank), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
 
@@ -160,6 +164,7 @@ class Lease:
             with suppress(Empty):
                 self._calls.get(timeout=BEAT)
             with self._lock:
+                # Given up; or a later `hold` has started another thread.
                 if self._mine is None or self._thread is not threading.current_thread():
                     return
                 if not self._users:  # they are gone without a word
@@ -173,6 +178,7 @@ class Lease:
                 except Conflict:
                     return
                 except HoldfastError as error:
+                    # The next beat tries again. Two in a row may fail within SILENT.
                     log.warning("The owner of %s could not be written: %s", self.store.url, error)
 
     def _read(self) -> tuple[Owner | None, bytes | None]:
@@ -182,6 +188,7 @@ class Lease:
         except NotFound:
             return None, None
         with closing(reader):
+            # Bounded, because the file may be damaged. An owner takes a few hundred bytes.
             data = reader.read(0, 1 << 16)
         try:
             return msgspec.json.decode(data, type=Owner), data[-VERSION_BYTES:]
@@ -189,6 +196,7 @@ class Lease:
             return None, data[-VERSION_BYTES:]
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
+        # As the last field it is at the end of the file, where `publish` compares versions.
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
         self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
         self._mine = owner
@@ -220,11 +228,13 @@ def _may_take(owner: Owner, job: str, url: str) -> bool:
     alive = _lives(owner)
     if alive:  # whatever its name is: two jobs can be given the same
         raise _refusal(owner, url)
+    # torchrun and Slurm end one start of a job before they begin the next.
     return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
 
 
 def _lives(owner: Owner) -> bool | None:
     """Is the owner's process there? None if that can't be seen from this host."""
+    # `alive` does not look at the rank.
     return Identity(0).alive({"machine": owner.machine, "pid": owner.pid, "started": owner.started})
 
 
@@ -255,6 +265,7 @@ def _give_back() -> None:
     for lease in list(_leases.values()):
         for user in list(lease._users):
             with suppress(HoldfastError):
+                # Storage may not answer, and the process must be able to end.
                 within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
 
 

@@ -115,10 +115,12 @@ class Preemption:
                     break
                 asked = self._roster.get([self._asked])[0]
                 if asked is not None:
+                    # Counted from now, up to POLL after the signal: clocks of hosts are not compared.
                     self._deadline = Deadline(self._budget, REAL_CLOCK)
                     self.reason = str(asked["reason"])
                     break
             if self._closed.is_set():
                 return
+            # First, because `propose` waits for the ranks that hear of the stop by this.
             self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
             self._consensus.propose()

@@ -40,6 +40,7 @@ def _compared(call: Call) -> list[Hazard]:
         other = next((rank for rank in sorted(said) if said[rank] != said[first]), None)
         return None if other is None else [first, said[first], other, said[other]]
 
+    # Where torch does not tell the number it is None on all ranks, so nothing is reported.
     unequal = agree("comparison of groups", "groups://audit", differ, call, groups_made())
     if unequal is None:
         return []

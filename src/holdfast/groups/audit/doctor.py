@@ -75,7 +75,10 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
             continue
         try:
             with connection:
+                # Askers are answered one by one: one that does not read holds the next one up for 5 s at
+                # most.
                 connection.settimeout(5.0)
+                # The kernel says who asks. The asker sends nothing, so there is nothing to parse or believe.
                 sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 _, uid, _ = struct.unpack("3i", sent)
                 if uid in (0, os.getuid()):
@@ -102,6 +105,7 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
                 if not part:
                     break
                 said += part
+            # The loop ended without `break`: the answer is too long, or it came too late.
             else:
                 raise BadInput(
                     f"Process {pid} gave no whole answer within {timeout:g} s and {LARGEST >> 20} MiB."
@@ -110,6 +114,7 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
             return None
         except OSError as error:
             raise BadInput(f"Process {pid} does not answer within {timeout:g} s: {error}.") from None
+    # The kernel noted the pid at listen(). The address alone proves nothing: any process can bind that name.
     if struct.unpack("3i", sent)[0] != pid:
         raise BadInput(
             f"Another process (pid {struct.unpack('3i', sent)[0]}) listens in the name of process {pid}."

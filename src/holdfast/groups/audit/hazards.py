@@ -29,6 +29,7 @@ class GroupFacts(msgspec.Struct, frozen=True):
     @property
     def named_by_digest(self) -> bool:
         """As `use_local_synchronization` does."""
+        # torch names such a group by a SHA-1, which has 40 hex digits, and other groups by counting.
         return len(self.name) == 40 and not self.name.isdigit()
 
 
@@ -76,6 +77,7 @@ def _shared(facts: ProcessFacts) -> list[GroupFacts]:
 
 def _never_warmed_up(facts: ProcessFacts) -> Iterator[Hazard]:
     shared = _shared(facts)
+    # NCCL's groups open at their first collective, and only they tell whether they have (`is_open`).
     cold = [group for group in shared if not group.is_warm and not group.is_open and "nccl" in group.backend]
     if cold:
         yield Hazard(
@@ -106,6 +108,7 @@ def _named_by_digest(facts: ProcessFacts) -> Iterator[Hazard]:
 
 
 def _other_timeouts(facts: ProcessFacts) -> Iterator[Hazard]:
+    # The default group comes first (`torch_private.known_groups`).
     given = facts.groups[0].timeout if facts.groups else None
     later = _shared(facts)[1:]
     other = [group for group in later if group.timeout in TORCH_TIMEOUTS and group.timeout != given]
@@ -132,6 +135,7 @@ def _groups_of_one(facts: ProcessFacts) -> Iterator[Hazard]:
 
 def _leaked(facts: ProcessFacts) -> Iterator[Hazard]:
     numbers = Counter((group.description, group.ranks) for group in _shared(facts))
+    # The same ranks alone prove nothing: groups may share ranks on purpose. The same description says more.
     named = [key for key, count in numbers.items() if count > 1 and key[0]]
     if named:
         yield Hazard(

@@ -15,6 +15,7 @@ from holdfast.roster.base import Message
 def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[object]:
     """A group as a rank tells it: name, digest of its ranks, description, the ranks themselves (its lowest
     rank only), and their number."""
+    # One rank lists the members, the others send a digest of them: a group of 10,000 ranks is listed once.
     told = runs(ranks) if rank == min(ranks) else None
     return [name, hex_digest(digest(np.array(ranks, np.int64).tobytes())), description, told, len(ranks)]
 
@@ -35,6 +36,7 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
     holders: dict[str, set[int]] = {}
     for rank, message in sorted(said.items()):
         for name, known, description, found, _ in message["groups"]:
+            # The first rank that told of a name stands for all, so each other one is compared once.
             first, other = digests.setdefault(name, (rank, known))
             holders.setdefault(name, set()).add(rank)
             if other != known:
@@ -42,10 +44,12 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
             if found is not None:
                 everyone[name] = (description, from_runs(found))
     for name, here in holders.items():
+        # Only the lowest rank sends the members, and it has not told of this group.
         if name not in everyone:
             raise _lacking(name, min(here), "its lowest rank")
         _, ranks = everyone[name]
         absent = [rank for rank in ranks if rank not in here]
+        # These ranks have made the group, but it is not among those given to `warm_up` there.
         unlisted = [rank for rank in absent if name in said[rank]["has"]]
         if unlisted:
             raise BadInput(

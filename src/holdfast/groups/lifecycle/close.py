@@ -35,6 +35,7 @@ class Closing(CollectiveTask):
         self._device = Device()
 
     def execute(self, answer: Message) -> Message:
+        # `execute` has its own thread, which starts on device 0.
         self._device.use()
         known = {id(found.group): found for found in known_groups()}
         for number, group in enumerate(reversed(self._groups), 1):

@@ -33,6 +33,7 @@ def issue(operation: str, known: Known, device: torch.device) -> None:
         else:
             _pairs(known, device)
     except RuntimeError as error:
+        # NotImplementedError is a RuntimeError. Other backends say in words only that they lack it.
         if isinstance(error, NotImplementedError) or _LACKS.search(str(error)):
             raise NotSupported(operation) from error
         raise
@@ -58,6 +59,7 @@ def _batch(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device)
     """Each rank with both its neighbours at once: all ranks of the group take part, as torch asks for a first
     call."""
     me, size = ranks.index(dist.get_rank()), len(ranks)
+    # A set: in a group of two, both neighbours are the same rank.
     peers = sorted({ranks[(me - 1) % size], ranks[(me + 1) % size]})
     works = dist.batch_isend_irecv(
         [
@@ -84,6 +86,7 @@ def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.de
     for pair in pairs:
         if me not in pair:
             continue
+        # `pair[0] == me` is the index of the other one: 1 for the first, 0 for the second.
         tensor, peer = torch.zeros(1, device=device), pair[pair[0] == me]
         for sends in (me == pair[0], me != pair[0]):
             if sends:
@@ -94,6 +97,7 @@ def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.de
 
 def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
     """Of which devices tensors can be given to a group, here and now."""
+    # Such as "cpu:gloo,cuda:nccl". gloo is listed for cuda, too, but a tensor there would only take memory.
     config = dist.get_backend_config(group)
     pairs = [part.partition(":") for part in config.split(",")]
     return [

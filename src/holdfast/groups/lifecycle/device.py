@@ -27,9 +27,11 @@ class Device:
 
     def free(self) -> int | None:
         """Bytes that are free, to whoever asks first; None without a GPU."""
+        # The driver's count, not that of torch's allocator: NCCL allocates past torch.
         return None if self._index is None else int(torch.cuda.mem_get_info(self._index)[0])
 
     def settle(self) -> None:
         """Until what this thread has given to the GPU is done."""
         if self._index is not None:
+            # A collective of NCCL returns when it is enqueued, but time and memory are measured after it.
             torch.cuda.current_stream(self._index).synchronize()

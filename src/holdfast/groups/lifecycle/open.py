@@ -85,6 +85,7 @@ class Groups(Mapping[str, dist.ProcessGroup]):
         Raises the same error on all ranks if one does not come by `timeout`; then each has aborted its
         groups.
         """
+        # The default group belongs to the program, or to the session that has started it.
         made = [group for group in self.distinct() if group is not dist.group.WORLD]
         try:
             Closing(made, begin_call(self._roster, timeout=timeout, stall_timeout=stall_timeout)).run()
@@ -121,6 +122,7 @@ class _Opening(CollectiveTask):
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def contribute(self) -> Message:
+        # Raised inside of the protocol, so that all ranks raise it and none waits for this one.
         if self._trouble is not None:
             raise self._trouble
         return {
@@ -132,6 +134,7 @@ class _Opening(CollectiveTask):
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         first = self.operation.context.rank
+        # Compared before any group is made: each new_group counts up torch's names, even one that fails.
         for rank, message in sorted(said.items()):
             for what, value in message.items():
                 other = said[first][what]
@@ -149,11 +152,14 @@ class _Opening(CollectiveTask):
             label = "+".join(planned.names)
             for ranks in planned.table.tolist():
                 number += 1
+                # The default group exists already. A layout of a part of the world has a "world" of its own.
                 if WORLD in planned.names and len(ranks) == dist.get_world_size():
                     assert dist.group.WORLD is not None
                     self.made[planned.names] = dist.group.WORLD
                     continue
                 mine = self.roster.rank in ranks
+                # `doing` counts as progress: a rank must not look stalled while it makes groups of other
+                # ranks.
                 if mine or not number % 64:
                     self.doing(f"opening group {label} ({shown(ranks)}), {number} of {total}")
                 try:
@@ -227,6 +233,7 @@ def open_groups(
     try:
         opening.run()
     except HoldfastError:
+        # Aborted, not destroyed: destroying would wait for ranks that are missing or elsewhere.
         for group in opening.made.values():
             if group is not dist.group.WORLD:
                 abort(group)

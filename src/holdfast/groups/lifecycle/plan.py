@@ -54,10 +54,12 @@ def plan_groups(grid: Grid, names: Iterable[str] | None = None) -> list[Planned]
         raise BadInput(f"There is no group {unknown[0]!r}; groups are {', '.join(KINDS)}.")
     everyone = np.arange(grid.first_rank, grid.first_rank + grid.world, dtype=np.int64)[None]
     found: dict[bytes, Planned] = {_key(everyone): Planned((WORLD,), everyone)}
+    # In the order of KINDS, not of `names`: all ranks must make groups in one order.
     for name in KINDS:
         if name not in wanted:
             continue
         table = grid.table("pp")[:, [0, -1]] if name == "embedding" else grid.table(*KINDS[name])
+        # With one stage the first and the last are the same rank.
         if table.shape[1] == 1 or (name == "embedding" and grid.pp == 1):
             continue
         key = _key(table)
@@ -71,6 +73,7 @@ def members(grid: Grid, rank: int) -> dict[str, tuple[int, ...]]:
     if not grid.first_rank <= rank < grid.first_rank + grid.world:
         return {}
     found = {name: grid.group(rank, *axes) for name, axes in KINDS.items() if axes}
+    # The first and the last stage.
     ends = found["pp"][:: max(len(found["pp"]) - 1, 1)]
     if rank in ends:
         found["embedding"] = ends
@@ -79,6 +82,7 @@ def members(grid: Grid, rank: int) -> dict[str, tuple[int, ...]]:
 
 
 def _key(table: Ranks) -> bytes:
+    # The width too: tables of 2 x 4 and of 4 x 2 can have the same bytes.
     return bytes(table.shape[1].to_bytes(8, "little") + table.tobytes())
 
 
@@ -95,7 +99,9 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
         for block in range(len(taken) + 1):
             if block == len(taken):
                 taken.append(np.zeros(world, np.uint64))
+            # Bits, because a reduction over the ranks of a group is fast: 16,384 ranks are planned in 0.1 s.
             used = int(np.bitwise_or.reduce(taken[block][groups[index]]))
+            # The lowest bit that is 0 in `used`: adding 1 carries into it.
             free = (~used & (used + 1)).bit_length() - 1
             if free < 64:
                 taken[block][groups[index]] |= np.uint64(1 << free)

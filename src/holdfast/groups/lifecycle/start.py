@@ -77,6 +77,7 @@ def start_world(backend: str | None, timeout: float, stall_timeout: float) -> No
     LOCAL_RANK)."""
     env = read_environment()
     if torch.cuda.is_available():
+        # Modulo: a launcher may show each process one GPU only, whatever its local rank.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     store = _store(env, timeout)
     roster = TorchRoster(store, env.rank, env.world_size)
@@ -93,6 +94,7 @@ def _store(env: Environment, timeout: float) -> Store:
         return _stores[env.store]
     host, port = env.store
     try:
+        # The store does not wait for all ranks: `_Start` does that, and names who is missing.
         made = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,

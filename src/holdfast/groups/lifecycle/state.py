@@ -14,6 +14,7 @@ from holdfast.groups.audit.hazards import NAMES, GroupFacts, ProcessFacts
 from holdfast.options import all_variables
 from holdfast.torch_private import is_eager, is_open, known_groups, timeout_of
 
+# Weak, so that a group that was destroyed can go.
 warm: WeakSet[Any] = WeakSet()
 """Groups that this process has warmed up."""
 installed: list[Callable[[], tuple[str, ...]]] = []

@@ -76,6 +76,8 @@ class _WarmUp(CollectiveTask):
             },
             "budget": self._budget,
             "free": self._device.free(),
+            # Of all groups: an error can then tell a group that was not given here from one that was not
+            # made.
             "has": [known.name for known in there],
             "groups": [
                 claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
@@ -88,6 +90,7 @@ class _WarmUp(CollectiveTask):
         asked = said[self.roster.rank]["operations"]
         for rank, message in sorted(said.items()):
             used.update(message["uses"])
+            # Ranks with different operations would wait for each other in them until the deadline.
             if message["operations"] != asked:
                 raise BadInput(
                     f"Rank {rank} warms up with {message['operations'] or 'the default operations'}, rank "
@@ -108,6 +111,7 @@ class _WarmUp(CollectiveTask):
         of = self._round = dict(zip(names, numbers, strict=True))
         total = {"rounds": max(numbers, default=-1) + 1, "groups": len(names)}
         for rank, message in said.items():
+            # By ascending round, so that ranks never wait for each other in a circle (`plan.rounds`).
             self._order[rank] = sorted((name for name, *_ in message["groups"]), key=of.__getitem__)
         return {
             rank: {
@@ -124,6 +128,7 @@ class _WarmUp(CollectiveTask):
         self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
         order = list(zip(answer["order"], answer["at"], answer["operations"], strict=True))
         for position, (name, number, operations) in enumerate(order):
+            # The beat carries it (`now`), so the committer can say who has not come to which group.
             self._position = position
             where = f"{position + 1} of {len(order)}"
             self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
@@ -133,6 +138,7 @@ class _WarmUp(CollectiveTask):
 
     def _warm_one(self, known: Known, number: int, operations: Sequence[str], where: str) -> WarmedGroup:
         begun = time.perf_counter()
+        # gloo's groups do not tell whether they are open, so Holdfast remembers what it has warmed up.
         was_warm = bool(is_open(known.group)) or known.group in warm
         places = usable_devices(known.group)
         if not places:
@@ -151,6 +157,7 @@ class _WarmUp(CollectiveTask):
                 left_out.append(operation)
                 continue
             issued.append(found)
+            # After each operation, so that the error names the group that went beyond the budget.
             self._check_budget(known, sum(one.bytes_taken for one in issued))
         if issued:
             warm.add(known.group)
@@ -178,6 +185,7 @@ class _WarmUp(CollectiveTask):
                 issue(operation, known, device)
             self._device.settle()
         except NotSupported as error:
+            # All ranks of a group have the same backend, so all of them leave the operation out.
             if self._operations is None:
                 return None
             raise GroupsFailed(
@@ -218,6 +226,7 @@ class _WarmUp(CollectiveTask):
     def better(self, error: HoldfastError) -> HoldfastError | None:
         if isinstance(error, GroupsFailed) and "group" in error.details:
             return self._somebody_gone(error)
+        # Only the committer knows the order of all ranks. The others raise the error that it makes.
         if isinstance(error, DeadlineExceeded) and self._order:
             return self._who_did_not_come(error)
         return None
@@ -225,8 +234,10 @@ class _WarmUp(CollectiveTask):
     def _somebody_gone(self, error: GroupsFailed) -> HoldfastError | None:
         """A collective that breaks because another rank has died is not this rank's failure."""
         known = self._groups[error.details["group"]]
+        # A bounded question, however large the group.
         said = self.presences(rank for rank in known.ranks[:1024] if rank != self.roster.rank)
         # A process that dies closes its connections first, and is seen to be gone a moment later.
+        # Out of memory is this rank's own failure, so there is nobody to wait for.
         patience = 0.0 if isinstance(error.__cause__, torch.OutOfMemoryError) else DYING
         ends = time.monotonic() + patience
         while True:
@@ -254,10 +265,12 @@ class _WarmUp(CollectiveTask):
         at[self.roster.rank] = self._position
         stuck = []
         for name, (description, ranks) in self._everyone.items():
+            # Below 0 the rank has not come to the group, at 0 it is in it, above 0 it is through.
             place = {rank: at.get(rank, -1) - self._order[rank].index(name) for rank in ranks}
             absent = [rank for rank in ranks if place[rank] < 0]
             if len(absent) < len(ranks) and any(here <= 0 for here in place.values()):
                 stuck.append((self._round[name], not absent, name, description, ranks, absent))
+        # The earliest round, and in it first a group that a rank has not come to: later rounds wait for it.
         for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
             arrived = [rank for rank in ranks if rank not in absent]
             culprits = absent or arrived

@@ -28,6 +28,7 @@ class _Event(ctypes.Structure):
         ("notify", ctypes.c_int),
         ("function", ctypes.c_void_p),
         ("attributes", ctypes.c_void_p),
+        # Pads the structure to its size in C, 64 bytes.
         ("reserved", ctypes.c_char * 32),
     )
 
@@ -75,11 +76,13 @@ class Backstop:
         os._exit = lambda status: end(self._code)
         libc = ctypes.CDLL(None)
         with suppress(AttributeError):
+            # C runs exit handlers last registered first, so this one comes before those that may not return.
             getattr(libc, "__cxa_atexit")(_address(libc), ctypes.c_void_p(self._code), None)
 
     def _set(self, seconds: float) -> None:
         libc = _libc()
         if self._timer is None:
+            # The timer's thread calls `_exit(code)` itself: no Python runs, and no GIL is needed.
             event = _Event(self._code, 0, _THREAD, _address(libc), None)
             timer = ctypes.c_void_p()
             _check(libc.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)))

@@ -59,6 +59,7 @@ def ranks_of_collective(error: BaseException | None, world_size: int) -> list[in
     world, if the collective was none of torch.distributed's functions."""
     group: Any = None
     for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
+        # Functions of torch.distributed have their group in a parameter of that name.
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":
             group = frame.f_locals.get("group", group)
     if group is not None:

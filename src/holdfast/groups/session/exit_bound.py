@@ -58,6 +58,7 @@ class _Bound:
         try:
             start_thread(self._watch, "holdfast-exit")
         except HoldfastError:  # no more threads, not even a spare one
+            # Nobody can look whether Holdfast is still at work, so `count_unwatched` arms the backstop later.
             self._unwatched = True
             self._backstop.disarm()
 
@@ -117,6 +118,7 @@ def bound_exit(seconds: float, who: str) -> None:
             _known = known
         _known.seconds = max(_known.seconds, seconds)
         body = threading.current_thread()
+        # A program may begin sessions on many threads, one after another: those that ended are dropped.
         _known.bodies = [thread for thread in _known.bodies if thread.is_alive() and thread is not body]
         if body is not threading.main_thread():
             _known.bodies.append(body)

@@ -70,6 +70,7 @@ class Monitor:
         self._lock = threading.Lock()
 
     def start(self) -> None:
+        # First the thread that asks: with it, a rank that can start no more threads still tells the others.
         self._questions.start("holdfast-session-ask", self.roster.rank)
         self.presence.begin(self.key, None)
         for work, name in ((self._run, "holdfast-session"), (self._guard, "holdfast-session-guard")):
@@ -94,7 +95,9 @@ class Monitor:
     def fail(self, error: HoldfastError) -> bool:
         """Have this error end the session on all ranks; False if another was first, which is `failure`
         then."""
+        # Two ranks may fail with the same words, so a token tells whose claim stands.
         mine = {**error.to_message(), "claim": f"{self.roster.rank}-{secrets.token_hex(4)}"}
+        # If the store does not answer, this rank's own failure is all that it knows: it counts as the first.
         standing = self._ask(lambda: self.roster.claim(f"{self.key}/failed", mine), mine)
         with self._lock:
             if self.failure is not None:
@@ -191,6 +194,7 @@ class Monitor:
             for rank, message in zip(silent, here, strict=True)
             if message is not None and self.presence.identity.alive(message) is False
         }
+        # A rank whose process has ended will say nothing more, so it is not waited for.
         return (set(ranks) - set(silent)) | gone
 
     def _elsewhere(self, ranks: list[int], here: str) -> tuple[RankInfo, ...]:
@@ -219,10 +223,12 @@ class Monitor:
             if message is None:
                 continue  # all have been here when the session began, so there will be one
             timer = self._timers.setdefault(rank, StallTimer(self._stall, REAL_CLOCK))
+            # The beat, not progress: training tells nothing of its progress.
             timer.see(message.get("beat"))
             ended = self.presence.identity.alive(message) is False
             if not ended and not timer.stalled():
                 continue
+            # Asked only now: a rank that has left in order is silent, and not lost.
             if self.roster.get([f"{self.key}/left/{rank}"])[0] is None:
                 why = "its process has ended" if ended else f"silent for {timer.quiet_for():.0f} s"
                 lost.append((rank, message, why))

@@ -28,6 +28,7 @@ class _Question:
     def put(self) -> None:
         try:
             self.answer = self._ask()
+        # `ask` raises it, on the thread that wants to know.
         except BaseException as error:
             self.error = error
         finally:

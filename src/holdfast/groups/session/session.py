@@ -46,6 +46,7 @@ class _Beginning(CollectiveTask):
     store."""
 
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        # A token for the session's keys: nothing that an earlier session has said is heard in this one.
         token = secrets.token_hex(6)
         host = self.operation.presence.beacon.message()  # said by the lowest rank
         return {rank: {"token": token, "host": host} for rank in said}
@@ -118,6 +119,7 @@ class Session:
             "groups://session",
             begin_call(lane, timeout=timeout, stall_timeout=stall),
         )
+        # All ranks meet before anybody is watched, because from then on a silent rank is a failure.
         beginning.run()
         self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
         self._pid = os.getpid()
@@ -194,8 +196,10 @@ class Session:
         ends = time.monotonic() + self._timeout
 
         def left() -> float:
+            # Not 0, which calls refuse as a timeout.
             return max(0.1, ends - time.monotonic())
 
+        # Saves come first: they need the message store and all ranks. Groups are destroyed after them.
         self._way.watch.presence.phase = "waiting for its saves"
         for checkpoints in self._checkpoints:
             checkpoints.close(left())  # raises on all ranks
@@ -204,9 +208,11 @@ class Session:
         mine = [group for group in made if group is not dist.group.WORLD]
         if self._owns_world:
             mine = [found.group for found in known_groups()]
+        # So far the session's beat let others wait for this rank. From here the closing's own beat does.
         self._way.watch.hand_over()
         call = begin_call(self._way.watch.roster, timeout=left(), stall_timeout=self._stall)
         closing = self._way.closing = Closing(mine, call)
+        # Checked after `closing` is set: an earlier failure found nothing to cancel.
         if self.failure is not None:
             raise self.failure
         closing.run()
@@ -299,5 +305,6 @@ def _install_hook() -> None:
         if not hasattr(shown, TOLD):
             before(type(shown), shown, shown.__traceback__)
 
+    # Marks it as Holdfast's, so that it is installed once.
     setattr(hook, TOLD, True)
     sys.excepthook = hook

@@ -61,6 +61,7 @@ def _interruption(failure: HoldfastError) -> type[_Interrupted]:
         def __init__(self) -> None:
             super().__init__(failure.message, rank=failure.rank, missing=failure.missing, hint=failure.hint)
 
+    # A traceback shows the public name.
     Interrupted.__name__ = Interrupted.__qualname__ = RankFailed.__name__
     return Interrupted
 
@@ -99,6 +100,7 @@ class Leaving:
         after this."""
         self.watch.stop()
         stop()
+        # All but the lowest do what needs the store before they say `left`: it may be gone right after.
         if self.watch.roster.rank:
             end_tellers(self.watch.roster)
         self.watch.say("left")
@@ -149,18 +151,21 @@ class Leaving:
 
     def _after(self, error: BaseException | None) -> None:
         watch, ends = self.watch, self._set_end()
+        # Was another rank first? Its word may come a moment later than what it has caused here.
         if self.watch.failure is None and _may_be_echo(error):
             look = min(time.monotonic() + 2.0, ends)  # who failed first is about to be told
             while self.watch.failure is None and time.monotonic() < look:
                 watch.look()
                 time.sleep(0.05)
         watch.stop()
+        # This rank is the first: tell the others, free those that wait in collectives, and leave last.
         if self.watch.failure is None and watch.fail(self._in_words(error)):
             abort_all()
             self._let_go_of_saves(ends)
             watch.wait_for("heard", self._others(), ends)
             self.leave_in_order(ends)
             return
+        # Another rank was first. This rank's own exception goes on; anything else becomes that failure.
         failure = self.watch.failure
         assert failure is not None
         own = error is not None and not isinstance(error, HoldfastError) and not _is_echo(error)
@@ -209,6 +214,7 @@ class Leaving:
         of the session's failure."""
         last = last_saves()
         under_way = [pending for pending in last if not pending.done()]
+        # Half of the time is left for the rest of the way out.
         for pending in wait_for_saves(max(0.0, ends - time.monotonic()) / 2):
             pending.cancel()
         wait_for_saves(min(1.0, max(0.0, ends - time.monotonic())))
@@ -220,6 +226,7 @@ class Leaving:
 
     def _hear(self, failure: HoldfastError) -> None:
         with self._gate:
+            # The monitor's thread and the body's both come here; one of them says it.
             said, self._said = self._said, True
         if not said:
             print(f"rank {self.watch.roster.rank} ends: {failure.message}", file=sys.stderr, flush=True)
@@ -242,6 +249,7 @@ class Leaving:
         """Have the body raise, or end the process."""
         if self.left.wait(0.5):  # groups that are aborted, and peers that are gone, free most calls
             return
+        # Under the gate, as in `come_back`: nothing may be raised once the body has been left.
         with self._gate:
             if not self.left.is_set() and not is_between_calls(self._thread):
                 _raise_in(self._thread, _interruption(failure))
@@ -249,6 +257,7 @@ class Leaving:
             self._let_go_of_saves(time.monotonic() + 1.0)
             self._say_stuck("it did not come back to the session's end")
             self.leave_in_order(time.monotonic() + self._grace)
+            # Python can't end a thread that is in a call of C code. The process can be ended.
             os._exit(EXIT_STUCK)
 
     def _free_later_calls(self, failure: HoldfastError) -> None:
@@ -278,6 +287,7 @@ class Leaving:
             file=sys.stderr,
             flush=True,
         )
+        # `os._exit` follows, which flushes nothing.
         sys.stdout.flush()
 
 
@@ -311,6 +321,7 @@ def _is_consequence(error: BaseException | None) -> bool:
 def _may_be_echo(error: BaseException | None) -> bool:
     """May it be what this rank notices of another one's failure? Then it looks around before it says that it
     was the first."""
+    # A RuntimeError as well, but always this rank's own.
     if isinstance(error, torch.OutOfMemoryError):
         return False
     return error is None or isinstance(error, RankFailed | RosterLost | RuntimeError)
