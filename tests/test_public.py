@@ -346,3 +346,11 @@ def test_who_unsubscribed_is_told_no_more() -> None:
     stop()
     events.emit("test.two")
     assert [(event.name, event.rank, event.fields) for event in found] == [("test.one", 2, {"x": 1})]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no\nstack"), "no"), (MemoryError(), "MemoryError"), (RuntimeError(""), "RuntimeError")],
+)
+def test_an_error_in_one_line(error: Exception, said: str) -> None:
+    assert errors.first_line(error) == said

@@ -194,6 +194,12 @@ def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
     return {name: kind for name, kind in found.items() if not name.startswith("_")}
 
 
+def first_line(error: BaseException) -> str:
+    """What an exception says, without the stack that torch may append; its type if it says nothing."""
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def from_message(message: dict[str, Any]) -> HoldfastError:
     """The inverse of `HoldfastError.to_message`; an unknown kind becomes its root."""
     kind = _tree(HoldfastError).get(str(message.get("kind")), HoldfastError)

@@ -40,10 +40,8 @@ def print_json(value: object) -> None:
 
     try:
         text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    except (
-        ValueError,
-        OverflowError,
-    ):  # half of a surrogate pair in a name, say, which only JSON's escapes can write
+    # Half of a surrogate pair in a name, say, which only JSON's escapes can write.
+    except (ValueError, OverflowError):
         text = json.dumps(msgspec.to_builtins(value), indent=2)
     click.echo(text)
 

@@ -32,9 +32,8 @@ class StepConsensus:
 
     def propose(self) -> None:
         """On a background thread: there is something to do. Returns once the call is chosen."""
-        with (
-            self._lock
-        ):  # `reached` counts on another thread: the number must be of before or after, not between
+        # `reached` counts on another thread: the number must be of before or after, not between.
+        with self._lock:
             self._announced, following = True, self._calls + 1
         try:
             self._chosen = agree(

@@ -468,22 +468,26 @@ def _publish(context: Context, job: SaveActions) -> Steps:
     except RosterLost:
         raise
     except HoldfastError as error:
-        with suppress(RosterLost):  # the others will look into storage
-            yield Put(context.final, to_message(Final(error=error.to_message())))
+        yield from _tell_final(context, Final(error=error.to_message()))
         if isinstance(error, CommitUnconfirmed):
             raise
         context.enter("failed")
         raise _Decided(error) from None
+    yield from _tell_final(context, final)
+    context.enter("committed")
+    return final
+
+
+def _tell_final(context: Context, final: Final) -> Steps:
+    """Tell the others how it went; if that can't be, they look into storage."""
     for _ in range(2):  # a Ctrl-C may be thrown in here once
         try:
             yield Put(context.final, to_message(final))
-            break
+            return
         except RosterLost:
-            break  # the index is there: that is what committed means, and the others will find it
+            return
         except HoldfastError:
-            continue  # this rank was interrupted; the others must hear of the commit all the same
-    context.enter("committed")
-    return final
+            continue  # this rank was interrupted; the others must hear of it all the same
 
 
 class _Decided(Exception):

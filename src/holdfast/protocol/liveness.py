@@ -47,6 +47,7 @@ class PeerMonitor:
         if now < self.next_look and not context.deadline.passed():
             return
         self.next_look = now + min(self.LOOK_EVERY, context.stall_timeout / 4)
+        everyone = len(ranks)
         # 256 messages per look, four looks per second: each of 10,000 ranks is seen every 10 s.
         if len(ranks) > 4 * ASK:  # large worlds are looked at in turns
             self.turn = (self.turn + 4 * ASK) % len(ranks)
@@ -70,7 +71,7 @@ class PeerMonitor:
                 lost.append(self._describe(rank, message, self._where(message) or quiet))
         self._ask(there, here.get(context.committer), now)
         if lost:
-            raise self._failed(lost, what, RankFailed)
+            raise self._failed(lost, what, RankFailed, len(lost))
         if now >= self.gives_up_at:
             waits_for = self._waits_for(here.get(context.committer)) if not context.is_committer else []
             if waits_for:  # the committer itself only waits: name those that it waits for
@@ -80,7 +81,7 @@ class PeerMonitor:
                     f"let rank {context.committer} go on",
                 )
             out = [self._describe(rank, message, self._where(message)) for rank, message in here.items()]
-            raise self._failed(out, what, DeadlineExceeded)
+            raise self._failed(out, what, DeadlineExceeded, len(out) if waits_for else everyone)
 
     def _ask(self, there: list[int], committer: Message | None, now: float) -> None:
         """Ask those where they are that are about to be given up, and have not ended."""
@@ -158,20 +159,21 @@ class PeerMonitor:
             )
         return ""
 
-    def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed]) -> RankFailed:
+    def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed], count: int) -> RankFailed:
+        """The error about these ranks, of `count` that are missing: a large world is looked at in turns."""
         context = self.context
         # At the deadline an answer gets 1/8 s more, no longer: the call must return.
         left = max(0.0, self.gives_up_at - context.clock.now()) + PATIENCE / 4
         said = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
         infos = [msgspec.structs.replace(info, at=said.get(info.rank, "")) for info in infos]
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
-            f"; and {len(infos) - QUOTED} more" if len(infos) > QUOTED else ""
+            f"; and {count - QUOTED} more" if count > QUOTED else ""
         )
         why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
         waited = context.deadline.elapsed()
         return kind(
             f"{context.title} failed after {waited:.1f} s, {why} while rank {context.rank} waited for "
-            f"{'rank ' + str(infos[0].rank) if len(infos) == 1 else str(len(infos)) + ' ranks'} to {what}: "
+            f"{'rank ' + str(infos[0].rank) if count == 1 else str(count) + ' ranks'} to {what}: "
             f"{shown}.",
             step=context.step,
             phase=context.phase,

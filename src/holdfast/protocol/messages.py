@@ -2,7 +2,7 @@
 read.
 
 Fields that a type does not have are ignored: the first message of a call also carries the calls that were
-abandoned before it (`effects.Context.say`).
+abandoned before it (`effects.Context.report`).
 """
 
 from __future__ import annotations

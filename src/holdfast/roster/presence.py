@@ -232,9 +232,8 @@ class Beacon:
                 roster = self._roster()
                 if roster is None:
                     break
-                client = (
-                    roster.second()
-                )  # a client of its own, which a stuck call of the protocol can't hold up
+                # A client of its own, which a stuck call of the protocol can't hold up.
+                client = roster.second()
                 self.send(client)
                 # The beat looks for the outcome as well: it goes on where the protocol's own thread is stuck.
                 with self._changed:

@@ -17,7 +17,7 @@ _HEX = 2 * _SIZE
 
 
 class Seal:
-    """Signs and checks messages with a secret of up to 64 bytes that all ranks of a job share."""
+    """Signs and checks messages with a secret that all ranks of a job share."""
 
     def __init__(self, *secrets: str) -> None:
         # Hashed first, because BLAKE2b takes a key of 64 bytes at most and HOLDFAST_SECRET may be longer.

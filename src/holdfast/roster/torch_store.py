@@ -225,16 +225,10 @@ class TorchRoster:
 @contextmanager
 def _reachable(doing: str) -> Iterator[None]:
     """Turns the store's exceptions into RosterLost."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if error is None or not isinstance(error, RuntimeError | ValueError):
-            return
+    try:
+        with native_call():
+            yield
+    except (RuntimeError, ValueError) as error:
         # torch may append a C++ stack trace to the first line.
         text = str(error).split("\n")[0]
         raise RosterLost(

@@ -278,8 +278,8 @@ class RunFolder:
             except CorruptCheckpoint as error:
                 if not fallback or step is not None:
                     raise
-                # All ranks come here, so only one of them warns.
-                level = logging.WARNING if call.rank == 0 else logging.DEBUG
+                # All participants come here, so only one of them warns.
+                level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
                     "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from holdfast.deadline import REAL_CLOCK, Deadline
 from holdfast.errors import RosterLost
+from holdfast.format.digest import digest, hex_digest
 from holdfast.protocol.call import begin_call, find_participants, find_roster
 from holdfast.protocol.consensus import StepConsensus
 from holdfast.roster.base import Roster
@@ -65,12 +66,14 @@ class Preemption:
         self._closed = threading.Event()
         made = _made.setdefault(self._roster, Counter())
         made[who] += 1  # a stop that was asked for before is not this one's
-        here = "-".join(map(str, who)) if len(who) < self._roster.world_size else "all"
+        some = digest("-".join(map(str, who)).encode())  # a key has room for no list of thousands
+        here = hex_digest(some) if len(who) < self._roster.world_size else "all"
         self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
         self.reason: str | None = None
         """Which rank asked for the stop, and why; None: nobody did."""
         begin = partial(begin_call, self._roster, participants=who, timeout=budget, stall_timeout=budget)
         self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
+        self._signalled: int | None = None
         self._before = {number: signal.signal(number, self._on_signal) for number in signals}
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
         self._thread.start()
@@ -81,9 +84,7 @@ class Preemption:
 
     def request(self, why: str = "request()") -> None:
         """Ask all ranks to stop, from this one."""
-        if self._deadline is None:
-            self._deadline = Deadline(self._budget, REAL_CLOCK)
-            self.reason = f"{why} on rank {self._roster.rank}"
+        self._asked_at(why)
         self._wanted.set()
 
     def left(self) -> float:
@@ -92,11 +93,11 @@ class Preemption:
 
     def close(self) -> None:
         """Put signal handlers back, and stop watching."""
-        self._closed.set()
-        self._wanted.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+        self._closed.set()
+        self._wanted.set()
         self._thread.join(timeout=1.0)
 
     def __enter__(self) -> Self:
@@ -106,12 +107,22 @@ class Preemption:
         self.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.request(signal.Signals(number).name)
+        # No lock may be taken here: the main thread, or a handler that this one has interrupted, may hold it.
+        # So the thread looks for this, and no event is set.
+        if self._signalled is None:
+            self._asked_at(signal.Signals(number).name)
+            self._signalled = number
+
+    def _asked_at(self, why: str) -> None:
+        """The budget begins with the first that asks."""
+        if self._deadline is None:
+            self._deadline = Deadline(self._budget, REAL_CLOCK)
+            self.reason = f"{why} on rank {self._roster.rank}"
 
     def _watch(self) -> None:
         with suppress(RosterLost):  # the job is ending anyway; whoever waits for ranks says so
             while not self._closed.is_set():
-                if self._wanted.wait(POLL):
+                if self._wanted.wait(POLL) or self._signalled is not None:
                     break
                 asked = self._roster.get([self._asked])[0]
                 if asked is not None:

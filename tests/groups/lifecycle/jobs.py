@@ -235,10 +235,10 @@ def short_of_memory(rank: int, free: int, budget: int) -> str:
     return "warm"
 
 
-def listed_on_some(rank: int) -> str:
+def listed_on_some(rank: int, lacks: int) -> str:
     groups = open_groups(Grid(4, tp=2), timeout=20)
     try:
-        warm_up([groups["dp"]] if rank == 3 else groups, timeout=20)
+        warm_up([groups["dp"]] if rank == lacks else groups, timeout=20)
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"

@@ -83,9 +83,8 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
                 _, uid, _ = struct.unpack("3i", sent)
                 if uid in (0, os.getuid()):
                     connection.sendall(msgspec.json.encode(facts()))
-        except (
-            Exception
-        ) as error:  # a broken connection, or groups that change meanwhile: the next one may go well
+        # A broken connection, or groups that change meanwhile: the next one may go well.
+        except Exception as error:
             log.warning("An answer to `holdfast doctor` failed: %s: %s", type(error).__name__, error)
 
 

@@ -44,21 +44,21 @@ def agreed(said: dict[int, Message]) -> dict[str, tuple[str, list[int]]]:
             if found is not None:
                 everyone[name] = (description, from_runs(found))
     for name, here in holders.items():
-        # Only the lowest rank sends the members, and it has not told of this group.
-        if name not in everyone:
-            raise _lacking(name, min(here), "its lowest rank")
-        _, ranks = everyone[name]
-        absent = [rank for rank in ranks if rank not in here]
         # These ranks have made the group, but it is not among those given to `warm_up` there.
-        unlisted = [rank for rank in absent if name in said[rank]["has"]]
+        unlisted = [rank for rank in sorted(said) if rank not in here and name in said[rank]["has"]]
         if unlisted:
+            description, ranks = everyone.get(name, ("", []))
+            members = f" ({shown(ranks)})" if ranks else ""
             raise BadInput(
-                f"The group {everyone[name][0] or name} ({shown(ranks)}) is to be warmed up on rank "
-                f"{min(here)} and not on "
+                f"The group {description or name}{members} is to be warmed up on rank {min(here)} and not on "
                 f"{listed(unlisted)}; nothing was warmed up.",
                 rank=unlisted[0],
                 hint="Give the same groups on all ranks that are in them.",
             )
+        # Only the lowest rank sends the members, and it has not told of this group.
+        if name not in everyone:
+            raise _lacking(name, min(here), "its lowest rank")
+        absent = [rank for rank in everyone[name][1] if rank not in here]
         if absent:
             raise _lacking(name, min(here), listed(absent))
     return everyone

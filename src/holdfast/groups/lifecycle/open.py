@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.deadline import check_seconds
-from holdfast.errors import BadInput, GroupsFailed, HoldfastError
+from holdfast.errors import BadInput, GroupsFailed, HoldfastError, first_line
 from holdfast.groups.audit.doctor import serve, stop
 from holdfast.groups.lifecycle.close import Closing
 from holdfast.groups.lifecycle.device import Device
@@ -94,9 +94,10 @@ class Groups(Mapping[str, dist.ProcessGroup]):
                 abort(group)
             raise
         finally:
-            stop()
             for group in self.distinct():
                 opened.pop(group, None)
+            if not opened:  # others may still be asked about
+                stop()
             self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
     def distinct(self) -> list[dist.ProcessGroup]:
@@ -168,8 +169,7 @@ class _Opening(CollectiveTask):
                     )
                 except Exception as error:
                     raise GroupsFailed(
-                        f"The group {label} ({shown(ranks)}) could not be opened: "
-                        f"{str(error).splitlines()[0]}",
+                        f"The group {label} ({shown(ranks)}) could not be opened: {first_line(error)}",
                         rank=self.roster.rank,
                     ) from error
                 if mine:

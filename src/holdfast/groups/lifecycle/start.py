@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import BadInput, GroupsFailed, RosterLost
+from holdfast.errors import BadInput, GroupsFailed, RosterLost, first_line
 from holdfast.groups.lifecycle.device import Device
 from holdfast.options import Environment, read_environment
 from holdfast.protocol.call import Call, begin_call
@@ -67,7 +67,7 @@ class _Start(CollectiveTask):
             )
         except Exception as error:
             raise GroupsFailed(
-                f"init_process_group met {type(error).__name__}: {str(error).splitlines()[0]}"
+                f"init_process_group met {type(error).__name__}: {first_line(error)}"
             ) from error
         return {}
 
@@ -105,7 +105,7 @@ def _store(env: Environment, timeout: float) -> Store:
     except RuntimeError as error:
         raise RosterLost(
             f"Rank {env.rank} could not open the message store at {host}:{port} within {timeout:g} s: "
-            f"{str(error).splitlines()[0]}",
+            f"{first_line(error)}",
             hint="Rank 0, or torchrun on that host, hosts it; see whether it has started, and whether the "
             "port is free.",
         ) from None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from holdfast import events
 from holdfast.deadline import check_seconds
-from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed
+from holdfast.errors import BadInput, DeadlineExceeded, GroupsFailed, HoldfastError, RankFailed, first_line
 from holdfast.groups.audit.doctor import serve
 from holdfast.groups.lifecycle.claims import agreed, claim, label, listed
 from holdfast.groups.lifecycle.collectives import NotSupported, issue, usable_devices
@@ -199,7 +199,7 @@ class _WarmUp(CollectiveTask):
             raise GroupsFailed(
                 f"The first {operation} of {label(known.name, known.description, known.ranks)} met "
                 f"{type(error).__name__}: "
-                f"{str(error).splitlines()[0] if str(error) else ''}{left}",
+                f"{first_line(error)}{left}",
                 details={"group": known.name},
             ) from error
         after = self._device.free()

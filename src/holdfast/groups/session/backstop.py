@@ -51,10 +51,8 @@ class Backstop:
         exits = False
         try:
             self._set(seconds)
-        except (
-            OSError,
-            AttributeError,
-        ):  # no such timers here; faulthandler's reaches almost as far, and exits with 1
+        # No such timers here; faulthandler's reaches almost as far, and exits with 1.
+        except (OSError, AttributeError):
             exits = True
         later = max(seconds - (0.0 if exits else STACKS_FIRST), 0.1)
         try:

@@ -109,9 +109,8 @@ class Session:
             start_world(self._backend, self._timeout, self._stall)
         self._owns_world = started if self._owns_world is None else self._owns_world
         self._roster = find_roster(None, False)
-        self._store = (
-            default_store()
-        )  # also after the body has destroyed the default group: ranks still tell each other
+        # Kept, so that ranks still tell each other after the body has destroyed the default group.
+        self._store = default_store()
         lane = self._roster.lane("session")
         timeout, stall = self._timeout, self._stall
         beginning = _Beginning(
