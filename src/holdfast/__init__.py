@@ -107,6 +107,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         value = getattr(import_module(_WHERE[name]), name)
+        # Python asks `__getattr__` only for what is not there, so a name is looked up once.
         globals()[name] = value
         return value
     if name in _MODULES:

@@ -12,6 +12,7 @@ def collector_paused() -> Iterator[None]:
     """No cyclic garbage collection while much is built and nothing let go: ten thousand rows of a plan set it
     off again and again, and with torch loaded each pass walks a million objects, which costs more than the
     planning."""
+    # Off already, by the user or by a pause around this one: whoever turned it off turns it on.
     if not gc.isenabled():
         yield
         return

@@ -40,6 +40,7 @@ REAL_CLOCK = RealClock()
 
 def check_seconds(name: str, value: float) -> float:
     """A positive, finite number of seconds, or one sentence about what was given instead."""
+    # NaN compares as false with everything, so in this form it is refused, too.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise BadInput(f"{name} must be a positive, finite number of seconds, not {value!r}.")
     return float(value)
@@ -76,6 +77,7 @@ class StallTimer:
 
     def see(self, mark: object) -> None:
         """Note the thing's present mark; one unlike the last resets the timer."""
+        # Unlike, not greater: a rank that begins its next call counts its bytes from 0 again.
         if mark != self.mark:
             self.mark = mark
             self.since = self.clock.now()

@@ -189,6 +189,7 @@ class StorageError(HoldfastError, OSError):
 def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
     found = {root.__name__: root}
     for child in root.__subclasses__():
+        # A class that has `plain` bears the name of ours, and would take its place in this table.
         if child.plain is None:
             found.update(_tree(child))
     return {name: kind for name, kind in found.items() if not name.startswith("_")}
@@ -202,6 +203,7 @@ def first_line(error: BaseException) -> str:
 
 def from_message(message: dict[str, Any]) -> HoldfastError:
     """The inverse of `HoldfastError.to_message`; an unknown kind becomes its root."""
+    # By name, out of this tree only: a message comes from another process, and must not name any class.
     kind = _tree(HoldfastError).get(str(message.get("kind")), HoldfastError)
     return _rebuild(kind, message)
 
@@ -213,6 +215,8 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
             missing.append(msgspec.convert(info, RankInfo))
         except msgspec.ValidationError:
             continue  # another version's; the message itself still says it
+    # Each field is taken as what it should be: a sender of another version, or a stranger,
+    # may have written it.
     details = message.get("details")
     error = kind(
         str(message.get("message", "")),
@@ -223,6 +227,7 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
         hint=str(message.get("hint") or ""),
         details=details if isinstance(details, dict) else {},
     )
+    # JSON carries no attribute of OSError, so it travels among the details.
     if isinstance(error, OSError):
         error.errno = error.details.get("errno")
     return error

@@ -52,6 +52,7 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
 def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
     """Tell all subscribers. Costs nothing to speak of when there is none."""
+    # Asked before the event is made: each batch of bytes that moves emits one.
     if not _callbacks and not log.isEnabledFor(logging.DEBUG):
         return
     event = Event(name, rank, step, path, time.time(), fields)

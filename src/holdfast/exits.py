@@ -93,6 +93,7 @@ class _Ending:
     def run(self) -> list[Failure]:
         """All steps, by stage, the last registered first."""
         self.working = True
+        # sorted() is stable, so within a stage the last registered stays first.
         last_first = reversed(self.steps)
         found = [_failure_of(step) for step in sorted(last_first, key=self.steps.__getitem__)]
         self.steps.clear()
@@ -177,12 +178,18 @@ def uncaught() -> BaseException | None:
 def _this_process() -> _Ending:
     global _known, _hooked
     with _lock:
+        # A fork gets an ending of its own, without the steps and listeners of its parent.
         if _known is None or _known.pid != os.getpid():
             _known = _Ending()
         if not _hooked:
             _hooked = True
+            # atexit calls the last registered first, so `_at_last` comes after `_at_exit`, and after all that
+            # is registered from now on.
             atexit.register(_at_last)
             atexit.register(_at_exit)
+            # A private name of CPython, by which concurrent.futures ends its workers. What is registered
+            # there is called before threads are joined. Without it the end of the main thread is seen
+            # only once they are.
             before_joins = getattr(threading, "_register_atexit", None)
             if before_joins is not None:
                 with suppress(RuntimeError):  # the main thread has ended already
@@ -201,6 +208,8 @@ class _SeenCode:
     def __get__(self, error: SystemExit | None, owner: type | None = None) -> object:
         if error is None:
             return self
+        # The interpreter reads the code of the exception that ends the program, from C: there is no frame
+        # around this one. Code of the program that reads `error.code` has one.
         code: object = self._member.__get__(error, owner)
         if sys._getframe().f_back is None and threading.current_thread() is threading.main_thread():
             with suppress(Exception):  # the interpreter reads it, after all code of the program
@@ -217,6 +226,7 @@ class _SeenCode:
 def _see_codes() -> None:
     """Put `_SeenCode` into SystemExit. A type of the interpreter takes no attributes, so its table of them is
     changed itself, and the caches over it are told."""
+    # `__dict__` of a type is a view that can't be written to; the dict behind it is what the view refers to.
     members = gc.get_referents(SystemExit.__dict__)[0]
     members["code"] = _SeenCode(members["code"])
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
@@ -245,6 +255,7 @@ def _flying_traceback() -> TracebackType | None:
         if type(thing) is TracebackType:
             found[id(thing)] = thing
             had.add(id(thing.tb_next))
+        # By type(): isinstance also asks an object's `__class__`, which in a proxy runs somebody's code.
         elif issubclass(type(thing), BaseException):
             had.add(id(thing.__traceback__))
     return next(
@@ -258,6 +269,8 @@ def _main_thread_ended() -> None:
     if ending is None or ending.pid != os.getpid() or ending.ended:
         return
     ending.ended = ending.goes_first = True
+    # Registered anew it is the last one, which atexit calls first: before handlers that were
+    # registered after Holdfast's.
     atexit.unregister(_at_exit)
     atexit.register(_at_exit)
     _tell(ending)
@@ -280,6 +293,7 @@ def _at_exit() -> None:
     if not ending.failures and not ending.hurries:
         return
     if ending.goes_first:
+        # os._exit skips all handlers that are left, so they are run first, but for this one.
         atexit.unregister(_at_exit)
         atexit.unregister(_at_last)
         with suppress(BaseException):
@@ -302,6 +316,7 @@ def _end(ending: _Ending) -> NoReturn:
     _flush_files()
     _say(ending.failures)
     if isinstance(uncaught(), KeyboardInterrupt):  # it is to end as the interpreter ends then
+        # By the signal, not by a code: so a shell that runs a script sees that it was Ctrl-C, and stops as well.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(_exit_code(ending.given, ending.failures))
@@ -317,6 +332,8 @@ def _failure_of(step: Step) -> Failure | None:
 def _exit_code(given: Given | None, failures: list[Failure]) -> int:
     """The code of a SystemExit stays, unless it says that all is well."""
     code = given.code if given is not None else None
+    # The system keeps eight bits of it, so 256 would be read as success. A message as code is
+    # 1, as Python has it.
     asked = code & 0xFF if isinstance(code, int) else int(code is not None)
     return asked or next((failure.code for failure in failures), int(uncaught() is not None))
 

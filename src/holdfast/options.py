@@ -81,6 +81,7 @@ def read_environment() -> Environment:
     try:
         env = os.environ
         run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # A variable may be there and empty.
         host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT") or "0")
         return Environment(
             int(env.get("RANK", "0")),

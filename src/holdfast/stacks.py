@@ -43,6 +43,7 @@ def calls_of_traceback(trace: TracebackType | None) -> str:
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
     """The innermost frame of a thread, if it is in Python code."""
+    # A snapshot: the frame goes on while it is looked at, so its line may be a later one.
     return sys._current_frames().get(thread.ident or 0)
 
 
@@ -69,6 +70,8 @@ def where_thread_is(thread: threading.Thread) -> str:
         return f"its {name} is at {calls_of_frame(frame)}"
     if entry.f_code.co_filename == _EXITS:
         return ""  # Holdfast's end of the process, and nobody's code
+    # What works for the waiting thread is more telling than where it waits, unless that waits
+    # for messages, too.
     work = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
     at_work = next(
         (found for found in work if found and not found.f_code.co_filename.startswith(_ROSTER)), None
@@ -84,6 +87,7 @@ def _entry_into_holdfast(frame: FrameType | None) -> FrameType | None:
         name = frame.f_code.co_filename
         if name.startswith(_OWN):
             entry = frame
+        # Waiting goes through threading (Event, Condition): such frames belong to whoever called them.
         elif name != threading.__file__:
             break
         frame = frame.f_back

@@ -63,6 +63,7 @@ def drop_spares(user: object) -> None:
         _spares[len(_spares) - len(ended) :] = []
     for spare in ended:
         spare.give(None, spare.name)
+        # Waited for, as `close` promises that no thread of Holdfast's is left.
         spare.join()
 
 
@@ -82,6 +83,7 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
     try:
         thread.start()
     except RuntimeError as error:
+        # Also where a limit on threads is reached, not only at the end of the process.
         spare = _take_spare()
         if spare is not None:
             spare.give(work, name)
@@ -99,6 +101,7 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
     """Do what may block for ever, storage mostly, on a thread of its own; DeadlineExceeded if it takes too
     long."""
+    # Empty while it has not ended; then what it raised, or None.
     ended: list[BaseException | None] = []
 
     def work() -> None:
@@ -109,6 +112,7 @@ def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
         else:
             ended.append(None)
 
+    # A thread that does not come back is left behind; it is a daemon, so it does not hold the process.
     start_thread(work, "holdfast-look").join(seconds)
     if not ended:
         raise DeadlineExceeded(

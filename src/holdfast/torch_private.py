@@ -40,6 +40,7 @@ def clone_store(store: Store) -> Store:
     if hasattr(store, "clone"):  # since torch 2.8
         clone: Store = store.clone()
         return clone
+    # PrefixStores stand around the one that has the connection.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     tcp_store = dist.TCPStore  # type: ignore[attr-defined]
@@ -82,10 +83,12 @@ def known_groups() -> list[Known]:
     if world is None or not dist.is_initialized():
         return []
     found = []
+    # A copy, as another thread may make a group meanwhile.
     for group, name in dict(world.pg_names).items():
         ranks = world.pg_group_ranks.get(group)
         if ranks is not None and group not in _aborted:
             described = str(getattr(group, "group_desc", "") or "")
+            # torch keeps the number in the group by global rank; listed is in the group's order.
             in_order = tuple(sorted(ranks, key=ranks.__getitem__))
             found.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
     return found
@@ -124,6 +127,7 @@ def timeout_of(group: dist.ProcessGroup) -> float | None:
 def is_open(group: dist.ProcessGroup) -> bool | None:
     """Has it a communicator already? None where that can't be known."""
     for backend in _backends(group):
+        # By its name, as builds of torch without NCCL have no such class. Of other backends it is not known.
         if type(backend).__name__ == "ProcessGroupNCCL":
             ask = getattr(backend, "_is_initialized", None)
             return None if ask is None else bool(ask())
@@ -137,6 +141,7 @@ def is_eager() -> bool:
 
 def abort(group: dist.ProcessGroup) -> None:
     """End what a group is doing, here and now, without asking the others."""
+    # First, so that it is not listed any more even where the backend raises.
     _aborted.add(group)
     with suppress(Exception):  # not every backend can
         group.abort()

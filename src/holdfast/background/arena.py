@@ -56,9 +56,11 @@ class Arena:
             self.address, self.size = ctypes.addressof(self._keep), size
 
     def _detach(self) -> None:
+        # While the pages are still mapped: the driver goes by their address.
         if self.unpin is not None:
             self.unpin()
             self.unpin = None
+        # First, as an mmap can't be closed while something has a buffer of it.
         self._keep = None
         if self._map is not None:
             self._map.close()
@@ -90,6 +92,7 @@ class ArenaMemory:
     def gather(self, box: Box, out: Buffer) -> None:
         element = np.dtype(f"V{self._itemsize}")
         count = int(np.prod(self._shape, dtype=np.int64))
+        # Of a row that was copied in part this array reaches beyond what is there; `box` never does.
         raw: Buffer = (ctypes.c_ubyte * (count * self._itemsize)).from_address(self.address)
         part = np.frombuffer(raw, element).reshape(self._shape)[box.slices()]
         np.frombuffer(out, element).reshape(part.shape)[...] = part

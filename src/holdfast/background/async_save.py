@@ -78,6 +78,8 @@ def async_save(
     """
     store = open_store(one_folder(path, checkpoint_id))
 
+    # Called once this thread's save before has ended: the deadline counts from then, so waiting for that one
+    # takes nothing off this one's time.
     def make() -> SaveJob:
         call = begin_call(
             roster,
@@ -90,6 +92,8 @@ def async_save(
         request = SaveRequest(
             store=store,
             collect=lambda rank: flatten(state_dict, rank),
+            # Messages of its own, so that this save does not meet a synchronous call that is
+            # made while it goes on.
             call=call.lane(LANE),
             step=step,
             include=include,

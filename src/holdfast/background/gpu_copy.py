@@ -41,6 +41,8 @@ class DeviceCopies:
                 if device not in _side:
                     _side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 side = _side[device]
+                # What training was given before this save has to be done first; what it is given later
+                # is not waited for.
                 side.wait_stream(training)
                 stack.enter_context(torch.cuda.stream(side))
                 sides.append(side)
@@ -49,6 +51,7 @@ class DeviceCopies:
                     yield
             finally:
                 for side in sides:
+                    # Also after an error: copies that were begun still write into the arena.
                     side.synchronize()
 
 
@@ -58,6 +61,7 @@ def _pin(arena: Arena) -> None:
         return
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = arena.address, arena.size
+    # torch pins memory that it has allocated; this is a mapping of ours, so the runtime is asked itself.
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status != 0:
         log.warning("%d MiB of host memory could not be pinned (CUDA error %d).", size >> 20, status)

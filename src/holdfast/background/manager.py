@@ -82,6 +82,7 @@ class Background:
             )
         with self._lock:
             self._wait_for_the_last()
+            # Python 3.12 starts no thread once the main thread has ended, and this save may go on until then.
             keep_spares(self)
             pending = Pending(path, step)
             job = make()
@@ -90,6 +91,7 @@ class Background:
             if not self.writer.busy:
                 job.collect_error = job.collect_error or read_state(self.writer.start, job.rank)
             into = DeviceCopies(job.streams).into
+            # Counted first, so that the queue can wait for older saves before this one's memory is taken.
             if make_room is not None and job.collect_error is None:
                 make_room(copied_bytes(job.table, job.options))
             staged = self._stage(job, budget, into)
@@ -109,6 +111,7 @@ class Background:
                 # In waves it takes as long as the writing of all but the last; the save's deadline bounds it.
                 pending.staging_completion.result()
             except BaseException:
+                # Ctrl-C while waves are copied: nobody gets hold of this save, so all ranks give it up.
                 pending.cancel()
                 raise
         interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
@@ -170,6 +173,8 @@ class Background:
 
         if job.collect_error is None:
             job.collect_error = read_state(copy, job.rank)
+        # Nothing was copied because reading failed. The job still enters the call, for the
+        # others to hear of it.
         return results[0] if results else Staged([])
 
     @property
@@ -188,6 +193,7 @@ class Background:
             self._pending.wait()
 
     def _run(self, pending: Pending, job: SaveJob, retries: int, after: Pending | None) -> SaveReport:
+        # All tries share the deadline of the call, so it ends in time however often it fails.
         deadline, pause = job.request.call.deadline, 0.1
         if after is not None and not after.wait(max(0.0, deadline.left())):
             # All ranks hear it: this save has no time left, and the writer is not free.
@@ -212,6 +218,7 @@ class Background:
 
     def _run_once(self, job: SaveJob) -> SaveReport:
         try:
+            # Training allocates in this process meanwhile, and a save may take minutes.
             return job.run(pause_collector=False)
         except BaseException:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
@@ -291,6 +298,7 @@ def background_of(owner: object, writer: WriterClient | None = None) -> Backgrou
     made = Background(writer)
     _known.add(made)
     at_exit(Stage.SAVES, made.drain)
+    # Not at the end of the process, where `drain` waits for the save in its stage.
     finalize(owner, made.retire).atexit = False
     return made
 
@@ -298,6 +306,7 @@ def background_of(owner: object, writer: WriterClient | None = None) -> Backgrou
 def background_of_this_thread() -> Background:
     """That of `holdfast.async_save`. Threads have one each, so that none waits for another's save."""
     owner: _Owner | None = getattr(_of_thread, "owner", None)
+    # A fork has its parent's thread-locals, but neither its threads nor, by `_forked`, its writer.
     if owner is None or _of_thread.background.is_of_another_process():
         _of_thread.owner = owner = _Owner()
         _of_thread.background = background_of(owner)
@@ -316,5 +325,6 @@ def wait_for_saves(timeout: float) -> list[Pending]:
 
 def last_saves() -> list[Pending]:
     """The last asynchronous save of each thread or run folder of this process, under way or not."""
+    # A copy: other threads begin and end saves meanwhile.
     known = [found._pending for found in list(_known) if not found.is_of_another_process()]
     return [pending for pending in known if pending is not None]

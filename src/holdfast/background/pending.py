@@ -82,6 +82,7 @@ class Pending:
             try:
                 report = run()
             except BaseException as error:
+                # Before the future is set: whoever wakes up then finds nothing of the save held here.
                 self._let_go()
                 self.has_staged()
                 self.upload_completion.set_exception(error)
@@ -163,6 +164,8 @@ class Pending:
         tells."""
         if self.done():
             return False
+        # Set before the job is looked at, as `attempt` does these two the other way round: one of them sees
+        # the other, whenever a retry begins.
         self.cancelled = HoldfastError(
             f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
         )

@@ -46,8 +46,10 @@ class SaveQueue:
 
         def make_room(nbytes: int) -> None:
             if budget is not None:
+                # A copy that is larger than the budget is made in waves, which never take more than that.
                 self._make_room(min(nbytes, budget), budget, slot)
 
+        # After the one before, as all slots share one writer process, which does one job at a time.
         self._last = slot.save(make, path, step, budget, retries, self._last, make_room)
         return self._last
 
@@ -76,6 +78,7 @@ class SaveQueue:
             if sum(other.held_bytes for other in others) + nbytes <= budget:
                 return
             slot.wait()
+            # Waiting gives no memory back: an idle slot keeps its arena for the next save.
             slot.release()
 
     def end(self) -> None:

@@ -55,16 +55,21 @@ class WaveSink:
         """Is a thread copying into the arena now?"""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
+        # A wave is a file: the writer can finish and sync it, and the arena is free for the next one. Columns
+        # are off as panels do not lie in one piece.
         table, limit = job.table, min(job.options.max_file_bytes, self._budget)
         options = replace(job.options, columns=(), max_file_bytes=limit)
         plan = plan_save(table, replicas, options)
         job.streams.wait()
+        # Witnesses now, as the state may change once the last wave is copied.
         cuts, digests = split_files(plan, options), witnessed(table, plan)
         files: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
             self.copying = True
             staged = stage_wave(table, plan, cut, self._arena, self._into)
             staged.witnessed = digests
+            # If this save was given up meanwhile, the caller has gone on, and what was just copied may be of
+            # a later state. `copying` stays set, by which the arena is not used again.
             job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
@@ -111,6 +116,7 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list
     def planned(total: int) -> None:
         job.operation.bytes_total = total
 
+    # Any other store lies in the memory of this process (`MemoryStore`).
     if not isinstance(job.store, LocalStore):
         return write_job(order, arena, job.store, planned, job.operation.progress)
     try:

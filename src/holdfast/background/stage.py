@@ -59,6 +59,7 @@ def stage(table: ShardTable, options: Options, arena: Arena, budget: int | None,
         _check_one_wave(table, copies, size, budget)
         return None
     staged = _copied(table, copies, size, arena, into)
+    # By the plan with panels, if there are any: digests are compared with those of chunks as they are stored.
     staged.witnessed = witnessed(table, plan_save(table, replicas, options) if options.columns else plan)
     return staged
 
@@ -114,6 +115,8 @@ def _copy(table: ShardTable, copies: list[Copy], arena: Arena) -> list[int]:
             ctypes.memmove(arena.address + copy.start, address + first * itemsize, copy.nbytes)
         else:
             memory.gather(copy.box, arena.view(copy.start, copy.nbytes))
+        # May lie before the arena: only addresses from the piece on are used. A rank writes at most one piece
+        # of a row (`plan.replicas.shares`), so one number says where it is.
         base[copy.row] = copy.start - first * itemsize
     return base
 

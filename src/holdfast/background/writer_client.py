@@ -43,6 +43,8 @@ os.register_at_fork(after_in_child=_forked)
 def _isolated_python() -> list[str]:
     """This interpreter, without the working directory, the environment's and the user's folders, and without
     site-packages."""
+    # Isolated, because what lies in a working directory must not be executed (docs/decisions/0008). -I also
+    # ignores the variables PYTHON..., so what matters of them is given as an option.
     flags = ["-I", "-S"]
     if sys.dont_write_bytecode:
         flags.append("-B")
@@ -100,6 +102,7 @@ class WriterClient:
                 start_new_session=True,
             )
         finally:
+            # Else this process would hold the writer's end open, and never see that the writer is gone.
             theirs.close()
         self._wire = Wire(mine, FromWriter)
         self._attached = set()
@@ -118,7 +121,9 @@ class WriterClient:
         wire, process = self._wire, self._process
         assert wire is not None
         assert process is not None
+        # Numbers tell answers to this job from late ones to a job that was given up.
         self._number += 1
+        # By its size the process sees that the arena has grown, and maps it anew.
         job.number, job.arena, job.size = self._number, arena.number, arena.size
         ready = select.poll()  # select() knows no descriptor above 1023
         ready.register(wire.socket, select.POLLIN)
@@ -130,6 +135,7 @@ class WriterClient:
                 self._attached.add(arena.number)
             wire.send(job)
             while True:
+                # At each look, also while no message comes: a writer that is stuck in storage sends none.
                 still_wanted()
                 if not ready.poll(LOOK * 1000):
                     continue
@@ -152,6 +158,8 @@ class WriterClient:
 
     def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
         with suppress(subprocess.TimeoutExpired):
+            # The socket ends before the process can be waited for, and its exit code is what
+            # the error is about.
             process.wait(1.0)
         code = process.returncode
         how = (
@@ -180,6 +188,8 @@ class WriterClient:
             with suppress(OSError):
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
+                # No signal ends a process that is stuck in the kernel (storage that hangs), so it is not
+                # waited for longer.
                 process.wait(1.0)
         if wire is not None:
             wire.socket.close()

@@ -100,6 +100,7 @@ class Wire:
 
     def receive(self) -> tuple[Any, int | None]:
         """The next message, and the file descriptor that came with it. EOFError: the other end is gone."""
+        # A descriptor comes with the head, and only here: a plain recv, as for the rest, would drop it.
         head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, 1)
         if head and len(head) < _HEAD.size:
             head += self._exactly(_HEAD.size - len(head))

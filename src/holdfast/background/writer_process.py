@@ -57,6 +57,8 @@ class _Process:
                 self.wire.send(Done(job.number, self._write(job)))
             except HoldfastError as error:
                 self.wire.send(Failed(job.number, error.to_message()))
+            # Told, not died of: the trainer raises it on all ranks, and would else see no more
+            # than an exit code.
             except Exception as error:
                 said = HoldfastError(f"The writer process met {type(error).__name__}: {error}", rank=job.rank)
                 self.wire.send(Failed(job.number, said.to_message()))
@@ -82,6 +84,7 @@ class _Process:
     def _arena(self, job: Job) -> Arena:
         arena = self.arenas[job.arena]  # the trainer may have grown it since it was mapped here
         if arena.size < job.size:
+            # The file has that size already, so this only maps it anew.
             arena.reserve(job.size)
         return arena
 

@@ -25,10 +25,13 @@ class Places:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         place = self._places.get(name)
+        # Only these names: what else lies in site-packages beside them is not found. Their submodules are
+        # found by the package's own path.
         return None if place is None else PathFinder.find_spec(name, [place])
 
 
 if __name__ == "__main__":
+    # First, so that no other finder has an answer for these names.
     sys.meta_path.insert(0, Places(json.loads(sys.argv[2])))
     from holdfast.background.writer_process import main
 

@@ -12,6 +12,8 @@ from keyword import iskeyword
 
 import click
 
+# Written here a second time, as `--help` would otherwise import every command for its line. A test compares
+# them (tests/cli/test_start.py).
 COMMANDS = {
     "latest": "Print the newest committed step of a run.",
     "inspect": "Show what is in a checkpoint, or which steps a run has.",
@@ -37,10 +39,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
+        # `import` is a word of Python, and no name of a module.
         module = cmd_name + "_" * iskeyword(cmd_name)
         command: click.Command = import_module(f"holdfast.cli.{module}").command
         return command
 
+    # click's own would get every command, and so import it.
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -51,6 +55,7 @@ class LazyGroup(click.Group):
         except Exception as error:
             from holdfast.errors import HoldfastError
 
+            # What has no sentence is a bug: its traceback is shown.
             if not isinstance(error, HoldfastError):
                 raise
             from holdfast.cli.output import complain

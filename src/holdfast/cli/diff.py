@@ -27,6 +27,7 @@ def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> 
     if as_json:
         output.print_json(found)
     else:
+        # Of a run folder a step was chosen: said only where it is not the path that was given.
         for letter, given, path in (("A", a, found.a), ("B", b, found.b)):
             if os.path.abspath(given) != path:
                 output.say(f"{letter} is {path}.")

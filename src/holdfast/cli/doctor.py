@@ -22,6 +22,7 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
     Groups are shown of a process that uses holdfast.install, session, open_groups or warm_up, and what is
     replaced and guarded there. Exit code 1 if there is a hazard.
     """
+    # A process that was started without Holdfast does not answer; its environment can still be read.
     facts: ProcessFacts | None = ask(pid) if pid is not None else None
     if facts is not None:
         found = hazards(facts)

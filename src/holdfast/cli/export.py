@@ -17,6 +17,7 @@ def command(kind: str, source: str, out: str, as_json: bool) -> None:
 
     One process, one chunk in memory at a time. OUT must not exist, or be empty.
     """
+    # It imports torch, which takes seconds: not for `--help`, and not where the arguments are wrong.
     from holdfast.integrations.torch_dist import export_torch_dist
 
     with output.progress(f"export {source}") as advance:

@@ -19,6 +19,7 @@ def command(kind: str, source: str, out: str, step: int | None, as_json: bool) -
     SOURCE is the folder that has its .metadata; OUT must not exist, or be empty. One process, one chunk in
     memory at a time. Nothing in it is executed; its CRCs are checked.
     """
+    # It imports torch, as in `export`.
     from holdfast.integrations.torch_dist import import_torch_dist
 
     with output.progress(f"import {source}") as advance:

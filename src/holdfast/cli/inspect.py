@@ -26,6 +26,7 @@ SHOWN = 50
 @output.as_json
 def command(path: str, name: str | None, limit: int | None, chunks: bool, as_json: bool) -> None:
     """Show what is in a checkpoint, or which steps a run has."""
+    # A terminal gets a screenful, a program everything.
     if limit is None and not as_json:
         limit = SHOWN
     found = describe(path, name, limit or None, chunks)
@@ -66,6 +67,7 @@ def _checkpoint(found: Checkpoint, chunks: bool) -> None:
         f"{output.count(found.chunks, 'chunk')}",
     }
     for key, value in facts.items():
+        # Notes and a grid are mostly not given; 0 is a step like any other.
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
     if found.shown:

@@ -22,6 +22,7 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
         output.print_json({"run": run, "path": found})
     elif found is not None:
         click.echo(found)
+    # On stderr, so that a script that takes stdout for a path gets none.
     if found is None:
         output.complain(f"{run} has no committed step.")
         ctx.exit(1)

@@ -59,7 +59,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
+        # A Text, since rich would take `[bold]` in a name for markup.
         table.add_row(*(Text(printable(cell)) for cell in row))
+    # rich takes 80 columns for what is no terminal, and would wrap names there.
     Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(table)
 
 

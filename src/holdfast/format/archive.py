@@ -114,6 +114,7 @@ class Archive:
     def _list(self) -> tuple[int, dict[str, Member]]:
         """Where the directory begins, and the members that it lists."""
         count, size, begin = self._end()
+        # An entry has at least so many bytes, so the loop below is bounded by what is there, not by a number.
         if size > DIRECTORY_BYTES or not 0 < count <= size // _ENTRY_BYTES:
             raise BadArchive(f"its directory says {count} members in {size} bytes")
         listing = self._bytes(begin, size)
@@ -125,6 +126,7 @@ class Archive:
                 name, member, at = _entry(listing, at)
             except struct.error:
                 raise BadArchive("its directory ends too early") from None
+            # Members that overlap would let a small file be read as a large one, over and over.
             room += member.nbytes + _LOCAL_BYTES
             members[name] = member
             known.add(name.lower())  # torch's reader looks for names without regard to case
@@ -148,6 +150,8 @@ class Archive:
             if len(record) != _END64_BYTES or record[:4] != _END64 or stands_at != at:
                 raise BadArchive("the records at its end do not agree")
             count, size, begin = struct.unpack_from("<QQQ", record, 32)
+        # Bytes before the first member move the end, but not the numbers in it. zipfile makes up for them;
+        # here they are refused.
         if begin + size != at:
             raise BadArchive("its directory is not at its end")
         return count, size, begin

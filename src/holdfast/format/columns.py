@@ -125,6 +125,8 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
     """Rows of differing length as a rectangle, padded in front."""
     out = np.full((len(values), dims), fill, "<i8")
     lengths = np.fromiter(map(len, values), np.int64, len(values))
+    # One assignment for each number of dimensions, of which there are a handful, not one for
+    # each of 100,000 rows.
     for length in np.unique(lengths).tolist():
         if length:
             rows = np.flatnonzero(lengths == length).tolist()

@@ -33,6 +33,8 @@ class Entry(msgspec.Struct, frozen=True):
 
 def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
     """Length and JSON header for `(name, tag, shape, start, stop)` rows, padded so that data is aligned."""
+    # Rows are put together as text: there may be 200,000 of them, and json.dumps of all would
+    # need a dict for each.
     quoted = json.encoder.encode_basestring
     rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
     for name, tag, shape, start, stop in entries:
@@ -90,6 +92,8 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
     with bounded_memory(f"The header of {where}"):
         text = read(8, length)
         entries, metadata = _parsed(text, length, where)
+    # Gaps and overlaps between entries are not looked for: chunks of a data file are found by the index,
+    # never by these entries, and `index_checks` finds chunks of an index that overlap.
     room = size - 8 - length
     for name, entry in entries.items():
         start, stop = entry.data_offsets
@@ -110,5 +114,7 @@ def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dic
             raise ValueError("it is not a JSON object")
         metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
         return msgspec.convert(values, dict[str, Entry]), metadata
+    # json recurses, so brackets in brackets end in RecursionError. The message is cut because it may quote a
+    # name, which may be as long as the header.
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None

@@ -37,12 +37,16 @@ def block_size(nbytes: int, row: int) -> int:
     parts = next((parts for parts in (8, 4, 2) if nbytes >= parts * MIN_BLOCK), 1)
     if parts == 1:
         return max(nbytes, 1)
+    # Rounded up, so a chunk below the bound has at most `parts` blocks. In whole numbers only, as writer and
+    # witness must get the same.
     size = min(-(-nbytes // (16 * parts)) * 16, MAX_BLOCK)
     if 0 < row <= MAX_BLOCK:
         size = max(size // row, 1) * row if size >= MAX_BLOCK else -(-size // row) * row
     return size
 
 
+# The rule of `block_size` a second time, because a loop over 100,000 chunks is too slow. A change there is a
+# change here; tests/format/test_digest.py compares them.
 def block_sizes(nbytes: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """`block_size` for many chunks at once."""
     parts = np.select([nbytes >= count * MIN_BLOCK for count in (8, 4, 2)], [8, 4, 2], 1)

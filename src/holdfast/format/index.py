@@ -63,6 +63,8 @@ _STORED = SPECS | {
 def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     """The bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
     about = json.dumps(metadata)
+    # The header is JSON, and `about` is JSON as a text in it: its quotes are escaped once more, so its length
+    # is that of the second encoding.
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
             f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
@@ -95,6 +97,8 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         "dims": str(columns.dims),
         "about": about,
     }
+    # The header says how long everything is, so it is made last. The seal covers it and, by the pages, the
+    # body. Nothing covers the seal; its own digest is the name of this version.
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
     return b"".join((header, body, pages.tobytes(), seal.tobytes()))
@@ -112,6 +116,9 @@ class Index:
         self._pages: dict[int, bytes] = {}
         self.bytes_read = 0
         check_size(where, size, INDEX_BYTES)
+        # The header says where the page digests are, so it is parsed before the seal can be checked, and
+        # nothing else is done with it. Once the seal is right it is what somebody wrote, who may be a forger:
+        # so columns are still compared with each other.
         header = read_header(self._counted, size, where, INDEX_HEADER_BYTES)
         self._start = header.data_start
         self._header = header
@@ -158,6 +165,7 @@ class Index:
             start, stop = header.entries["pages"].data_offsets
         except KeyError:
             raise CorruptCheckpoint(f"{self.where} has no page digests: it is not an index.") from None
+        # `pages` begins where the body ends, so its offset is the body's length.
         if stop - start != -(-start // PAGE) * 8 or self.size != self._start + stop + 16:
             raise CorruptCheckpoint(
                 f"{self.where} is {self.size} bytes long, which is not what its header says."
@@ -168,6 +176,8 @@ class Index:
                 f"The page digests of {self.where} do not match theirs: the file is damaged."
             )
         self._digests, self._body = np.frombuffer(raw, "<u8"), start
+        # The seal covers every byte of the index, so its digest names this version. Ranks of
+        # a load compare it.
         return hex_digest(digest(seal.tobytes()))
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -201,6 +211,8 @@ class Index:
         self._late = LATE if any(name in rows for name in LATE) else ()
         if self._late:
             counts["L"] = rows["late_tensor"]
+        # Other columns may be there, and are ignored: a later version may add some
+        # (docs/format.md, Versions).
         for name, spec in _STORED.items():
             if name in LATE and not self._late:
                 continue
@@ -209,6 +221,7 @@ class Index:
             start, stop = entry.data_offsets
             if (
                 entry.dtype != _TAGS[spec.dtype.str]
+                # A wide column without rows has the shape (0, 1), whatever d is (`columns._column`).
                 or (entry.shape[1:] != wide and entry.shape != (0, 1))
                 or stop - start != count * math.prod(wide) * spec.dtype.itemsize
                 or count != counts.get(spec.rows, count)
@@ -222,6 +235,7 @@ class Index:
         dtype = _NUMPY[entry.dtype]
         rows = int(entry.shape[0])
         stop = rows if stop is None else stop
+        # Row numbers come from other columns, which a forger can choose; a slice would cut them silently.
         if not 0 <= start <= stop <= rows:
             raise CorruptCheckpoint(
                 f"{self.where} points at rows {start} to {stop} of column {name!r}, which has {rows}."
@@ -269,6 +283,7 @@ class Index:
         stop = self.tensors if stop is None else stop
         before = int(self.column("name_end", start - 1, start)[0]) if start else 0
         found = self._strings("names", self.column("name_end", start, stop), before)
+        # By code points, which is the order of UTF-8 bytes, too. `find` relies on it.
         if any(a >= b for a, b in pairwise(found)):
             raise CorruptCheckpoint(
                 f"The names in {self.where} do not ascend, so one stands twice or the order is lost."

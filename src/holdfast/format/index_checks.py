@@ -23,6 +23,7 @@ def _check_boxes(found: Columns, where: str) -> None:
         or ((found.kind == OBJECT) & ~bytes_only).any()
     ):
         raise CorruptCheckpoint(f"{where} gives a tensor or an object an impossible shape.")
+    # An object is read whole into memory, unlike a tensor, which is read in blocks to where it belongs.
     objects = np.where(found.kind == OBJECT, found.shape[:, -1], 0)
     if (objects > OBJECT_BYTES).any():
         row = int(np.argmax(objects))
@@ -53,6 +54,7 @@ def check_rows(found: Columns, where: str) -> None:
         raise CorruptCheckpoint(
             f"{where} places a chunk of {found.names[int(found.tensor_of_chunk()[row])]!r} outside its file."
         )
+    # Readers count blocks by this rule, and look a digest up by the number of its block.
     if (np.diff(found.digest_end, prepend=0) != -(-nbytes // found.block)).any():
         raise CorruptCheckpoint(f"{where} has too few or too many digests for a chunk.")
     stop = found.position + nbytes
@@ -91,4 +93,5 @@ def possible_late(found: Columns) -> bool:
     if not (inside & counted & small).all() or not ((links >= -1) & (links < rows)).all():
         return False
     of = np.concatenate([found.tensor_of_chunk(), found.witness_tensor])
+    # A chunk that names another tensor's shard would be moved by that one's offset.
     return bool((tensor[links[links >= 0]] == of[links >= 0]).all())

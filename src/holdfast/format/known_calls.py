@@ -11,6 +11,8 @@ from collections.abc import Callable
 from holdfast.format.pickle_reader import BadPickle, Global, Record
 
 _TEXT = (str, bytes)
+# torch.save pickles by protocol 2, which has no opcode for bytes: pickle writes a call of `_codecs.encode`
+# there, and one of `bytes` for empty ones.
 _BYTES = ("_codecs.encode", "__builtin__.bytes", "builtins.bytes")
 
 
@@ -104,6 +106,7 @@ def _scalar(args: tuple[object, ...]) -> bool:
 _CALLS: dict[tuple[str, str], Callable[[tuple[object, ...]], bool]] = {
     ("numpy", "dtype"): _dtype,
     **{(module, name): _content for module in ("__builtin__", "builtins") for name in ("bytes", "bytearray")},
+    # NumPy 2 writes `_core` where NumPy 1 wrote `core`, and reads both.
     **{(f"numpy.{core}.multiarray", "_reconstruct"): _reconstruct for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): _scalar for core in ("core", "_core")},
 }

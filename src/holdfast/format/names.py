@@ -22,7 +22,10 @@ OWNER = ".holdfast-owner.json"
 """In a run folder: which job saves there."""
 EMBEDDED = "__holdfast__"
 """The entry of a data file under which it carries an index of itself."""
+# `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
+# or `-`, and the first with a letter or digit: so no name is hidden, and none has `..` in it.
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
+# What `data_file` gives. Ranks of 100,000 and more have more than five digits.
 _OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
 
 

@@ -55,6 +55,8 @@ class _Check(Reader):
             return super().call(kind, args)  # which refuses it
         self._charge(args)
         check_call(kind, args)
+        # torch writes one for each state dict, and for the hooks of each tensor. As a dict its items are
+        # kept, and charged for where it is used again.
         is_ordered_dict = (kind.module, kind.name) == ("collections", "OrderedDict")
         return {} if is_ordered_dict and not args else Record(kind, args)
 
@@ -87,6 +89,7 @@ class _Check(Reader):
 
     def _key(self, target: object, key: object) -> None:
         """Charge for hashing a key, and for the keys of its dict that it will be compared with."""
+        # First: it refuses what is nested too deep. hash() recurses in C, and would end the process.
         self._charge(key)
         try:
             hashed = hash(key)
@@ -103,6 +106,7 @@ class _Check(Reader):
 
     def _charge(self, value: object) -> None:
         """Charge for everything that is in a value, as often as it is there."""
+        # Level by level, not by recursion: how deep it is, the file says.
         level = [value]
         for _ in range(DEPTH):
             below: list[object] = []

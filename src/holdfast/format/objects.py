@@ -115,7 +115,11 @@ def encode(value: object, name: str) -> bytes:
     """The bytes that stand for a value; `name` says in an error whose it is."""
     try:
         data = PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
+    # ValueError: a whole number of more than 4300 digits, which Python does not turn into text. What torch's
+    # format can't hold either is refused there, with a sentence.
     except (_NotPlain, ValueError, RecursionError):
+        # Imported here, as only such values need torch: the command line and the writer
+        # process do without it.
         from holdfast.format import torch_objects
 
         data = TORCH + torch_objects.encode(value, name)

@@ -119,6 +119,7 @@ class Reader:
         """The value, or BadPickle."""
         # An operation is given where its arguments begin, and returns where the next operation is. The loop
         # is hot: millions of operations for the metadata of a large model.
+        # Bound once for each pickle, in place of a look-up by name for each operation.
         table = [getattr(self, name) for name in _NAMES]
         data, at = self._data, 0
         try:
@@ -129,6 +130,8 @@ class Reader:
         except _Stop:
             self._check_room()
             return self._result
+        # No operation looks whether its arguments are there. Past the end of the input, below an empty stack
+        # and outside of the memo Python raises one of these by itself, and the loop stays fast.
         except (IndexError, struct.error):
             raise BadPickle(f"it ends too early, or takes what is not there, at byte {at}") from None
         except UnicodeDecodeError:
@@ -161,6 +164,8 @@ class Reader:
         self._memo.append(self._stack[-1])
         return at
 
+    # Before protocol 4 the pickle says the index itself. pickle counts them up from 0, so no writer's is
+    # beyond the next one.
     def _put_at(self, index: int) -> None:
         if index == len(self._memo):
             self._memo.append(self._stack[-1])
@@ -213,6 +218,7 @@ class Reader:
 
     def _long1(self, at: int) -> int:
         stop = at + 1 + self._data[at]
+        # 255 bytes at most. The opcode for longer numbers is not taken, so no number costs much.
         self._stack.append(int.from_bytes(self._data[at + 1 : stop], "little", signed=True))
         return stop
 
@@ -221,6 +227,7 @@ class Reader:
         return at + 8
 
     def _text(self, start: int, stop: int) -> int:
+        # As pickle writes it: half of a surrogate pair is a character of Python's text.
         self._stack.append(str(self._data[start:stop], "utf-8", "surrogatepass"))
         return stop  # past the end, the next byte is missed
 
@@ -254,6 +261,7 @@ class Reader:
         return items
 
     def _empty_tuple(self, at: int) -> int:
+        # Python has one empty tuple, so it is not paid for.
         self._stack.append(())
         return at
 
@@ -380,6 +388,8 @@ def _check_key(key: object) -> None:
 
 _OPERATIONS = range(4096)
 """How many are done before the containers are counted."""
+# Absent, and so refused: the text forms of protocol 0 (but for names), extensions, buffers out of band, and
+# lengths of eight bytes. torch writes none of them.
 _OPCODES = {
     b".": "_stop",
     b"\x80": "_protocol", b"\x95": "_frame",

@@ -165,8 +165,11 @@ def _member(archive: Archive, found: _Tensor, chunk: Chunk, dtype: str, itemsize
         raise BadArchive(f"it holds shape {list(found.shape)}, the metadata says {list(chunk.size)}")
     if found.dtype != dtype:
         raise BadArchive(f"it holds {found.dtype}, the metadata says {dtype}")
+    # In this order the elements are one stretch of bytes, as in our own files, and readers
+    # need no other path.
     if not _row_major(found.shape, found.stride):
         raise BadArchive("its elements are not in row-major order; save it again from a contiguous tensor")
+    # A view of a larger storage is stored with all of it: torch.save writes storages, not tensors.
     begin = found.start * itemsize
     if begin + nbytes > member.nbytes:
         raise BadArchive("it ends too early")
@@ -177,6 +180,7 @@ def _member(archive: Archive, found: _Tensor, chunk: Chunk, dtype: str, itemsize
 def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        # An axis of one element may have any stride: no second element is looked for there.
         if size != 1 and step != expected:
             return False
         expected *= size

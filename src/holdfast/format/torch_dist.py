@@ -34,6 +34,7 @@ _PACKS = [struct.Struct(f"<{count}q") for count in range(65)]
 """By number of dimensions; torch has no more than 64."""
 _APART = frozenset("/\\\0")
 """Characters that a file's name can't have."""
+# Times 16, the bytes of the widest element, an int64 still counts them.
 _MOST_ELEMENTS = 1 << 58
 
 
@@ -89,6 +90,8 @@ class Entry(NamedTuple):
 def read_metadata(data: bytes, where: str) -> list[Entry]:
     """The tensors and objects of a checkpoint, sorted by name."""
     try:
+        # Millions of records are built, and none let go: the collector would look at all of them again and
+        # again, which took half of the time (docs/decisions/0011).
         with bounded_memory(where), collector_paused():
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
@@ -198,6 +201,8 @@ def _dtype(properties: object) -> str:
     if type(properties) is not Record:
         raise BadPickle("a tensor has no properties")
     state = properties.state
+    # TensorProperties pickles itself as a tuple that begins with the dtype, because torch.memory_format can't
+    # be pickled. A dict is taken as well.
     found = state[0] if type(state) is tuple and state else _state(properties).get("dtype")
     if type(found) is not str or found not in CODE_OF:
         raise BadPickle("a tensor has no dtype that Holdfast knows")
@@ -255,6 +260,8 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
         size=pad(sizes, dims, 1),
         file=np.asarray([number[chunk.file] for chunk in chunks], "<i4"),
         position=np.asarray([member.position for member in flat], "<i8"),
+        # There are no digests to verify. A block is what a reader takes at once of a chunk
+        # that it wants in part.
         block=np.clip(nbytes, 1, BLOCK),
         digest_end=np.zeros(len(chunks), "<i8"),
         digests=np.zeros(0, "<u8"),

@@ -27,6 +27,8 @@ from holdfast.layout.tensor import listed
 
 # NumPy 2 has moved what arrays are pickled by, and warns whoever asks for it in the old place.
 _numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
+# The classes of dtypes, such as numpy.dtypes.Float64DType: before torch's unpickler gives an object its state
+# it asks whether the object's very class is allowed.
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
 Allowed = Callable[..., object]
 """A class, or a function that a pickle may call."""
@@ -65,6 +67,8 @@ def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
                 count, ends = _allowed[kind]
                 _allowed[kind] = count + 1, ends
             elif kind not in present:
+                # One manager for each type: they end one by one, as loads do, and each takes
+                # back its own only.
                 manager: AbstractContextManager[object] = torch.serialization.safe_globals([kind])
                 manager.__enter__()
                 _allowed[kind] = 1, manager
@@ -134,6 +138,7 @@ def decode(data: bytes, name: str) -> object:
     """The value, built by the restricted unpickler."""
     try:
         return _read(data)
+    # Refused before torch saw it, or too large for this host: no type is to blame, so none is looked for.
     except (BadArchive, BadPickle, MemoryError) as error:
         reason, wanted = str(error) or "there is not enough memory for what it says", []
     except Exception as error:

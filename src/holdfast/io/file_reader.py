@@ -51,6 +51,8 @@ def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> R
         _widen(columns.size, dims, 1),
     )
     tensor = columns.tensor_of_chunk()
+    # Before a byte is read. Chunks that tile a tensor exactly once fill every element of a target, so nothing
+    # that was there before is left in it.
     problem = first_problem(shape, tensor, offset, size)
     if problem is not None:
         name = columns.names[problem.tensor]
@@ -105,23 +107,30 @@ class _Job:
         columns, pairs = self.columns, self.plan.pairs
         if not len(pairs.chunk):
             return 0
+        # `overlaps` orders pairs by chunk, so those of one chunk are a stretch: from its
+        # `first` to its `last`.
         chunks, first = np.unique(pairs.chunk, return_index=True)
         self.first = dict(zip(chunks.tolist(), first.tolist(), strict=True))
         self.last = dict(zip(chunks.tolist(), [*first[1:].tolist(), len(pairs.chunk)], strict=True))
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
+        # As lists, where the loops below ask for single items: NumPy makes an object for each,
+        # which takes longer.
         self.itemsize: list[int] = columns.itemsizes().tolist()
         self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
         self.lock = threading.Lock()
         self.digests: list[int] = columns.digests.tolist()
         self.block: list[int] = columns.block.tolist()
         self.simple = self._find_simple(chunks, first)
+        # lexsort takes its first key last: by file, and by position in it, so that
+        # neighbours are read at once.
         order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
         done = 0
         for file in np.unique(columns.file[order]).tolist():
             mine = order[columns.file[order] == file]
             name = columns.file_names[file]
             with closing(self.store.open(name)) as reader:
+                # Before anything of it is read into a target.
                 if reader.size != int(columns.file_size[file]):
                     raise CorruptCheckpoint(
                         f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
@@ -143,6 +152,7 @@ class _Job:
         alone = np.diff(np.append(first, len(pairs.chunk))) == 1
         whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
         together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
+        # Larger ones go the long way, which cuts them into batches.
         rows = np.flatnonzero(alone & whole_chunk & together & (nbytes <= BATCH))
         memory = self.table.memory
         return {
@@ -157,6 +167,7 @@ class _Job:
                 (start * itemsize)[rows].tolist(),
                 strict=True,
             )
+            # Without an address (on a GPU, not row-major, of another dtype) bytes go by a scratch buffer.
             if memory[target].address
         }
 
@@ -164,6 +175,7 @@ class _Job:
         if threads == 1 or len(chunks) < 2:
             return self._some(reader, name, chunks)
         before = np.cumsum(self.nbytes[chunks])
+        # Four pieces a thread, equal in bytes, as in `stream_chunks`.
         cuts = np.searchsorted(before, np.linspace(0, before[-1], 4 * threads + 1)[1:-1])
         edges = np.unique(np.concatenate([[0], cuts, [len(chunks)]])).tolist()
         with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
@@ -178,6 +190,7 @@ class _Job:
         for chunk in chunks.tolist():
             simple = self.simple.get(chunk)
             for run in (simple,) if simple is not None else self._runs(chunk):
+                # A batch is one system call, so it has no gap, and fewer buffers than IOV_MAX.
                 if batch and (
                     size + run.length > BATCH
                     or len(batch) >= BATCH_BUFFERS
@@ -194,6 +207,7 @@ class _Job:
         position, block = int(self.columns.position[chunk]), self.block[chunk]
         nbytes = int(self.nbytes[chunk])
         first, last = self.first[chunk], self.last[chunk]
+        # Several targets may want parts of one block, so only a single one is read into directly.
         target = self._direct(chunk, first) if last - first == 1 else None
         touched = [self._touched(chunk, pair, block) for pair in range(first, last)]
         numbers = touched[0] if last - first == 1 else np.unique(np.concatenate(touched))
@@ -201,7 +215,10 @@ class _Job:
         stops = np.minimum(starts + block, nbytes)
         inside = np.zeros(len(starts), bool)
         if target is not None:
+            # A block can be read straight to its place only if all of it belongs there: its digest covers all
+            # of it, and what lies beside a target's memory is not ours.
             inside = (target[1] <= starts) & (stops <= target[2])
+        # A run ends where blocks are left out, or where they begin to go another way.
         apart = (starts[1:] != stops[:-1]) | (inside[1:] != inside[:-1])
         heads = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
         step = max(BATCH // block, 1) * block
@@ -256,6 +273,7 @@ class _Job:
         while axis > 1 and box.shape[axis - 1] == shape[axis - 1]:
             axis -= 1
         axis -= 1
+        # Where each run begins, in elements: an axis before the cut one multiplies their number.
         starts = np.asarray([_flat(shape, box.offset)], np.int64)
         for lead in range(axis):
             starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
@@ -277,6 +295,8 @@ class _Job:
                 staged.append((run, view))
             buffers.append(view)
         wanted = batch[-1].position + batch[-1].length - batch[0].position
+        # A target that is read into directly has the bytes before they are verified. If they are damaged, the
+        # load raises on all ranks, and the state is partly overwritten (docs/failure-model.md).
         got = reader.read_into(batch[0].position, buffers)
         if got != wanted:
             raise CorruptCheckpoint(
@@ -298,9 +318,11 @@ class _Job:
                 if digest(view[low : low + block]) != digests[at]:
                     raise self._damaged(run, low, name)
                 at += 1
+        # Only now that all of the batch is verified.
         for run, view in staged:
             self._scatter(run.chunk, run.start, view)
         scratch.reset()
+        # `progress` is the caller's, and need not bear several threads.
         with self.lock:
             self.progress(wanted)
         return wanted
@@ -323,6 +345,7 @@ class _Job:
             row = int(self.plan.pairs.wanted[pair])
             outer = self.table.boxes[row]
             origin = unpad(self.columns.offset[chunk], len(shape))
+            # Blocks are whole elements: multiples of 16 bytes, of whole rows, or all of a chunk.
             low, high = start // itemsize, (start + len(data)) // itemsize
             done = 0
             for part in from_flat_range(shape, low, high):

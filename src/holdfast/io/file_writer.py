@@ -44,6 +44,7 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
     cuts, start = [], 0
     while start < len(nbytes):
         before = int(ends[start - 1]) if start else 0
+        # A chunk that is larger than the limit gets a file of its own: chunks are not cut over files.
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
         stop = min(stop, start + CHUNKS_PER_FILE)
         cuts.append((start, stop))
@@ -129,6 +130,8 @@ def embedded_columns(
     """The embedded index, but for positions and digests; and the chunks' order in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
     if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
+        # A shard without elements has no chunk and no witness; listed, it still gives its tensor
+        # a row in the index.
         empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
         listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
     else:
@@ -143,6 +146,8 @@ def embedded_columns(
     for row in listed.tolist():
         tensor_of_row[row] = place[names[row]]
     tensor = tensor_of_row[chunks.row]
+    # By tensor, then by where the box begins, as in any index (lexsort takes its first key last). In the file
+    # chunks stand by the width of their elements.
     order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
     arrays = table.arrays()
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
@@ -213,6 +218,8 @@ def _entries(
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
             name = name_of_chunk(name, begin)
+        # A tensor may have the name of a part of another one (`w@0,4`), and safetensors wants
+        # names that differ.
         while name in taken or name == EMBEDDED or name == "__metadata__":
             name += "'"
         taken.add(name)
@@ -231,6 +238,7 @@ def _ragged(values: Array, ends: Array, order: Array) -> Array:
         return values
     counts = np.diff(ends, prepend=0)[order]
     begin = (ends - np.diff(ends, prepend=0))[order]
+    # Each group's begin, less what groups before it have taken of the arange; so begin, begin + 1 and so on.
     return values[np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))]
 
 
@@ -238,6 +246,7 @@ def _fill_witnesses(
     columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: Progress
 ) -> None:
     for at in range(len(plan.witnesses.row)):
+        # An asynchronous save has digested them when it copied, as the writer process has no copy of them.
         known = witnessed.get(witness_key(plan, at))
         columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
         if at % 64 == 0:

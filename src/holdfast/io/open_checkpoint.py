@@ -71,9 +71,12 @@ def open_source(store: Store) -> Iterator[Source]:
     with ExitStack() as opened:
         source: Source
         try:
+            # Our index goes first: a folder that has both is a checkpoint of ours with a
+            # mark for tools of DCP.
             source = opened.enter_context(open_index(store))
         except NotCommitted:
             metadata = read_file(store, METADATA, METADATA_BYTES)
+            # The error is that of the index, which explains what is there instead.
             if metadata is None or is_marker(metadata):
                 raise
             source = opened.enter_context(closing(TorchDist(store, metadata)))
@@ -89,6 +92,7 @@ def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | Non
         return None
     where = f"{store.url}/{name}"
     with closing(reader):
+        # Before room is made for it: a sparse file of any size costs nothing to make.
         check_size(where, reader.size, limit)
         with bounded_memory(where):
             return reader.read(0, reader.size)
@@ -125,10 +129,13 @@ class TorchDist:
         return self._row.get(name, -1)
 
     def select(self, rows: Array | None = None) -> Columns:
+        # Locating opens data files and reads a few small pieces of each chunk's archive, so it is done only
+        # for what was asked for.
         chosen = self._entries if rows is None else [self._entries[row] for row in rows.tolist()]
         columns = torch_dist.to_columns(
             chosen, [[self._locate(entry, chunk) for chunk in entry.chunks] for entry in chosen]
         )
+        # The metadata does not say it; readers compare it with what they open.
         columns.file_size = np.asarray([self._reader(name).size for name in columns.file_names], "<i8")
         return columns
 
@@ -150,6 +157,7 @@ class TorchDist:
                 details={"file": chunk.file, "tensor": entry.name},
             )
         if entry.kind == OBJECT:
+            # An object is the whole archive: torch's reader gets it, once it was looked through.
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
         read = self._reader(chunk.file).read

@@ -26,6 +26,7 @@ class _Bytes:
     """The bytes of one box, row-major."""
 
     def __init__(self, box: Box, itemsize: int) -> None:
+        # Bytes, with an element's as the last axis: NumPy has no bfloat16 and no float8.
         self.array = np.zeros((*box.shape, itemsize), np.uint8)
         self.address = self.array.ctypes.data
 
@@ -42,6 +43,7 @@ def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
     spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
     memory = _Bytes(box, DTYPES[spec.dtype].size)
     if box.volume:
+        # As a rank's own shard: so what is looked at or compared goes through the reader that a load uses.
         table = ShardTable()
         table.add(spec, box, (0, 1), False, memory)
         plan = plan_read(table, np.zeros(1, np.int64), columns, where)

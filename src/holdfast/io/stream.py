@@ -19,6 +19,8 @@ from holdfast.plan.save import Planned
 from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.store.base import Writer
 
+# A batch is hashed and then written, so it should still be in cache when the system copies it; and it has
+# fewer buffers than one system call takes (IOV_MAX, 1024).
 BATCH = 2 << 20
 BATCH_BUFFERS = 512
 Progress = Callable[[int], None]
@@ -37,6 +39,7 @@ class ScratchBuffer:
 
     def take(self, size: int) -> memoryview | None:
         """`size` bytes, valid until `reset`; None when that is due first."""
+        # Views that were given out are not written yet: only a flush may make room.
         if self._used and self._used + size > len(self._memory):
             return None
         if size > len(self._memory):
@@ -66,6 +69,7 @@ class ChunkSource:
 
     def direct(self, low: int, length: int) -> Buffer:
         """Bytes where they lie; only with an address."""
+        # No copy, and cheaper than an array; the shard table keeps the memory alive.
         return (ctypes.c_ubyte * length).from_address(self.address + low)
 
     def gather(self, low: int, out: memoryview) -> None:
@@ -154,6 +158,8 @@ def stream_chunks(
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
     simple = _simple(table, chunks)
 
+    # Threads share the file, not a position in it: each writes its stretch of chunks by positioned writes,
+    # and its stretch of digests, so they need no other lock.
     def moved(size: int) -> None:
         with lock:  # `progress` is the caller's, and need not bear several threads
             progress(size)

@@ -43,6 +43,7 @@ class Box(NamedTuple):
 
     def relative_to(self, origin: Dims) -> Box:
         """The same indices counted from `origin`."""
+        # By a list, as tuple() of a generator takes longer: this runs for every chunk.
         return Box(tuple([o - b for o, b in zip(self.offset, origin, strict=True)]), self.shape)
 
 
@@ -69,6 +70,7 @@ def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
         if first == last:
             walk((*prefix, first), rest[1:], head, tail)
             return
+        # In flat order: the end of a row that begins in the middle, whole rows, the begin of the last one.
         if head:
             walk((*prefix, first), rest[1:], head, row)
             first += 1

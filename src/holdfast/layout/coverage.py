@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int64s = npt.NDArray[np.int64]
+# Corners are numbered below this, and shifted by one bit for their sign, so nothing wraps.
 _LIMIT = np.iinfo(np.int64).max // 4
 
 
@@ -61,9 +62,11 @@ def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64
 
     kept = (sizes > 0).all(axis=1)
     # Single-chunk tensors: the box is the whole or it leaves a gap, which the corners will place.
+    # A box without elements covers nothing, so it doesn't count as a piece.
     pieces = np.bincount(tensors[kept], minlength=count)
     filled = (shapes > 0).all(axis=1)
     exact = kept & (sizes == shapes[tensors]).all(axis=1) & (pieces[tensors] == 1)
+    # An empty tensor without boxes is covered; there is no element that could be missing.
     done = ~filled & (pieces == 0)
     done[tensors[exact]] = True
     if done.all():
@@ -84,6 +87,7 @@ def _corners(
 ) -> tuple[int, int, tuple[int, ...]] | None:
     """The first corner that does not cancel: (tensor row, sign, place)."""
     count, dims = shapes.shape
+    # An axis along which every box spans the whole tensor adds the same pair of corners to each.
     varying = np.flatnonzero((sizes != shapes[tensors]).any(axis=0)) if len(tensors) else np.arange(dims)
     spans, starts, widths = shapes[:, varying], offsets[:, varying], sizes[:, varying]
 
@@ -101,6 +105,7 @@ def _corners(
     keys = _signed(base[tensors] + (starts * strides[tensors]).sum(axis=1), widths * strides[tensors], 0)
     whole = _signed(base, spans * strides, 1)
     every = np.sort(np.concatenate([keys, whole]))  # (corner << 1 | negative): one fast integer sort
+    # Equal corners are neighbours now. The sum of their signs is what does not cancel.
     corner = every >> 1
     heads = (
         np.flatnonzero(np.concatenate([[True], corner[1:] != corner[:-1]]))
@@ -112,6 +117,7 @@ def _corners(
     if not len(left):
         return None
     where = int(corner[heads[left[0]]])
+    # Back from the number of a corner to its tensor, and to its place on the axes that vary.
     tensor = int(np.searchsorted(base, where, side="right")) - 1
     rest, place = where - int(base[tensor]), [0] * dims
     for axis, stride in zip(varying.tolist(), strides[tensor].tolist(), strict=True):
@@ -139,6 +145,7 @@ def _join(
         key = base[tensors]
         for at in axes:
             key = key + begin[at] * strides[tensors, at]
+        # Sorted only if need be: for the last axis, chunks of an index come in this order.
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")
             tensors, begin, width = tensors[order], [b[order] for b in begin], [w[order] for w in width]
@@ -175,6 +182,7 @@ def _corners_one_by_one(
         mine = order[bounds[row] : bounds[row + 1]]
         low, high, ticks = offsets[mine].copy(), (offsets + sizes)[mine], []
         for axis in range(shapes.shape[1]):
+            # Only coordinates at which something begins or ends tell boxes apart; they are numbered anew.
             tick = np.unique(np.concatenate([low[:, axis], high[:, axis], [0, shapes[row, axis]]]))
             low[:, axis], high[:, axis] = (
                 np.searchsorted(tick, low[:, axis]),
@@ -182,6 +190,7 @@ def _corners_one_by_one(
             )
             ticks.append(tick)
         small = np.asarray([[len(tick) - 1 for tick in ticks]], np.int64)
+        # Else `_corners` would come back here for ever.
         if np.prod(small.astype(float) + 1) > _LIMIT:
             raise OverflowError(
                 f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check"

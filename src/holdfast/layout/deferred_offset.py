@@ -61,6 +61,7 @@ def place(
     left alone if it does not add up to that: a part of it is not here, and who checks coverage says where.
     """
     shift = np.zeros(len(tensor), np.int64)
+    # Nearly every save: all ranks know where their shards are.
     if not (start < 0).any():
         return Placed(shift, None, [])
     # Rows in order of lanes, and of positions in each; then runs of equal keys are lanes, and positions.
@@ -77,6 +78,7 @@ def place(
     # A lane is placed anew if a shard of it has no offset, or if some are told and all of it is here.
     ends = np.zeros(len(heads), np.int64)
     np.add.at(ends, lane_of[first], lengths[first])
+    # ufunc.at, because a lane has many rows: a plain assignment by index would keep the last one's value.
     is_open, is_told = (np.zeros(len(heads), bool) for _ in range(2))
     np.logical_or.at(is_open, lane_of, starts == -1)
     np.logical_or.at(is_told, lane_of, starts < -1)
@@ -88,6 +90,7 @@ def place(
     before = np.cumsum(lengths[first]) - lengths[first]  # over everything; less what came before the lane
     begin = before[of] - before[of][heads][lane_of]
     mine = np.where(starts < -1, -2 - starts, np.maximum(starts, 0))
+    # What is empty lies nowhere, and moving it could put it outside of its tensor.
     shift[order] = np.where(wanted & (lengths > 0), begin - mine, 0)
     totals = [
         (int(keys[0, heads[at]]), int(keys[1, heads[at]]), int(ends[at]))

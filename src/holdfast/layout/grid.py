@@ -43,6 +43,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "pp", "cp", "ep", "vpp", "etp"):
+            # `etp` may be None, which means that of `tp`.
             if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise BadInput(f"Grid {name}={getattr(self, name)} must be at least 1.")
         names = self.order.split("-")
@@ -119,6 +120,8 @@ class Grid:
         slow_to_fast = fast_to_slow[::-1]
         ranks = np.arange(self.first_rank, self.first_rank + self.world, dtype=np.int64)
         shaped = ranks.reshape([sizes[name] for name in slow_to_fast])
+        # Axes of the group go to the end and keep their order, so ranks of a group ascend, as
+        # in Megatron's lists.
         at = sorted(range(len(slow_to_fast)), key=lambda index: slow_to_fast[index] in axes)  # stable
         size = math.prod(sizes[name] for name in axes)
         return shaped.transpose(at).reshape(-1, size)

@@ -81,6 +81,8 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     """The most similar of some names, for an error's hint; looks at a few thousand at most."""
     if len(names) > _MANY:
         tail = name.rpartition(".")[2]
+        # difflib compares with each name, which takes seconds for 100,000 of them. Names that end alike
+        # are the likeliest.
         names = list(islice((other for other in names if other.endswith(tail)), _MANY))
     found = get_close_matches(name[:200], names, 1)
     return found[0] if found else None

@@ -125,6 +125,7 @@ class _Work:
     def row(self, row: int) -> None:
         a, b = self.a.columns, self.b.columns
         name = a.names[row]
+        # Objects first: their lengths, which are their shapes, may differ although the values are equal.
         kinds = int(a.kind[row]), int(b.kind[row])
         if kinds == (OBJECT, OBJECT):
             if not self._same_digests(row):
@@ -146,6 +147,7 @@ class _Work:
         return (
             a1 - a0 == b1 - b0
             and ndim == int(b.ndim[row])
+            # Without the padding in front, which is as wide as each index needs.
             and np.array_equal(a.offset[a0:a1, a.dims - ndim :], b.offset[b0:b1, b.dims - ndim :])
             and np.array_equal(a.size[a0:a1, a.dims - ndim :], b.size[b0:b1, b.dims - ndim :])
             and np.array_equal(a.block[a0:a1], b.block[b0:b1])
@@ -156,6 +158,7 @@ class _Work:
         """Objects with other bytes may still be equal values (a dict in another order)."""
         columns = [side.one(name) for side in (self.a, self.b)]
         sizes = [one.shape_of(0)[0] for one in columns]
+        # Decoding holds both values in memory at once.
         if max(sizes) > DECODED_OBJECT:
             self.content.append(Content(name, "object", f"<{sizes[0]} bytes>", f"<{sizes[1]} bytes>"))
             return
@@ -171,12 +174,14 @@ class _Work:
 
     def _tensor(self, row: int, name: str) -> None:
         ndim, itemsize = int(self.a.columns.ndim[row]), int(self.a.columns.itemsizes()[row])
+        # By box: where both have cut a part alike its digests answer, although others are cut in another way.
         known = {self.b.box(chunk, ndim): chunk for chunk in range(*self.b.chunks(row))}
         count, first, total = 0, None, _Total()
         one: tuple[Columns, Columns] | None = None
         for chunk in range(*self.a.chunks(row)):
             box = self.a.box(chunk, ndim)
             same = self._by_digest(chunk, known.get(box))
+            # Digests that differ say so for sure; only how many elements differ takes a read.
             if same is None or (self.values and not same):
                 one = one or (self.a.one(name), self.b.one(name))
                 same = self._by_reading(one, box, itemsize, total)
@@ -214,13 +219,16 @@ class _Total:
     largest: float | None = None
 
     def add(self, x: Array, y: Array, itemsize: int, dtype: str) -> None:
+        # By bytes: NaN equals itself then, and -0.0 is not 0.0.
         differ = (x.reshape(-1, itemsize) != y.reshape(-1, itemsize)).any(axis=1)
         self.elements += int(differ.sum())
         a, b = _numbers(x, dtype), _numbers(y, dtype)
         if a is None or b is None:
             return
         with np.errstate(all="ignore"):
+            # In floats, as a difference of unsigned numbers would wrap.
             gap = np.abs(a[differ].astype(complex if a.dtype.kind == "c" else float) - b[differ])
+        # An infinity or NaN on one side is counted above, but has no distance.
         real = gap[np.isfinite(gap)]
         if len(real):
             self.largest = max(self.largest or 0.0, float(real.max()))
@@ -256,6 +264,7 @@ def compare(
     with open_index(stores[0]) as first, open_index(stores[1]) as second:
         opened = tuple(zip(stores, (first, second), strict=True))
         for store, index in opened:
+            # Equal digests say nothing of files that are gone, so each is looked for first.
             _check_files(store, index)
         names_a, names_b = first.names(), second.names()
         both = sorted(set(names_a) & set(names_b))

@@ -124,6 +124,7 @@ def _checkpoint(
 ) -> Checkpoint:
     names = index.names()
     rows = [row for row, name in enumerate(names) if pattern is None or matches(name, pattern)]
+    # Of what is shown only. The counts below come from the header and from one narrow column.
     columns = index.select(np.asarray(rows[:limit], np.int64))
     kinds = index.column("kind")
     files = tuple(
@@ -159,6 +160,7 @@ def _tensor(store: Store, index: Index, columns: Columns, rows: list[int], at: i
     mine: Array = columns.file[first : int(columns.chunk_end[at])]
     is_object, shape = int(columns.kind[at]) == OBJECT, columns.shape_of(at)
     dtype = DTYPES[int(columns.dtype[at])]
+    # In Python's numbers, which do not wrap.
     nbytes = int(np.prod(shape, dtype=object)) * dtype.size
     return Tensor(
         name=columns.names[at],
@@ -191,6 +193,7 @@ def _step(step: int, store: Store) -> RunStep:
                 size = index.size + int(index.column("file_size").sum())
                 return RunStep(step, store.url, True, size, moment(about(index).get("created")))
         except HoldfastError as error:
+            # A damaged step still counts as committed: `restore` tries it, too.
             return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
     other = store.stat(METADATA) if METADATA in names else None
     return RunStep(

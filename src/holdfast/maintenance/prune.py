@@ -71,6 +71,7 @@ class _Left(NamedTuple):
 class _Sweep:
     def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
         self.store, self.dry_run = store, dry_run
+        # The one place where times of files meet a clock of this host (docs/failure-model.md, Clocks).
         self.before = time.time() - older_than
         self.removed: list[Removed] = []
         self.skipped: list[Skipped] = []
@@ -96,6 +97,8 @@ class _Sweep:
         if is_linked(self.store, folder):
             self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
             return
+        # Listed before the index is read: a file that a commit names in between is then named when it is
+        # looked for. The other way round it would look like a left-over.
         names = self._ours(folder)
         try:
             with open_index(self.store.child(folder)) as index:
@@ -103,12 +106,16 @@ class _Sweep:
                 index.select()  # a step counts as committed only if all of its index can be read
             self.good[folder] = step
             why = "no index names it"
+        # Also of a checkpoint of torch DCP, in which only files that are named as ours are looked at.
         except NotCommitted:
             named, why = set(), "the step was never committed"
+        # Its files may be all that is left of it, and `reindex` may bring it back.
         except HoldfastError as error:
             self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
             return
         left = [found for name in names if name not in named and (found := self._stat(name)) is not None]
+        # All or none: ranks of a running save finish at different times, so its first files
+        # may be old by now.
         if any(found.modified > self.before for found in left):
             self.busy.add(folder)
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
@@ -139,10 +146,13 @@ class _Sweep:
 
     def _remove_folder(self, folder: str, was_empty: bool) -> None:
         """A step folder without an index, once nothing is left in it; a new save makes it again."""
+        # A save that has just begun has an empty folder. Its time tells only if nothing was removed from it
+        # here, which made it new.
         found = self._stat(folder)
         if was_empty and found is not None and found.modified > self.before:
             self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
             return
+        # In a dry run what would have gone is still there, so it is taken off by name.
         foreign = set(self.store.list(folder)) - {f"{DATA}/"}
         foreign |= set(self.store.list(f"{folder}/{DATA}"))
         gone = {os.path.basename(item.path) for item in self.removed if item.path.startswith(folder + "/")}
@@ -162,16 +172,20 @@ class _Sweep:
 
     def old(self, keep: int) -> None:
         """Committed steps beyond the newest `keep` that can be read."""
+        # `good` ascends by step, as the folders were visited. What can't be read is not in it, so a damaged
+        # newest step never pushes out the last good one.
         for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
             if folder in self.busy:
                 continue  # said already
             size = sum(found.size for name in self._all(folder) if (found := self._stat(name)) is not None)
             if not self.dry_run:
                 remove_step(self.store, folder)
+            # Also where nothing was removed, in a dry run: `kept` is what would be left.
             del self.good[folder]
             self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
 
     def _all(self, folder: str) -> list[str]:
+        # Left-overs of the same folder went before, and were counted then.
         gone = {item.path for item in self.removed}
         names = [f"{folder}/{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]

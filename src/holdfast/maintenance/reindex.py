@@ -87,6 +87,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     chosen = _choose(store, whole, broken, bool(only))
     columns = _merge(store, chosen)
     data = encode(columns, _about(chosen))
+    # A save that commits meanwhile wins: this is a Conflict then.
     if not dry_run:
         store.publish(INDEX, data, version_of(store, INDEX))
     taken = {file.name for file in chosen}
@@ -137,10 +138,13 @@ def _look(store: Store, name: str) -> _Whole | _Broken:
             # The header comes first in a file, so one that was cut short mostly still has it.
             header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
             start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
+            # The embedded index is a file's end, so a file that is too short has none, and one that is
+            # longer is another.
             if reader.size != stop:
                 return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
             index = embedded_index(reader, start, stop, f"{store.url}/{name}")
             columns = index.embedded()
+            # A copy under another name would stand beside the original, and cover everything twice.
             if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
                 return _Broken(
                     name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
@@ -159,8 +163,10 @@ def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: boo
     attempts: dict[str, list[_Whole]] = {}
     for file in whole:
         attempts.setdefault(str(file.said.get("attempt")), []).append(file)
+    # Files that were named are taken as they are; whether they tile everything is checked by the merge.
     finished = [whole] if named else [files for files in attempts.values() if _lacks(files) == 0]
     if len(finished) == 1:
+        # By rank, as a commit merges them.
         return sorted(finished[0], key=lambda file: (file.rank, file.name))
     if finished:
         steps = sorted({str(files[0].said.get("step")) for files in finished})
@@ -183,6 +189,7 @@ def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: boo
 
 def _lacks(files: list[_Whole]) -> int:
     """How many data files an attempt wrote that are not among these."""
+    # A rank of which no file is here lacks one at least; of the others each file says how many there were.
     ranks = {file.rank for file in files}
     parts = {file.rank: number(file.said.get("parts")) or 1 for file in files}
     return (
@@ -194,6 +201,7 @@ def _lacks(files: list[_Whole]) -> int:
 
 def _merge(store: Store, files: list[_Whole]) -> Columns:
     merger = Merger()
+    # Coverage, replicas and shapes are checked again, as in a commit.
     for file in files:
         merger.add(file.rank, file.columns)
     try:

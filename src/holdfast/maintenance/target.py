@@ -18,6 +18,7 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
     """The store, and whether it is a run folder (steps inside, no index of its own)."""
     store = open_store(path)
     inside = store.list()
+    # An index decides, whatever lies beside it: a checkpoint may hold folders of any name.
     if INDEX in inside:
         return store, False
     if step_folders(store):

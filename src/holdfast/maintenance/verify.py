@@ -87,6 +87,7 @@ def verify(
     store, is_run = checkpoint_or_run(path)
     if not is_run:
         return _verify(store, quick, threads, progress)
+    # Steps of other formats have no digests, so there is nothing to verify them by.
     stores = [store.child(folder) for folder in own_steps(store).values()]
     steps = tuple(_verify(child, quick, threads, progress) for child in stores)
     return VerifiedRun(store.url, all(step.whole for step in steps), steps)
@@ -99,6 +100,7 @@ def _verify(store: Store, quick: bool, threads: int, progress: Progress) -> Veri
         return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(found))
     columns, step = opened
     _coverage(columns, found)
+    # Files before data: what is missing or cut short is known then, and `read` goes by it.
     check = _Check(store, columns, step, found)
     for file in range(len(columns.file_names)):
         check.file(file)
@@ -130,6 +132,7 @@ def _open_index(store: Store, found: list[Damage]) -> tuple[Columns, int | None]
     try:
         with closing(reader):
             index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+            # All bad pages are listed. `select` would raise at the first.
             pages = list(_bad_pages(reader))
             found += pages
             return None if pages else (index.select(), number(about(index).get("step")))
@@ -153,6 +156,7 @@ def _coverage(columns: Columns, found: list[Damage]) -> None:
     """Tensors that are not tiled exactly once. The check names one at a time, so it is asked again."""
     kept = np.ones(len(columns.names), bool)
     tensor = columns.tensor_of_chunk()
+    # Each turn looks at all tensors that are left, and takes as long as the check of a commit.
     while int((~kept).sum()) < MOST_GAPS:
         rows, mine = np.flatnonzero(kept), kept[tensor]
         renumber = np.cumsum(kept) - 1
@@ -211,13 +215,18 @@ class _Check:
             return
         try:
             with closing(reader):
+                # Also where its size is wrong: the blocks that are there are still compared.
                 self.readable.append(file)
                 if reader.size != size:
                     low, high = sorted((reader.size, size))
                     text = f"the file has {reader.size} bytes, but was written with {size}"
                     self.found.append(Damage(name, text, None, low, high))
                     self._beyond(file, reader.size)
+                # Of a file that was cut short the header mostly is whole; by its present size the header
+                # would be refused for placing chunks beyond it, which `_beyond` says better.
                 header = read_header(reader.read, max(reader.size, size), name)
+                # First, as it finds out which chunks the commit has moved (`moved`); the header has
+                # their old offsets.
                 self._embedded(file, reader, header)
                 self._header(file, header)
         except HoldfastError as error:
@@ -255,6 +264,7 @@ class _Check:
         if stated != {"format": FORMAT, "rank": rank}:
             text = f"the header says {stated}, which is not what rank {rank} wrote"
             self.found.append(Damage(name, text, None, 0, header.data_start))
+        # By place, not by name: two tensors may have entries that only apostrophes tell apart.
         listed = {entry.data_offsets: (key, entry) for key, entry in header.entries.items()}
         for chunk in self.chunks_of[file].tolist():
             start = int(self.columns.position[chunk]) - header.data_start
@@ -276,6 +286,7 @@ class _Check:
         if chunk in self.moved:  # its rank named it by the offset that it knew
             name, expected = without_offset(name), without_offset(columns.names[row])
         stored = shape if dtype.extra == 1 else (*shape, dtype.extra)
+        # The writer appends apostrophes to a name that is taken already.
         same_name = name.startswith(expected) and not name[len(expected) :].strip("'")
         return same_name and (entry.dtype, entry.shape) == (dtype.tag, stored)
 
@@ -298,6 +309,7 @@ class _Check:
             self.found.append(Damage(name, error.message, None, start, size))
             return
         step = number(about(index).get("step"))
+        # A file of another checkpoint may have been put in this one's place, and be whole.
         if said.file_names != [name] or said.file_size.tolist() != [size] or step != self.step:
             text = (
                 f"the embedded index is of {said.file_names[:1]} and step {step}, not of this file and "
@@ -309,6 +321,7 @@ class _Check:
     def _compare(self, file: int, said: Columns, start: int, stop: int) -> None:
         """Row by row, what the embedded index says of this file's chunks against the main index."""
         name, ours = self.columns.file_names[file], self.chunks_of[file]
+        # Both in the order of the file: in the embedded index rows are sorted by its own tensors.
         theirs = np.argsort(said.position, kind="stable")
         if len(ours) != len(theirs):
             text = f"the embedded index lists {len(theirs)} chunks, the main index {len(ours)} of this file"
@@ -320,10 +333,12 @@ class _Check:
         placed = self.columns.offset[ours[bound], axis]
         moved = (said.late_start[late[bound]] == -1) | (said.offset[theirs[bound], axis] != placed)
         self.moved |= set(ours[bound[moved]].tolist())
+        # What was read may be a view of the file's bytes, which can't be written to.
         said.offset = said.offset.copy()
         said.offset[theirs[bound], axis] = placed
         same = _chunk_rows(self.columns, ours) == _chunk_rows(said, theirs)
         counts = self.counts[ours]
+        # Only with as many digests for each chunk do the two lists of digests stand side by side.
         if (counts == np.diff(said.digest_end, prepend=0)[theirs]).all():
             differ = _digests(self.columns, ours) != _digests(said, theirs)
             same[np.repeat(np.arange(len(ours)), counts)[differ]] = False
@@ -350,6 +365,7 @@ class _Check:
             return self._span(*span, tell)
 
         with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="holdfast-verify") as pool:
+            # In the order of the spans, so that a report is the same whichever thread is faster.
             for damage in pool.map(work, self._spans()):
                 self.found += damage
         return self.done
@@ -368,6 +384,7 @@ class _Check:
                 yield file, span
 
     def _span(self, file: int, chunks: list[int], tell: Callable[[int], None]) -> list[Damage]:
+        # Opened once for each span, as a checkpoint may have more files than a process may open.
         name, bad = self.columns.file_names[file], list[tuple[_Block, str]]()
         try:
             reader = self.store.open(name)
@@ -410,6 +427,7 @@ class _Check:
 
 def _batches(chunks: Iterator[list[_Block]]) -> Iterator[list[_Block]]:
     """Blocks that follow each other in the file, to be read at once."""
+    # Small chunks are neighbours in a file, and a read for each would take longer than its bytes.
     batch, size = list[_Block](), 0
     for blocks in chunks:
         for block in blocks:
@@ -431,6 +449,7 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
         return
     for block in batch:
         part = data[block.position - start : block.position - start + block.length]
+        # A block that is cut short was told already (`_beyond`).
         if len(part) == block.length and digest(part) != block.digest:
             yield block, "the bytes do not match the digest they were written with"
 
@@ -446,6 +465,7 @@ def _chunk_rows(columns: Columns, chunks: Array) -> Array:
         if row not in shapes:
             kind, dtype = int(columns.kind[row]), int(columns.dtype[row])
             shapes[row] = (columns.names[row], kind, dtype, columns.shape_of(row))
+        # Unpadded: an index pads to the widest tensor that it has, and a file may lack that one.
         ndim = len(shapes[row][3])
         box = tuple(offset[at][len(offset[at]) - ndim :]), tuple(size[at][len(size[at]) - ndim :])
         rows[at] = (*shapes[row], *box, position[at], block[at])

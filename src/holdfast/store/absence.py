@@ -53,6 +53,7 @@ def _why(store: Store) -> tuple[str, str]:
 def _missing(store: Store) -> tuple[str, str]:
     """Of a folder that is not there: was it a step of a run that has others?"""
     parent, name = os.path.split(store.url)
+    # The url of another store is no path whose parent could be opened.
     if isinstance(store, LocalStore) and step_of(name) is not None:
         steps = _newest(LocalStore(parent), _SHOWN)
         if steps:
@@ -75,6 +76,7 @@ def _run(store: Store) -> tuple[str, str]:
 def _newest(store: Store, most: int) -> dict[int, str]:
     """The newest committed steps, as far as they can be seen."""
     try:
+        # What can't be looked at is left out: this is said beside an error, and must not replace it.
         return newest_steps(store, most)
     except HoldfastError:
         return {}

@@ -24,6 +24,8 @@ from typing import NamedTuple, Protocol
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
 
+# An index ends in its seal, and the owner's file of a run in a text that is drawn anew for each version. So
+# the ends of two versions differ, and telling them apart takes one small read.
 VERSION_BYTES = 16
 """Bytes at the end of a published file that tell one version of it from another."""
 
@@ -161,6 +163,7 @@ def version_of(store: Store, path: str) -> bytes | None:
 
 def checked(path: str) -> str:
     """A relative path that stays inside, or one sentence."""
+    # Names come from indexes, too, which a forger may have written.
     parts = path.split("/")
     if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise BadInput(f"{path!r} is not a path inside a store.")
@@ -172,9 +175,11 @@ def storage_errors(doing: str, path: str) -> Iterator[None]:
     """Turn the system's errors into one sentence that names the file."""
     try:
         yield
+    # A StorageError is an OSError itself, and says more than what would be made of it here.
     except StorageError:
         raise
     except OSError as error:
+        # ENOTDIR: a part of the path is a file, so there is nothing of that name below it either.
         kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
         hints = {
             errno.ENOSPC: "Free space there, or prune old steps, and save again.",
@@ -188,5 +193,6 @@ def storage_errors(doing: str, path: str) -> Iterator[None]:
             hint=hints.get(error.errno or 0, ""),
             details={"errno": error.errno},
         )
+        # Set by hand: OSError takes an errno from two arguments, and this one was given a sentence.
         raised.errno = error.errno
         raise raised from None

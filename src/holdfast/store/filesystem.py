@@ -25,6 +25,7 @@ VANISHING = 5.0
 """Seconds that folders are made anew because a failed save takes its empty ones away at the same moment."""
 STALE = frozenset({errno.ESTALE})
 """A network file system lost a file's handle: what has the name now is found by opening it again."""
+# Descriptors that are used up (EMFILE, ENFILE) are given back by other threads and processes.
 PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 """Failures to open something that say nothing of it."""
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -49,6 +50,7 @@ def retry(action: Callable[[], T], passing: frozenset[int] | None = None) -> T:
             passes = error.errno != errno.ENOENT if passing is None else error.errno in passing
             if not passes or REAL_CLOCK.now() + pause > ends:
                 raise
+        # Pauses grow, because thousands of ranks may be asking one server.
         REAL_CLOCK.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -69,6 +71,8 @@ def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
     name is looked up.
     """
     try:
+        # O_NONBLOCK: opening a pipe would wait for its other end. O_NOFOLLOW refuses a link, which
+        # is looked up below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
         return None
@@ -127,6 +131,7 @@ def sync_folder(path: str) -> None:
 def make_folders(path: str) -> list[str]:
     """mkdir -p. The folders that hold a new name are returned; syncing them makes the names durable."""
     missing = []
+    # Not os.makedirs, because what was missing must be known: those are the names to be made durable.
     while not os.path.isdir(path) and path != os.path.dirname(path):
         missing.append(path)
         path = os.path.dirname(path)
@@ -134,6 +139,8 @@ def make_folders(path: str) -> list[str]:
         try:
             os.mkdir(folder)
         except FileExistsError:
+            # Mostly another rank was faster. Its folder is returned as well: it may die before it
+            # has synced the name.
             if not stat.S_ISDIR(os.stat(folder).st_mode):
                 raise StorageError(
                     f"{folder} is a file, not a folder.", details={"errno": errno.ENOTDIR}
@@ -160,6 +167,7 @@ def create_file(path: str, access: int) -> int:
     try:
         for folder in grown:
             sync_folder(folder)
+    # The caller has no writer yet that could discard the file.
     except BaseException:
         close_quietly(fd)
         with suppress(OSError):
@@ -177,6 +185,8 @@ def folder_beneath(root: str, parts: Sequence[str]) -> Iterator[int]:
         path = root
         for part in parts:
             path = os.path.join(path, part)
+            # Each folder is opened inside of the one before, so no name on the way can be
+            # exchanged for a link.
             inside = _open_inside(fd, part, path)
             close_quietly(fd)
             fd = inside
@@ -189,6 +199,7 @@ def _open_inside(folder: int, name: str, path: str) -> int:
     try:
         return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
+        # The errno does not tell: with O_DIRECTORY a link is ENOTDIR, and so is a file.
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise StorageError(f"{path} is a link; nothing behind it is deleted.") from None
         raise

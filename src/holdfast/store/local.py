@@ -28,6 +28,7 @@ from holdfast.store.filesystem import (
 )
 from holdfast.store.publishing import publish
 
+# Buffers that one call takes: IOV_MAX of Linux.
 _IOV = 1024
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
@@ -49,6 +50,7 @@ class LocalReader:
         with storage_errors("Reading", self._path):
             parts, at = [], start
             while length > 0:
+                # Linux reads 2 GiB less a page at once, whatever was asked for.
                 part = os.pread(self._fd, min(length, 1 << 30), at)
                 if not part:
                     break
@@ -63,6 +65,8 @@ class LocalReader:
                 some = buffers[first : first + _IOV]
                 wanted = sum(map(len, some))
                 got = os.preadv(self._fd, some, start + total)
+                # A call may come back with less than all: a signal, or a network file system. Nothing left is
+                # the end of the file.
                 while got < wanted:
                     rest = _after(some, got)
                     more = os.preadv(self._fd, rest, start + total + got)
@@ -81,6 +85,7 @@ class LocalReader:
 def _open_within(path: str, root: str) -> int:
     """Open a file for reading that lies in a folder, after all links were followed."""
     real, inside = os.path.realpath(path), os.path.realpath(root)
+    # By parts of the path: `/run-2/x` begins like `/run`, and does not lie in it.
     if os.path.commonpath((real, inside)) != inside:
         raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
     return os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
@@ -111,12 +116,15 @@ class LocalWriter:
                 done = 0
                 while done < wanted:
                     wrote = os.pwritev(self._fd, _after(some, done) if done else some, start + done)
+                    # Else the loop would go on for ever.
                     if wrote == 0:
                         raise OSError(errno.ENOSPC, "no byte was taken")
                     done += wrote
                 start += wanted
 
     def finish(self) -> None:
+        # The descriptor is let go of first: after a failed sync the system may have dropped the pages and
+        # report success the next time, so nobody may ask it again.
         fd, self._fd = self._fd, -1
         with storage_errors("Syncing", self._path):
             try:
@@ -155,6 +163,8 @@ class LocalStore:
 
     def _for_writing(self, path: str) -> str:
         """The full path, if none of the folders on the way is a link."""
+        # Looked at, then used by its path, so a link that is made in between is followed. `delete` goes by
+        # descriptors, which leaves no such gap: what it does can't be undone.
         folder = self._top
         for part in self._below_top(path)[:-1]:
             folder = os.path.join(folder, part)
@@ -172,6 +182,7 @@ class LocalStore:
         *folders, name = self._below_top(path)
         with (
             storage_errors("Deleting", self._full(path)),
+            # A failed save, `prune` and `keep=` may delete the same file at once; gone is gone.
             suppress(FileNotFoundError, NotADirectoryError),
             folder_beneath(self._top, folders) as folder,
         ):
@@ -182,6 +193,8 @@ class LocalStore:
 
     def remove(self) -> bool:
         try:
+            # Fails while any file is there, another rank's or a stranger's, so nothing has to be
+            # looked at beforehand.
             os.rmdir(self.root)
         except FileNotFoundError:
             return True
@@ -250,6 +263,7 @@ def open_store(place: str | os.PathLike[str]) -> LocalStore:
     except FileNotFoundError:
         raise BadInput(f"{text!r} is relative, and the current folder of this process is gone.") from None
     try:
+        # Python holds bytes of a path that are not UTF-8 as lone surrogates, which no message can carry.
         store.root.encode()
     except UnicodeEncodeError:
         raise BadInput(

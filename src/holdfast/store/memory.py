@@ -87,6 +87,7 @@ class MemoryStore:
         with self._lock:
             if name in self.files:
                 raise _error(StorageError, f"Creating {name} failed: it exists.", errno.EEXIST)
+            # The name is taken before a byte is written, so of several that create it one wins.
             self.files[name] = b""
         return MemoryWriter(self, name)
 
@@ -115,6 +116,7 @@ class MemoryStore:
     def list(self, folder: str = "") -> list[str]:
         start = self._prefix + (checked(folder) + "/" if folder else "")
         found = set()
+        # A copy, because other threads add files meanwhile.
         for name in list(self.files):
             if name.startswith(start):
                 head, slash, _ = name[len(start) :].partition("/")

@@ -35,6 +35,8 @@ from holdfast.store.filesystem import (
 )
 
 HIDDEN = ".publishing-"
+# What file systems without hard links answer to `link`. `rename` would be no way out: it replaces what
+# another save has put there meanwhile.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -42,6 +44,7 @@ class _Hidden:
     """The new version, under a name that nobody looks at."""
 
     def __init__(self, folder: str) -> None:
+        # A name of its own for each: what a crash has left behind stands in nobody's way.
         self.path = os.path.join(folder, HIDDEN + secrets.token_hex(8))
         self._fd = create_file(self.path, os.O_WRONLY)
         self._named = True
@@ -69,6 +72,8 @@ class _Hidden:
         False is for good.
         """
         try:
+            # Any error but ENOENT is tried again here: the worst end is not to know, so it is
+            # worth PATIENCE seconds.
             here = retry(lambda: os.fstat(self._fd))
             mine = here.st_dev, here.st_ino
             if here.st_nlink > self._links or retry(lambda: inode(target)) == mine:
@@ -101,9 +106,11 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
     folder = os.path.dirname(target)
     with ExitStack() as opened, storage_errors("Publishing", target):
         hidden = _Hidden(folder)
+        # Before the first byte is written: a full disk must not keep the hidden file.
         opened.callback(hidden.discard)
         hidden.write(data)
         folders: dict[str, int] = {}
+        # The parent as well: whoever has made the step's folder need not have synced its name.
         parent = os.path.dirname(folder)
         for path in (folder, parent):
             # Opened before: once the new version is in place, nothing may fail because no descriptor is left.
@@ -133,6 +140,7 @@ def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
     try:
         act(target)
     except OSError as error:
+        # Also after FileExistsError: it may be our own link that exists, if the first answer was lost.
         there = hidden.is_at(target)
         if there:
             return

@@ -61,6 +61,7 @@ def is_spelled_as_ours(folder: str) -> bool:
 
 def all_step_folders(store: Store) -> list[tuple[int, str]]:
     """Step and folder, committed or not, ascending; a step may have several folders."""
+    # One listing for the whole run. What is asked of a single step is asked later, of those that matter.
     names = [name[:-1] for name in store.list() if name.endswith("/")]
     return sorted((step, name) for name in names if (step := step_of(name)) is not None)
 
@@ -129,6 +130,8 @@ def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, 
 def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -> str | None:
     """The first of these files that is in a folder: that by which it is a checkpoint."""
     for name in names:
+        # By `stat`, not by opening it: a damaged index makes a step a checkpoint all the same. A folder of
+        # that name does not.
         found = store.stat(f"{folder}/{name}")
         if found is None or found.kind not in (Kind.FILE, Kind.LINK):
             continue
@@ -155,6 +158,7 @@ def _best(store: Store, folders: list[str]) -> _Marked | None:
         return marked[0] if marked else None
 
     def rank(found: _Marked) -> tuple[bool, float, bool]:
+        # Times of the storage, compared with each other only; no clock of a host comes into it.
         entry = store.stat(f"{found.folder}/{found.mark}")
         modified = entry.modified if entry is not None else 0.0
         return found.mark == INDEX, modified, is_spelled_as_ours(found.folder)
@@ -252,6 +256,8 @@ def retire(store: Store, keep: int | None, saved: int, damaged: Collection[int] 
         return
     found = {step: folder for step, folder in removable_steps(store).items() if step not in damaged}
     for step in surplus(found, keep):
+        # An older step that was saved once more may be beyond the newest `keep`: it stays
+        # until the next save.
         if step != saved:
             with suppress(HoldfastError):  # the next save tries again
                 remove_step(store, found[step])
@@ -274,6 +280,7 @@ def remove_step(store: Store, folder: str) -> bool:
     for name in store.list(f"{folder}/{DATA}"):
         store.delete(f"{folder}/{DATA}/{name}")
     store.delete(f"{folder}/{DATA}")
+    # A folder that somebody has put there stays, and with it the step's.
     for name in store.list(folder):
         if not name.endswith("/"):
             store.delete(f"{folder}/{name}")

@@ -19,6 +19,7 @@ _WHERE = {
 __all__ = ["ManualClock", "RosterContract", "StoreContract"]
 
 
+# On demand: the contracts import pytest, which nobody needs for a clock.
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)

@@ -48,6 +48,7 @@ class RosterContract:
         first, second = world(2)
         begun = time.monotonic()
         assert not first.wait("never", 0.2)
+        # Not before its time either: the protocol's pauses would become a busy loop.
         assert 0.15 < time.monotonic() - begun < 1.0
         timer = threading.Timer(0.2, lambda: second.put("soon", {}))
         timer.start()
@@ -58,7 +59,9 @@ class RosterContract:
 
     def test_of_many_claims_one_stands(self, world: Callable[[int], list[Roster]]) -> None:
         rosters = world(6)
+        # Ten turns, because a race is lost only now and then.
         for turn in range(10):
+            # All at once, or the first would have claimed before the others begin.
             start = threading.Barrier(len(rosters))
             found: list[Message] = []
 
@@ -83,6 +86,7 @@ class RosterContract:
             1,
             3,
         ]
+        # A counter that was deleted begins at 1: whoever leaves a call last deletes what was counted.
         first.delete(["n"])
         assert second.count("n") == 1
 

@@ -31,6 +31,7 @@ HOSTILE_PATHS = (
 
 def race(actions: list[Callable[[], object]]) -> list[object]:
     """Run them at once, each on its thread; what each returned or raised."""
+    # Threads start one after the other: without a gate the first would be done before the last begins.
     gate = threading.Barrier(len(actions))
     found: list[object] = [None] * len(actions)
 
@@ -92,6 +93,7 @@ class StoreContract:
     def test_writes_may_come_in_any_order_and_from_several_threads(self, store: Store) -> None:
         parts = [bytes([at]) * 1000 for at in range(16)]
         writer = store.create("a")
+        # Holes first, which later writes fill.
         order = [*range(1, 16, 2), *range(0, 16, 2)]
 
         def write(at: int) -> Callable[[], object]:
@@ -188,6 +190,7 @@ class StoreContract:
         with pytest.raises(Conflict, match="another save"):
             store.publish("d/index", second, None)
         assert content(store, "d/index") == first
+        # What the loser has written under another name must not be left.
         assert store.list("d") == ["index"]
 
     def test_publish_replaces_just_the_version_it_was_told(self, store: Store) -> None:
@@ -209,9 +212,11 @@ class StoreContract:
         store.publish("index", first, None)
         reader = store.open("index")
         store.publish("index", second, first[-VERSION_BYTES:])
+        # Who reads an index must not see a half of one version and a half of the next.
         assert bytes(reader.read(0, reader.size)) == first
         reader.close()
 
+    # Several times, because a lost race shows only now and then.
     @pytest.mark.parametrize("attempt", range(5))
     def test_of_several_that_publish_one_wins(self, store: Store, attempt: int) -> None:
         versions = [bytes([at]) * 40 for at in range(8)]
@@ -257,6 +262,7 @@ class StoreContract:
                     continue
             return done
 
+        # A version that two have replaced would be counted by both.
         done = race([add] * 4)
         assert int(content(store, "count")) == sum(int(str(one)) for one in done)
 
