@@ -131,6 +131,8 @@ def async_save(
     store = open_store(one_folder(None, plain["checkpoint_id"]))
 
     def make() -> SaveJob:
+        # Not before the last save has ended, so that the deadline does not count the wait for it. The
+        # lane keeps its messages apart from those of calls that training makes meanwhile.
         call = begin_call(
             no_dist=no_dist,
             process_group=process_group,
@@ -157,6 +159,7 @@ def _reading(
         call=call,
         options=options or Options(),
         objects_may_differ=objects_may_differ,
+        # After the commit: tools of DCP take a `.metadata` for a checkpoint.
         after=lambda: mark(store),
     )
     return SaveJob(request)
@@ -178,6 +181,7 @@ def plain_arguments(
     """
     plain: dict[str, Any] = {"checkpoint_id": checkpoint_id}
     kind = "storage_reader" if call == "load" else "storage_writer"
+    # By exact type: a subclass has been written to do something else.
     if type(storage) in (FileSystemWriter, FileSystemReader):
         folder = os.fspath(storage.path)  # type: ignore[attr-defined]
         if checkpoint_id is None:
@@ -188,6 +192,7 @@ def plain_arguments(
         planner = None
     elif type(planner) is DefaultSavePlanner and call != "load":
         planner = None
+    # What was understood is None by now. Passing over the rest would drop what somebody relies on.
     for name, value in {kind: storage, "planner": planner, **others}.items():
         if value is None:
             continue

@@ -41,6 +41,7 @@ def encode(
 ) -> bytes:
     """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without
     reading all."""
+    # Made by torch and then refilled: pickle writes attributes in the order in which they were set.
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
     about = {
         "storage_meta": metadata.storage_meta,
@@ -69,6 +70,7 @@ def dcp_marker(columns: Columns) -> bytes:
             stored[dcp.MetadataIndex(name)] = nowhere
             continue
         shape = columns.shape_of(row)
+        # A model has 100,000 tensors of some dozen shapes; pickle writes a shared object once.
         if (dtype, shape) not in shared:
             shared[dtype, shape] = _whole_tensor(DTYPES[dtype].name, shape)
         described[name], start = shared[dtype, shape]
@@ -89,6 +91,7 @@ def mark(store: Store) -> None:
         with open_index(store) as index:
             columns = index.select()
         replace_file(store, METADATA, dcp_marker(columns))
+    # Whatever it is: the checkpoint is committed, and must not fail for a tool's sake.
     except Exception as error:
         log.warning(
             "%s is committed, but tools of torch DCP won't find it: its %s could not be written (%s).",

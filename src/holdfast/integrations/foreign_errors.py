@@ -18,6 +18,7 @@ def kind_of_both(ours: type[HoldfastError], theirs: type[BaseException]) -> type
     """A class of the name of ours that is a kind of theirs, too."""
     if issubclass(ours, theirs):
         return ours
+    # One class for each pair, so that errors of one kind have one type in all of the process.
     if (ours, theirs) in _made:
         return _made[ours, theirs]
     more = {"plain": ours, "__module__": ours.__module__, "__doc__": ours.__doc__, "_failures": {}}
@@ -28,6 +29,7 @@ def kind_of_both(ours: type[HoldfastError], theirs: type[BaseException]) -> type
 
 def make_kind_of(error: HoldfastError, theirs: type[BaseException]) -> None:
     """Let an error be caught as one of theirs."""
+    # In place: futures and other frames hold this very object, with its traceback and its cause.
     error.__class__ = kind_of_both(type(error), theirs)
 
 
@@ -43,6 +45,7 @@ def raising(find: Callable[[], type[BaseException]]) -> Iterator[None]:
 
 def of_torch() -> type[BaseException]:
     """What torch DCP raises."""
+    # Imported when an error is on its way: a good call doesn't pay for it.
     from torch.distributed.checkpoint.api import CheckpointException
 
     return CheckpointException

@@ -93,6 +93,7 @@ FRAMEWORKS = (
             "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.save_checkpoint",
             "verl.workers.engine.fsdp.transformer_impl:FSDPEngine.load_checkpoint",
         ),
+        # A lambda, because `_verl` is defined below.
         replacements=lambda settings: _verl(settings),
         uses=("megatron-core", "megatron-bridge", "torch-dcp"),
     ),
@@ -169,6 +170,7 @@ def guard_of(place: str, settings: Settings, optional: bool = True) -> Replaceme
                 name,
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
+                # Asked at each call: groups may be made long after install().
                 participants=settings.ranks(),
                 call=_told_apart(function, args, named),
             ):
@@ -203,6 +205,7 @@ def _verl(settings: Settings) -> Iterator[Replacement]:
         decorator: Any = import_module("verl.single_controller.base.decorator")
 
         def async_calls_finalize_fn_exec(self: Any, blocking: bool = False) -> None:
+            # When it is called, not when verl is imported: that may be before megatron-core is.
             base: Any = import_module("megatron.core.dist_checkpointing.strategies.base")
             base.async_calls.maybe_finalize_async_calls(blocking=blocking)
 

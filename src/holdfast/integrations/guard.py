@@ -43,6 +43,7 @@ class Guard:
     ) -> object:
         """What the guarded function gets for a call of `torch.distributed.<name>`."""
         try:
+            # Tensor collectives are not stood in for: their ranks meet first, and then issue the original.
             if name in TENSORS:
                 return self.collectives.tensors(name, original, args, named)
             if name == "barrier" and self.postponed is not None:
@@ -53,11 +54,13 @@ class Guard:
                 raise
             return original(*args, **named)
         except HoldfastError as error:
+            # Nothing is on disk yet that the error could make look lost.
             if not self.committed:
                 raise
             error.hint = (
                 f"{error.hint} {', '.join(self.committed)}: committed and complete; this came after it."
             ).strip()
+            # There is no value to go on with in place of a collective's.
             if name != "barrier":
                 raise
             self.postponed = error
@@ -96,8 +99,10 @@ def guarded(
     finally:
         _here.guard = outer
         if outer is not None:
+            # A framework's save calls another one's: a commit inside is one for the outer function as well.
             outer.committed += guard.committed
         _leave()
+    # Not in `finally`: what the function itself raises goes before what was put off.
     if guard.postponed is not None:
         raise guard.postponed
 
@@ -134,6 +139,8 @@ def _enter() -> None:
     global _users
     with _lock:
         if not _users:
+            # As attributes of the module, which frameworks look up at each call. A name that was bound by
+            # `from torch.distributed import barrier` stays the collective itself.
             for name in (*OBJECTS, *TENSORS):
                 original = getattr(dist, name)
                 _originals[name] = original
@@ -144,6 +151,7 @@ def _enter() -> None:
 def _leave() -> None:
     global _users
     with _lock:
+        # The last one out puts them back: outside of guarded functions torch is untouched.
         _users -= 1
         if not _users:
             for name, original in _originals.items():
@@ -156,8 +164,10 @@ def _dispatch(name: str, original: Callable[..., object]) -> Callable[..., objec
     @wraps(original)
     def call(*args: object, **named: object) -> object:
         guard: Guard | None = getattr(_here, "guard", None)
+        # Other threads train meanwhile, or write in the background: theirs are none of the guard's business.
         if guard is None or not dist.is_initialized():
             return original(*args, **named)
+        # Collectives that the stand-in issues, or torch within one, must not come back here.
         _here.guard = None
         try:
             return guard.call(name, original, args, named)

@@ -61,6 +61,7 @@ class _Installation:
         self.own.begin(_guards(self.settings))
 
     def end(self) -> None:
+        # The other way round: one replacement may stand on another, as a guard on a replaced save.
         for patches in reversed([*self.patches.values(), self.own]):
             patches.undo()
 
@@ -109,6 +110,7 @@ def install(
     Raises BadInput for a framework or a function that it does not know; then nothing has changed.
     """
     global _current
+    # All arguments are checked before the installation that holds now is taken back.
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
     check_arguments(host_memory_budget=host_memory_budget)
@@ -128,6 +130,7 @@ def install(
     )
     made = _Installation(settings, _frameworks(framework))
     _guards(settings)  # a name that is none changes nothing
+    # Replacements of two calls would stand on each other, the older deadlines inside.
     uninstall()
     _current = made
     made.begin()
@@ -159,6 +162,7 @@ def installed() -> list[InstalledFramework]:
     found = []
     for framework in _current.frameworks:
         patches = _current.patches[framework.name]
+        # Of a framework that is not there at all nothing is worth a line.
         if framework.package not in sys.modules and not version_of(framework.distribution):
             continue
         found.append(
@@ -194,6 +198,7 @@ def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
         raise BadInput(
             f"framework={', '.join(unknown)} is not known.", hint=f"Give one of {', '.join(NAMES)}."
         )
+    # A framework saves through others, whose save is what is replaced.
     used = {other for known in FRAMEWORKS if known.name in names for other in known.uses}
     return [known for known in FRAMEWORKS if known.name in names | used]
 
@@ -206,12 +211,14 @@ def _guards(settings: Settings) -> list[Replacement]:
 def _find(place: str) -> str:
     """`module:qualified name` of a dotted name."""
     parts = place.split(".")
+    # The longest module first: a class's method has a module with fewer parts in front of it.
     for cut in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:cut])
         try:
             owner: object = import_module(module)
             break
         except ModuleNotFoundError as error:
+            # The module is there, and imports something that is not: the caller is to hear that.
             if error.name is None or not place.startswith(error.name):
                 raise
     else:

@@ -66,6 +66,7 @@ def handle_swiglu_in_state_dict(
         path = _bare(key)
         while path and path not in gated:  # the nearest module around it that says
             path = path.rpartition(".")[0]
+        # Where no module says anything it is taken for gated, as stock code takes all of them.
         return (("_w", "_v"), (1, 1)) if gated.get(path, True) else None
 
     return _split_all(model, model_state_dict, optimizer_state_dict, split)
@@ -108,6 +109,8 @@ def preprocess_state_dict_for_uneven_dtensor(
     for path, value in _leaves(state_dict, ()):
         if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS):
             continue
+        # One of the keys on the path is the parameter's name: the last one in a model's state, one further up
+        # in an optimizer's.
         found = next((at for key in path if (at := slices.get(key, path[0] == "model")) is not None), None)
         if found is not None and value.dim() and found.stop - found.start == value._local_tensor.numel():
             _say_where(value, _begin(value, found.start, value.shape[0]))
@@ -123,6 +126,7 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
     the ranks that have it.
     """
     states = optimizer_state_dict["state"]
+    # Frameworks put `module.` before names, once or several times; what is filled in gets the same.
     there = {_bare(key): (key, state) for key, state in states.items()}
     like = {key: value for _, state in there.values() for key, value in state.items() if is_dtensor(value)}
     prefix = next((key[: len(key) - len(bare)] for bare, (key, _) in there.items()), "")
@@ -130,9 +134,11 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
     if not like:  # this rank shows none to make them of
         return filled
     for bare, parameter in _Parameters(model).of_all_ranks():
+        # Without elements here there is nothing that a save would lack.
         if bare in there or not parameter.requires_grad or not parameter._local_tensor.numel():
             continue
         at = getattr(parameter, "megatron_fsdp_slice", None)
+        # In the dtype, and on the device, of the other states, which need not be the parameter's.
         states[prefix + bare] = made = {
             key: torch.zeros_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
             for key, value in like.items()
@@ -159,6 +165,7 @@ class _Parameters:
     def __init__(self, model: torch.nn.Module) -> None:
         buffers = (getattr(module, "param_and_grad_buffer", None) for module in model.modules())
         buffer: Any = next((found for found in buffers if found is not None), None)
+        # The optimizer's own: on these DTensors Megatron-FSDP sets `megatron_fsdp_slice`.
         named: Any = buffer.optimizer_named_parameters if buffer is not None else model.named_parameters()
         self._named = {_bare(name): parameter for name, parameter in named}
         self._experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
@@ -277,6 +284,7 @@ def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str
     rows, unit = value.shape[0], sum(shares)
     sizes = [rows * share // unit for share in shares]
     local = value._local_tensor
+    # `megatron_fsdp_slice` counts elements, parts are cut by rows: it has to begin with one.
     row = prod(_left(value)[1:])
     whole = axis == 0 and any(size % tensor_parallel for size in sizes)
     if at is None or rows % unit or whole or (at.stop - at.start) != local.numel() or at.start % row:
@@ -291,6 +299,7 @@ def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str
     for name, size, mine in zip(names, sizes, each, strict=True):
         low, high = (min(max(edge // row, begin), begin + mine) for edge in (at.start, at.stop))
         first = at.start // row
+        # A view: what a load writes into the part is in the fused parameter.
         piece = local.view(-1, *local.shape[1:])[low - first : high - first] if low < high else local[:0]
         made[key + name] = _part(value, piece, (size, *value.shape[1:]), (low - begin) * row)
         begin += mine
@@ -300,11 +309,13 @@ def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str
 def _part(value: DTensor, piece: torch.Tensor, shape: tuple[int, ...], start: int) -> DTensor:
     from torch.distributed.tensor import DTensor
 
+    # On the meta device: only the strides are wanted.
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(
         piece.detach(),
         value.device_mesh,
         value.placements,
+        # A check would communicate, and ranks may have different tensors here.
         run_check=False,
         shape=torch.Size(shape),
         stride=stride,
@@ -322,6 +333,7 @@ def _say_where(value: Any, begin: tuple[int, ...]) -> None:
     chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(local.shape))
 
     def writes(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+        # As stock does: DCP would plan a write of nothing.
         if not local.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), tensor.size())

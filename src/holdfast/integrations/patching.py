@@ -76,6 +76,7 @@ class Patches:
         """Their module is there and has no such name."""
         self._wanted: dict[str, list[Replacement]] = {}
         self._active = True
+        # Reentrant: making a replacement may import another module that is waited for.
         self._lock = threading.RLock()
 
     def begin(self, replacements: Iterable[Replacement]) -> None:
@@ -83,7 +84,9 @@ class Patches:
         for replacement in replacements:
             self._wanted.setdefault(replacement.module, []).append(replacement)
         for module in self._wanted:
+            # A module that is there already is handed over at once. A hook stays for good: see `_active`.
             wrapt.register_post_import_hook(self._on_import, module)
+        # Only for what was imported before: modules to come bind the new functions by themselves.
         late = [done for done in self.done if done.original is not None]
         if late:
             by_original = {id(done.original): done for done in late}
@@ -98,6 +101,7 @@ class Patches:
 
     def _on_import(self, module: types.ModuleType) -> None:
         with self._lock:
+            # The hook of an installation that was taken back.
             if not self._active:
                 return
             known = {id(done.replacement) for done in self.done}
@@ -115,6 +119,7 @@ class Patches:
         target: object = module
         for part in path:
             target = getattr(target, part, None)
+        # Statically: getattr would bind a classmethod, and `_made` has to see that it is one.
         raw = inspect.getattr_static(target, attribute, None) if target is not None else None
         if target is None or (raw is None and not replacement.adds):
             if not replacement.optional:
@@ -122,6 +127,7 @@ class Patches:
             return
         if replacement.adds and raw is not None:
             return  # this version has one itself
+        # A method of a base class is put into the derived one; undoing it must not leave it there.
         before = vars(target).get(attribute, _ABSENT)
         new = _made(raw, replacement.make)
         setattr(target, attribute, new)
@@ -132,6 +138,7 @@ class Patches:
         """Put back what was replaced, also where the new function was bound since."""
         with self._lock:
             self._active = False
+            # Backwards, because two replacements may have had the same name.
             for done in reversed(self.done):
                 if done.before is _ABSENT:
                     delattr(done.target, done.attribute)
@@ -161,6 +168,7 @@ def _rebind(pairs: list[tuple[object, object]]) -> list[tuple[object, str]]:
     """Replace, in every module, each first of a pair by its second; what was replaced, and where."""
     new_of = {id(old): (old, new) for old, new in pairs}
     found: list[tuple[object, str]] = []
+    # Copies, of this and of each namespace: another thread may import into them meanwhile.
     modules: dict[str, object] = dict(sys.modules)  # some packages put other objects there
     for name, module in modules.items():
         if not isinstance(module, types.ModuleType):
@@ -182,6 +190,7 @@ def _find_holders(late: list[Replaced]) -> None:
     again only for the few holders that can't be told by themselves.
     """
     originals = {id(done.original): done for done in late if isinstance(done.original, types.FunctionType)}
+    # What holds an original on our side: this bookkeeping, and each replacement with its closure.
     ours = {id(late), *map(id, late), *(id(vars(done)) for done in late)}
     for done in late:
         new = done.new.__func__ if isinstance(done.new, staticmethod | classmethod) else done.new

@@ -153,13 +153,16 @@ class RosterCollectives:
         self, name: str, original: Callable[..., object], args: Sequence[object], named: dict[str, object]
     ) -> object:
         """Issue the collective `name` once its ranks are there."""
+        # The signatures differ in where the group stands; by its type it is found in all of them.
         group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
         ranks = self._ranks(group)
+        # What torch does for a rank outside of the group, nothing or an error, is left to torch.
         if dist.get_rank() not in ranks:
             return original(*args, **named)
         if len(ranks) < len(_members(group)):
             return self._of_participants(name, args, named)
         number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
+        # A meeting costs messages of all ranks. A rank that is gone is found at the next one.
         if number <= MEET_FIRST or number % MEET_EVERY == 0:
             self._meet(name, group)
         return original(*args, **named)
@@ -185,6 +188,7 @@ class RosterCollectives:
         source = _source(None, *_sources(args, named)) if name == "broadcast" else None
         values = self._gathered(name, None, tensor.detach().cpu())
         assert values is not None
+        # In the order of ranks, on all ranks: sums of floats are the same everywhere, bit for bit.
         there = {rank: value for rank, value in enumerate(values) if isinstance(value, torch.Tensor)}
         with torch.no_grad():
             if name == "broadcast":
@@ -233,10 +237,12 @@ class RosterCollectives:
         Raises NotCarried on all ranks if one of them has a value of a kind that is not carried.
         """
         ranks = self._ranks(group)
+        # As with the collective: a rank outside of the group passes on.
         if dist.get_rank() not in ranks and self.participants is None:
             return None
         mine: dict[str, Any] = {}
         try:
+            # All ranks get all values, also where one wants them: small objects, in one round.
             mine["values"] = [_encode(value) for value in values]
         except HoldfastError as error:  # the others must hear of it, too
             mine |= {"refused": error.message, "pickled": _can_be_pickled(values)}
@@ -292,11 +298,14 @@ def _sources(args: Sequence[object], named: dict[str, object]) -> tuple[int | No
 
 def _encode(value: object) -> str:
     """Raises BadInput also for what could be sent and not be received: nothing is executed to receive it."""
+    # Decoded at once, by the sender: a refusal here reaches all ranks in the same round, while one at a
+    # receiver would leave the others with a value.
     data = objects.encode(value, "what a collective carries")
     try:
         objects.decode(data, "what a collective carries")
     except CorruptCheckpoint as error:
         raise BadInput(error.message) from error
+    # Messages of the roster are JSON.
     return base64.b64encode(data).decode()
 
 

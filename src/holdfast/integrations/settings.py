@@ -66,6 +66,7 @@ def _of_megatron() -> tuple[int, ...] | None:
     A rank knows its own model-parallel and data-parallel groups. The layout is a grid whose axes have
     strides, so any rank of it is this rank's place moved along both.
     """
+    # Only looked up: a program without megatron-core must not import it for this.
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not dist.is_initialized() or not state.model_parallel_is_initialized():
         return None
@@ -77,5 +78,6 @@ def _of_megatron() -> tuple[int, ...] | None:
     here = dist.get_rank()
     ranks = tuple(sorted({one + other - here for one in model for other in data}))
     whole = len(ranks) == dist.get_world_size()
+    # Sums that repeat, or leave the world: this is no grid, and nothing is known.
     regular = len(ranks) == len(model) * len(data) and ranks[0] >= 0 and ranks[-1] < dist.get_world_size()
     return None if whole or not regular else ranks

@@ -47,8 +47,10 @@ def _inside(name: str, settings: Settings) -> Make:
         def call(state_dict: Any, *args: Any, **named: Any) -> Any:
             if not is_guarded():
                 return original(state_dict, *args, **named)
+            # Here: `install` must not import torch DCP into programs that don't use it.
             from holdfast.integrations import dcp
 
+            # The deprecated functions take more than the state by position.
             given = dict(zip(_POSITIONAL[original.__name__], args, strict=False)) | named
             storage = given.get("storage_writer", given.get("storage_reader"))
             stager = given.get("async_stager")
@@ -61,6 +63,7 @@ def _inside(name: str, settings: Settings) -> Make:
                     async_stager=None if _is_plain(stager) else stager,
                 )
             except BadInput as error:
+                # The framework wrote this argument, and its user can't take it out (docs/decisions/0019).
                 _say_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
                 return original(state_dict, *args, **named)
             how: dict[str, Any] = {
@@ -71,6 +74,7 @@ def _inside(name: str, settings: Settings) -> Make:
                 "stall_timeout": settings.stall_timeout,
             }
             if how["process_group"] is None:
+                # A group says itself who takes part, and both together are refused.
                 how["participants"] = settings.ranks()
             if name == "load":
                 with allowing(_enumerations()):
@@ -82,6 +86,7 @@ def _inside(name: str, settings: Settings) -> Make:
                     # DCP returns a Future, or its response to those with a stager; torchtitan asserts which.
                     return made.upload_completion if stager is None else _response(made)
                 report = dcp.save(state_dict, **how)
+            # Not of a save in the background: whether that is committed only its end tells.
             note_committed(report.path)
             return report
 

@@ -58,6 +58,7 @@ def _quiet(done: int, total: int) -> None:
 class _FileMemory:
     """A chunk of a torch_dist file as what a save writes: read when it is asked for."""
 
+    # So that a save calls `gather`: there is no memory to write from.
     address = 0
 
     def __init__(
@@ -77,6 +78,7 @@ class _FileMemory:
         view = memoryview(out).cast("B")
         start = contiguous_at(self._shape, box)
         if start is None:
+            # A box with gaps (a column panel) takes the whole chunk: one chunk is what is held in memory.
             whole = np.frombuffer(self._reader.read(self._member.position, self._member.nbytes), np.uint8)
             view[:] = whole.reshape(*self._shape, self._itemsize)[box.slices()].tobytes()
         else:
@@ -88,9 +90,12 @@ class _FileMemory:
 
     def _check(self, at: int, view: memoryview) -> None:
         """The CRC over a chunk that is read from front to back."""
+        # A CRC can only be carried on: parts that come in another order, or of a member that several
+        # tensors share, go unchecked.
         if at != self._next or not self._member.whole:
             return
         self._crc, self._next = zlib.crc32(view, self._crc), at + len(view)
+        # 0 stands for none: torch can be told not to compute them.
         if self._next == self._member.nbytes and self._member.crc not in (0, self._crc):
             raise CorruptCheckpoint(
                 f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their "
@@ -116,7 +121,9 @@ def import_torch_dist(
     Raises BadInput, NotCommitted, CorruptCheckpoint (which file, what), StorageError.
     """
     store, folder = open_store(source), Path(os.fspath(source))
+    # Before the source is read, which may take long.
     _refuse_what_is_there(out, "an import")
+    # Open until the save has ended: chunks are read when they are written.
     with open_source(store) as opened:
         if not isinstance(opened, TorchDist):
             raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
@@ -133,6 +140,7 @@ def import_torch_dist(
                 if entry.kind == OBJECT:
                     with bounded_memory(f"The object {entry.name!r} of {opened.where}"):
                         data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
+                    # Only megatron-core wraps them so. Its configuration tells its folders from DCP's.
                     if SHARD in entry.name and (folder / CONFIG).exists():
                         data = _unwrapped(data, entry.name)
                     name = COMMON if entry.name == COMMON_SHARD else entry.name
@@ -152,6 +160,7 @@ def import_torch_dist(
         request = SaveRequest(
             store=open_store(out),
             collect=collect,
+            # One process alone: nobody waits for it, and terabytes may take days.
             call=begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
             step=step,
             notes={"imported": "torch_dist"},
@@ -159,6 +168,7 @@ def import_torch_dist(
             options=options or Options(),
         )
         report = SaveJob(request).run()
+    # After the commit, as in a save: by this file frameworks know a distributed checkpoint.
     if (folder / CONFIG).exists():
         replace_file(open_store(out), CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     return report
@@ -216,6 +226,7 @@ def export_torch_dist(
         folder.mkdir(parents=True, exist_ok=True)
         writer = _Writer(folder)
         described = _export(store, columns, where, writer, progress)
+        # Synced before `.metadata` names it: who finds that file finds all data.
         writer.close()
         if COMMON in columns.names:
             (folder / CONFIG).write_text(
@@ -246,6 +257,7 @@ def _export(store: Store, columns: Columns, where: str, writer: _Writer, progres
             chunks = []
             for chunk in range(first, last):
                 ndim = int(columns.ndim[row])
+                # Chunk by chunk, so that no more than one is in memory.
                 box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
                 content = read_box(store, one, box, where)
                 writer.add(dcp.MetadataIndex(name, box.offset), _archive(_tensor(content, dtype, box.shape)))

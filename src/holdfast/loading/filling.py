@@ -21,8 +21,10 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
     """Refuse a plan that leaves elements of a target as they are, or writes some twice."""
     wanted = plan.pairs.wanted
     planned = np.zeros(len(table), np.int64)
+    # A row may have several pairs: `planned[wanted] += ...` would count only the last of them.
     np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1) if len(wanted) else 0)
     needed = np.prod(table.arrays().size, axis=1)
+    # Sums are enough: `plan_read` has refused chunks that overlap, so nothing comes twice.
     wrong = np.flatnonzero(planned != needed)
     if len(wrong):
         row = int(wrong[0])
@@ -65,6 +67,7 @@ def give_back(
     for at, value in objects.items():
         leaves[at].put(value)
     sources: dict[int, Any] = {}
+    # A leaf of several boxes is named several times. Sources have many leaves, and are told once, after all.
     for at in dict.fromkeys(filled):
         leaf = leaves[at]
         if leaf.made:

@@ -156,11 +156,13 @@ class LoadJob:
                 "exclude": request.exclude,
                 "strict": request.strict,
                 "signature": request.signature,
+                # The second pass is another call: a rank that is late with the first must not meet it.
                 "lengths": offsets is not None,
             },
         )
         self.collect_error = read_state(self._collect, self.rank)
         """What collecting the state met. The protocol tells it to the other ranks."""
+        # As an error of this rank, which reaches all ranks anyhow: loads that need no lengths pay nothing.
         if offsets is None and self.collect_error is None:
             self.collect_error = unplaced(self.table, self.operation.context.title)
 
@@ -178,6 +180,7 @@ class LoadJob:
         self.table, self.owner = build_shard_table(
             self.leaves, self.rank, request.call.participants, for_load=True
         )
+        # On the caller's thread, whose current streams these are; the reading is done by another one.
         self.streams = CallerStreams(self.table)
         if self._offsets is not None:
             put_in_place(self.table, self._offsets)
@@ -201,6 +204,8 @@ class LoadJob:
             try:
                 self._read(index)
             except NotFound as error:
+                # An overwrite deletes the old data once its index is in place. Only if the index is still the
+                # same, a file that is missing is damage.
                 if self._still(chosen.identity):
                     raise CorruptCheckpoint(
                         f"A data file of {self.store.url} is missing: {error.message}",
@@ -225,15 +230,19 @@ class LoadJob:
         self.lazy = LazyStates(
             self.store.url, self.leaves, self.owner, self.table, self.request.call.participants
         )
+        # First what the state lacks: it adds rows to the table, which are then found and filled like others.
         self.lazy.look(index, self.patterns, self.request.strict)
         self.missing, self.names_stored = self.lazy.missing, index.tensors
         rows = index.find([spec.name for spec in self.table.specs])
         keep = self._check_missing(rows, index)
         wanted = ShardTable(self.table.rank)
+        # Only of these the index is read: of 100,000 tensors a rank mostly wants a few.
         tensors, position = np.unique(rows[keep], return_inverse=True)
         columns = index.select(tensors)
         for place, row in enumerate(keep):
             self._take(wanted, row, columns, int(position[place]))
+        # Whatever is wrong with the plan is found before the first byte goes into the state. Autograd is
+        # told before it, too: a load that fails half way has changed the tensors as well.
         plan = plan_read(wanted, position, columns, index.where)
         check_filled(wanted, plan)
         self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
@@ -247,6 +256,7 @@ class LoadJob:
             self.request.options.writer_threads,
             self.operation.progress,
         )
+        # The caller's streams know nothing of copies that this thread's have begun: they must be done.
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
         self.prefix = index.object_prefix
@@ -266,6 +276,7 @@ class LoadJob:
             with open_source(self.store) as index:
                 return index.identity == identity
         except HoldfastError:
+            # Gone, or not to be read: in both cases it is not what this load began with.
             return False
 
     def _wait_for(self, chosen: Chosen) -> None:
@@ -277,6 +288,7 @@ class LoadJob:
             with suppress(NotCommitted), open_source(self.store) as index:
                 if index.identity == chosen.identity:
                     return
+                # By the clocks of two commits: one that was set back costs time, and loads no wrong version.
                 created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
                 if context.is_committer or newer:
@@ -302,6 +314,7 @@ class LoadJob:
         )
         self.rows_asked = len(self.table) - len(empty)
         if names and self.request.strict:
+            # All names are read for this error only: to show the nearest one of each.
             have = index.names()
 
             def say(name: str) -> str:
@@ -325,6 +338,7 @@ class LoadJob:
         kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
         if spec.kind == OBJECT and kind == OBJECT:
             assert isinstance(memory, BytesMemory)
+            # The length is the file's word, and may be a forged one.
             with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                 memory.resize(shape[0])
             wanted.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
@@ -334,6 +348,7 @@ class LoadJob:
         if spec.kind == TENSOR == kind and (leaf.converts or leaf.fits):
             assert isinstance(memory, TensorMemory)
             if leaf.converts and spec.dtype != dtype:
+                # Read as it is stored and converted on the way in, so never straight to its place.
                 memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
                 spec = spec._replace(dtype=dtype)
             if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
@@ -365,6 +380,7 @@ class LoadJob:
 
     def apply(self) -> LoadReport:
         """Put what was read into the state. What fails here is not known to other ranks."""
+        # Only now that all ranks have read: until then one of them may fail the load of all.
         give_back(self.leaves, self.filled, self.values, self.built)
         context = self.operation.context
         for finish in self.after:
@@ -395,6 +411,7 @@ def _fitted(
     with torch.no_grad():
         memory.tensor.zero_()
     nothing = Box((0,) * len(shape), (0,) * len(shape))
+    # A row without elements stays: the name counts as found, and nothing is read for it.
     common = box.intersect(whole(shape)) or nothing
     part = memory.tensor.detach()
     if common.volume:

@@ -70,10 +70,12 @@ class LazyStates:
         """Leaves and rows for what the checkpoint has where the state has nothing yet."""
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
         lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
+        # A list that is stored as one object is read as one. Only what is stored in parts is made here.
         there = index.find([leaf.name for leaf in lists]).tolist()
         lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
         if not lazy and not lists:
             return
+        # All names, sorted: what an optimizer calls its values stands nowhere else.
         names = index.names()
         parts: list[tuple[Leaf, list[int]]] = []
         for leaf in lists:
@@ -87,6 +89,7 @@ class LazyStates:
         if strict and states and not any(isinstance(leaf.value, ParameterState) for leaf, _ in found):
             self._refuse_strangers(states, patterns, names)
         parts += found
+        # One selection for all states, not one for each: a selection reads and verifies pages of the index.
         wanted = np.unique(np.asarray([row for _, rows in parts for row in rows], np.int64))
         columns = index.select(wanted)
         places = [np.searchsorted(wanted, rows).tolist() for _, rows in parts]
@@ -101,6 +104,7 @@ class LazyStates:
         position of their leaf."""
         for at in range(self._given, len(self.leaves)):
             part = self.leaves[at]
+            # Tensors stand in their `Made` already. Objects were read since, meta tensors have got memory.
             if at in objects or part.made:
                 part.put(objects.get(at, part.value))
         return [(made.leaf, made.value()) for made in self.made]
@@ -117,11 +121,13 @@ class LazyStates:
             rows = [
                 row
                 for row in range(first, stop)
+                # What another leaf of the state is called, or lies under, is that leaf's.
                 if known.isdisjoint(_above(names[row], start))
                 and is_selected(names[row], patterns)
                 and (takes is None or takes(names[row][start:]))
             ]
             if rows:
+                # Whatever the patterns are, the description comes along: it tells how to join the parts.
                 structure = join(leaf.name, STRUCTURE)
                 at = bisect_left(names, structure, first, stop)
                 found.append((leaf, sorted({*rows, at} if names[at : at + 1] == [structure] else rows)))
@@ -149,6 +155,7 @@ class LazyStates:
             name, tensor = columns.names[at], None
             if int(columns.kind[at]) == TENSOR:
                 dtype, shape = _dtype(columns, at), columns.shape_of(at)
+                # What is there and fits is filled where it lies.
                 tensor = present.get(name)
                 if not _fits(tensor, dtype, shape):
                     key = name[len(leaf.name) + 1 :]
@@ -161,6 +168,7 @@ class LazyStates:
         parameter = getattr(value, "parameter", None)
         if parameter is not None:
             self._lie_like(table, parameter)
+        # These are leaves like others from here on: found, read and verified together with them.
         self.owner += [len(self.leaves) + at for at in owner]
         self.leaves += new
         self.table.extend(table)
@@ -172,6 +180,7 @@ class LazyStates:
         ]
         if not late:
             return
+        # The parameter is a leaf of the model's state, too, under another name: they share memory.
         address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
         of = self._parameters()
         for row in late:
@@ -215,6 +224,7 @@ class LazyStates:
         ]
         if not odd:
             return
+        # Names turned round, sorted: the model's prefix is not known, so the end of a name must be enough.
         turned = sorted((name[::-1], row) for row, name in enumerate(names))
         ends = [end for end, _ in turned]
         candidates: list[tuple[Leaf, int, list[int]]] = []
@@ -222,6 +232,7 @@ class LazyStates:
             name = _PARAMETER.sub("", leaf.name)[::-1] + "."
             first, stop = bisect_left(ends, name), bisect_left(ends, name[:-1] + "/")
             rows = [row for _, row in turned[first:stop]]
+            # An optimizer that is in the state as it is has numbers for names, which end many others.
             if not name[:-1].isdecimal():
                 candidates.append((leaf, at, rows[:8]))
         wanted = np.unique(np.asarray([row for _, _, rows in candidates for row in rows], np.int64))

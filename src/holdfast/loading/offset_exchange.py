@@ -54,6 +54,7 @@ class OffsetExchange(CollectiveTask):
     kind = "load"
 
     def of(self, table: ShardTable, collect_error: HoldfastError | None) -> OffsetExchange:
+        # `Unplaced` is why the ranks are here; any other error has hidden behind that of another rank.
         self._collect_error = collect_error if not isinstance(collect_error, Unplaced) else None
         self.rows = [
             (spec.name, spec.shape[deferred.axis], *deferred)
@@ -70,6 +71,7 @@ class OffsetExchange(CollectiveTask):
     def decide(self, said: dict[int, Message]) -> dict[int, Message]:
         lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(said.items())}
         rows = [(rank, *row) for rank, message in lengths.items() for row in message.rows]
+        # Names as numbers: `place` sorts arrays, and all ranks together may send millions of rows.
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
         lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
@@ -118,6 +120,7 @@ def exchange_offsets(
 def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
     """Move the boxes of deferred rows to their offsets."""
     deferred = [row for row, found in enumerate(table.deferred) if found is not None]
+    # The state was walked anew for this pass, and the shifts belong to the rows that were told.
     if [(table.specs[row].name, *(table.deferred[row] or ())) for row in deferred] != [
         (name, *rest) for name, _, *rest in lengths.rows
     ]:

@@ -75,6 +75,8 @@ def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> list[int
     """Numbers of the blocks of a row-major chunk of `shape` that hold bytes of a box in it."""
     if not shape:
         return [0]
+    # The same arithmetic as `_touched` in `io/file_reader.py`, which this room can't import: what is said
+    # here must be what is read there.
     axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
     while axis > 0 and box.shape[axis] == shape[axis]:
         axis -= 1
@@ -85,6 +87,7 @@ def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> list[int
     run = math.prod(box.shape[axis:]) * itemsize
     first, last = starts * itemsize // block, (starts * itemsize + run - 1) // block
     touched: set[int] = set()
+    # Neighbouring runs mostly touch the same blocks: unique pairs are few where runs are many.
     for low, high in np.unique(np.stack([first, last], axis=1), axis=0).tolist():
         touched.update(range(low, high + 1))
     return sorted(touched)

@@ -24,6 +24,7 @@ DECLARE = (
     "expert "
     "number); if it is a part of a larger tensor, declare it with holdfast.Shard or as a DTensor."
 )
+# 2^64 over the golden ratio: odd, so that multiplying loses nothing, and without a pattern in its bits.
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -89,6 +90,7 @@ class Merger:
                 file=columns.file + base,
                 position=columns.position,
                 block=columns.block,
+                # Counts, not ends: `finish` puts chunks into another order.
                 digest_count=np.diff(columns.digest_end, prepend=0),
                 digests=columns.digests,
                 rank=np.full(len(columns.file), rank, "<i4"),
@@ -114,6 +116,7 @@ class Merger:
     def _numbered(self, late: Array, rows: int) -> Array:
         """Deferred rows, numbered over all files; -1 (not deferred) stays."""
         found = late if len(late) == rows else np.full(rows, -1, "<i8")
+        # A file's rows are numbered from 0, so those of the files before it are added.
         return np.where(found < 0, -1, found + self._deferred_before)
 
     def _place(self, rank: int, columns: Columns) -> Array:
@@ -123,6 +126,7 @@ class Merger:
         shapes = columns.shape.tolist()
         for at, name in enumerate(columns.names):
             shape = tuple(shapes[at][len(shapes[at]) - ndims[at] :])
+            # The one loop over names. Chunks, digests and witnesses, which are many more, stay in arrays.
             row = rows.setdefault(name, len(self._dtype))
             if row == len(self._dtype):
                 self._dtype.append(dtypes[at])
@@ -143,6 +147,7 @@ class Merger:
     def finish(self, tick: Callable[[], None] = lambda: None) -> Columns:
         """All checks, then the columns, sorted by name and box."""
         names = np.asarray(list(self._rows), dtype=object)
+        # Python compares text by code points, which is the order of UTF-8 bytes that the format wants.
         by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
         rank_of_row = np.empty(len(names), np.int64)
         rank_of_row[by_name] = np.arange(len(names))
@@ -157,6 +162,7 @@ class Merger:
                 shapes[row, self._dims - len(shape) :] = shape
         shapes = shapes[by_name]
         ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
+        # Before coverage: whether boxes tile a tensor can be told once each has its place.
         place_deferred(sorted_names, shapes, ndim, joined)
         tick()
         first = np.asarray(self._rank, np.int64)[by_name] if len(names) else np.zeros(0, np.int64)
@@ -166,9 +172,11 @@ class Merger:
         # Rows in order: by tensor, then by where the box begins.
         order = np.lexsort((*joined.offset.T[::-1], joined.tensor))
         counts = joined.digest_count[order]
+        # The digests of each chunk, in the new order: begin, begin + 1, ... for all chunks at once.
         begin = (np.cumsum(joined.digest_count) - joined.digest_count)[order]
         gather = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
         tick()
+        # After coverage, which has made sure that no two chunks have the same box.
         check_witnesses(sorted_names, joined)
         tick()
         kinds = np.asarray(self._kind, "u1")[by_name]
@@ -189,6 +197,7 @@ class Merger:
             file_names=self._file_names,
             file_size=np.asarray(self._file_size, "<i8"),
             file_rank=np.asarray(self._file_rank, "<i4"),
+            # Witnesses have served their purpose: the main index has none.
             witness_offset=np.zeros((0, self._dims), "<i8"),
             witness_size=np.zeros((0, self._dims), "<i8"),
         )
@@ -203,6 +212,7 @@ class Merger:
             at = 0
             for part in parts:
                 value = getattr(part, name)
+                # Files differ in their number of dimensions. Axes in front are padding, with length one.
                 out[at : at + len(value), self._dims - value.shape[1] :] = value
                 at += len(value)
             return out
@@ -330,6 +340,7 @@ def _say(
         )
         return f"is not covered: {at} no rank wrote it, {wrote}{holders}", None
     place = np.asarray(problem.place)
+    # The boxes that hold the first doubled index; their writers are the ones to name.
     inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]
     if problem.kind == "overlap":
         twice = sorted(set(rows.rank[inside].tolist()))
@@ -360,11 +371,14 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
     at = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
     chunk = order[at] if len(order) else at
+    # A witness without a chunk of its very box is passed over: coverage has told whether anything lacks.
     known = keys[chunk] == wanted if len(keys) else np.zeros(len(wanted), bool)
     begin = np.cumsum(rows.digest_count) - rows.digest_count
     part = np.flatnonzero(known & (rows.witness_block >= 0))
+    # Kept inside the chunk: a number out of range must not be compared with the digest of another.
     block = np.minimum(rows.witness_block[part], rows.digest_count[chunk[part]] - 1)
     differ = part[rows.digests[begin[chunk[part]] + block] != rows.witness_digest[part]].tolist()
+    # Once a chunk, however many replicas have witnessed it.
     whole: dict[int, int] = {}
     for row in np.flatnonzero(known & (rows.witness_block < 0)).tolist():
         of = int(chunk[row])
@@ -374,6 +388,7 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
             differ.append(row)
     if not differ:
         return
+    # The first by name and rank, so that the same fault is the same sentence every time.
     first = min(differ, key=lambda row: (names[int(rows.witness_tensor[row])], int(rows.witness_rank[row])))
     tensor, writer = int(rows.witness_tensor[first]), int(rows.rank[chunk[first]])
     others = sorted(
@@ -403,6 +418,7 @@ def check_vanished(
         return
 
     def say(name: str) -> str:
+        # Asked for the few names that are shown: it opens the previous index each time.
         ranks = wrote(name)
         return f"{name!r}" + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if ranks else "")
 
@@ -430,6 +446,7 @@ def same_tensors(a: Columns, b: Columns) -> int:
     )
     if not alike:
         return 0
+    # Objects hold the step and other counters, which change although training stands still.
     is_tensor = (a.kind != OBJECT)[a.tensor_of_chunk()]
     of_block = np.repeat(is_tensor, np.diff(a.digest_end, prepend=0))
     return int((a.kind != OBJECT).sum()) if np.array_equal(a.digests[of_block], b.digests[of_block]) else 0

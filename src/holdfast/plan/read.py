@@ -43,6 +43,7 @@ def overlaps(
     end = np.searchsorted(chunk_tensor, np.arange(tensors), side="right")
     chunks_of = end - begin
     wanted_of = np.bincount(wanted_tensor, minlength=tensors)
+    # Nearly all tensors are light, and go through arrays together. The loop is for the few with many boxes.
     heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)
     light = np.flatnonzero(~heavy[wanted_tensor])
     counts = chunks_of[wanted_tensor[light]]
@@ -58,7 +59,9 @@ def overlaps(
     chunk = np.concatenate([pair[1] for pair in lists])
     low = np.maximum(wanted_offset[wanted], chunk_offset[chunk])
     high = np.minimum(wanted_offset[wanted] + wanted_size[wanted], chunk_offset[chunk] + chunk_size[chunk])
+    # The exact test, for all of them: candidates are a superset.
     hit = np.flatnonzero((low < high).all(axis=1))
+    # By chunk: the reader takes all pairs of a chunk together, and reads its blocks once.
     hit = hit[np.argsort(chunk[hit], kind="stable")]
     return Overlaps(wanted[hit], chunk[hit], low[hit], (high - low)[hit])
 
@@ -80,6 +83,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
             continue
         stops = np.zeros(len(starts), np.int64)
         np.maximum.at(stops, number, co[:, axis] + cs[:, axis])
+        # No grid along this axis: what begins alike has to end alike, before the next begins.
         if (co[:, axis] + cs[:, axis] != stops[number]).any() or (stops[:-1] > starts[1:]).any():
             continue
         low = np.searchsorted(stops, wo[owner, axis], side="right")
@@ -87,6 +91,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
         counts = np.maximum(high - low, 0)
         if int(counts.sum()) > 4 * (len(co) + len(wo)) + len(owner):
             continue  # a wanted box that spans a sparse grid: leave this axis to the filter
+        # A key that overflows int64 wraps, and may meet another: more candidates, and none is lost.
         owner = np.repeat(owner, counts)
         cells_key = np.repeat(cells_key, counts) * len(starts) + _ranges(low, counts)
         key = key * len(starts) + number
@@ -99,6 +104,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
     left = np.searchsorted(key[order], cells_key, side="left")
     right = np.searchsorted(key[order], cells_key, side="right")
     counts = right - left
+    # More than a few candidates a box: the axes of the grid have not told the boxes apart.
     if (many := int(counts.sum())) > 4 * (len(co) + len(wo)):
         fewer = _sweep(wo, ws, co, cs, many)  # the axes that are grids may be the ones that tell little
         if fewer is not None:
@@ -117,6 +123,7 @@ def _sweep(
     for axis in range(co.shape[1]):
         order = np.argsort(co[:, axis], kind="stable")
         starts = co[order, axis]
+        # A stored box that begins further before the wanted one than the widest is long can't reach into it.
         reach = int(cs[:, axis].max(initial=0))
         left = np.searchsorted(starts, wo[:, axis] - reach, side="right")
         right = np.searchsorted(starts, wo[:, axis] + ws[:, axis], side="left")

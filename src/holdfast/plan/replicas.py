@@ -43,6 +43,7 @@ def piece(box: Box, axis: int, parts: int, number: int) -> Box:
 
 def first_writer(name: str, box: Box, count: int) -> int:
     """The replica that writes piece 0."""
+    # Not Python's hash, which each process salts: all ranks, and other versions in a job, must choose alike.
     return digest(f"{name}@{box.offset}".encode()) % count
 
 
@@ -59,9 +60,11 @@ def shares(
     index, count = replica
     axis, parts = cut(box, nbytes, count, split_bytes)
     first = first_writer(name, box, count)
+    # Piece `own` is this replica's. With fewer pieces than replicas, some write none.
     own = (index - first) % count
     if own < parts:
         yield piece(box, axis, parts, own), True
     for number in range(parts) if witness_all else ((own - 1) % count,):
+        # Each piece has one witness by default, the replica after its writer: one digest more a rank.
         if number < parts and number != own:
             yield piece(box, axis, parts, number), False

@@ -68,8 +68,10 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
     index, count = np.array(replicas, np.int64).reshape(-1, 2).T
     unsharded = np.asarray(table.unsharded, bool)
     check = options.check_replicas
+    # What is empty has no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, and falls out below.
     full = arrays.nbytes > 0
     witness_all = np.full(len(table), check == "full") | ((check == "auto") & unsharded)
+    # Below twice `split_bytes`, `cut` makes one part.
     in_one_piece = full & (count > 1) & (arrays.nbytes < 2 * options.split_bytes) & ~witness_all
     # The rule of `plan.replicas.shares`, here a second time for all rows that go in one piece: they are most
     # rows of a mixture of experts, and a loop over their pieces is too slow. A change here is a change there.
@@ -77,6 +79,7 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
     first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
     place = (index[whole] - np.asarray(first, np.int64)) % count[whole]
     written = _Rows(arrays, np.concatenate([np.flatnonzero(full & (count == 1)), whole[place == 0]]))
+    # Place 1 is the replica after the writer, the witness that `shares` would choose.
     seen = _Rows(arrays, whole[place == 1] if check != "off" else whole[:0])
     for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
         name, box, nbytes = table.specs[row].name, table.boxes[row], int(arrays.nbytes[row])
@@ -92,6 +95,7 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
         else np.zeros(0, bool)
     )
     chunks = _panels(*written.arrays(), arrays.itemsize, wide)
+    # Cut as chunks are: a digest is compared with that of the very same box.
     witnesses = _panels(*seen.arrays(), arrays.itemsize, wide)
     complete = (
         unsharded[witnesses.row]
@@ -131,7 +135,9 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
     parts = np.ones(len(row), np.int64)
     if len(to_cut) and len(row) and size.shape[1] >= 2:
         width = size[:, -1]
+        # A vector is contiguous however it is cut, and gains nothing.
         wide = to_cut[row] & (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
+        # From the fewest on, so that the most panels that fit remain.
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
     if (parts > 1).any():

@@ -98,6 +98,7 @@ class ShardTable:
 
     def arrays(self) -> RowArrays:
         """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
+        # `extend` adds rows without asking: then they are made anew.
         if self._arrays is not None and len(self._arrays.nbytes) == len(self):
             return self._arrays
         dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
@@ -136,6 +137,7 @@ def describe(spec: TensorSpec) -> str:
 def contiguous_at(shape: Dims, box: Box) -> int | None:
     """Where a sub-box begins in a row-major tensor of `shape`, in elements, if it lies there in one piece."""
     start, stride, inner_full = 0, 1, True
+    # From the last axis outwards: once one is cut, all before it may have one index only.
     for axis in range(len(shape) - 1, -1, -1):
         size = box.shape[axis]
         if not inner_full and size != 1:

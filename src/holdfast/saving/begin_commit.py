@@ -23,6 +23,7 @@ from holdfast.store.base import Store, version_of
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
     """What the committer knows before the others have written: the version that it may replace."""
     store = request.store
+    # Read once, at the beginning: the commit replaces this very version, or it is a Conflict.
     replaced_version = version_of(store, INDEX)
     if replaced_version is not None and not request.overwrite:
         raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
@@ -32,6 +33,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     if isinstance(request.expected, str):
         if request.expected != PREVIOUS:
             raise BadInput(f"expected={request.expected!r}: give a list of names, {PREVIOUS!r}, or None.")
+        # An overwrite is compared with what it replaces, a new step of a run with the step before it.
         if replaced_version is not None:
             compared = store
         elif request.previous is not None:
@@ -61,6 +63,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         replaced_version=replaced_version,
         expected=names,
         expected_from=source,
+        # Called only if a name is gone: it opens the old index once more.
         last_writer=partial(_writers, compared),
         tick=operation.tick,
         keep_name=keep,

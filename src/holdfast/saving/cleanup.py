@@ -41,7 +41,9 @@ def _remove_folder(store: Store, tried: threading.Event) -> None:
     it stays."""
     ends, pause = REAL_CLOCK.now() + OTHERS_LEAVE, 0.01
     while not store.remove() and REAL_CLOCK.now() < ends:
+        # The caller waits for this rank's own files only, not for those of others.
         tried.set()
         REAL_CLOCK.sleep(pause)
         pause = min(2 * pause, 0.5)
+        # A `data` folder that still stands keeps the folder from being empty. Whoever is last takes it away.
         discard(store, [])

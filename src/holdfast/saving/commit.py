@@ -47,6 +47,7 @@ def versions() -> dict[str, str]:
         try:
             found[name] = version(name)
         except Exception:
+            # A package without metadata must not fail a save over a line that only people read.
             found[name] = "unknown"
     return found
 
@@ -79,10 +80,12 @@ class Commit:
         merger = Merger()
         for rank in sorted(written):
             for file in written[rank].files:
+                # The name comes in a message. Nothing outside of `data` may be opened for it.
                 if not is_data_file(file.name):
                     raise SaveFailed(
                         f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
                     )
+                # From storage, not from messages: what is committed is what this host can read back.
                 merger.add(rank, self._read_back(rank, file))
                 self.tick()
         columns = merger.finish(self.tick)
@@ -92,6 +95,7 @@ class Commit:
             )
         self.tick()
         if not columns.names:
+            # A checkpoint of nothing would be the newest one, which a restart takes.
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
         self._warn_if_stale(columns)
         # Last, so that the time is that of the commit; the index is encoded once and published as it is.
@@ -106,6 +110,8 @@ class Commit:
         if self.before is None:
             return
         with suppress(HoldfastError), open_index(self.before) as index:
+            # Another number of chunks tells at once, without reading digests. A step that is saved again is
+            # expected to have the same bytes.
             if index.chunks != len(columns.file) or index.about.get("step") == self.about["step"]:
                 return
             count = same_tensors(columns, index.select())
@@ -126,6 +132,7 @@ class Commit:
         lead = min(written)
         for rank, told in sorted(written.items()):
             first = written[lead]
+            # Ranks that save another step never even meet, as the call's signature has it. A grid shows here.
             for what, mine, theirs in (("step", first.step, told.step), ("grid", first.grid, told.grid)):
                 if mine != theirs:
                     raise SaveFailed(
@@ -155,6 +162,7 @@ class Commit:
                     log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
                 clock.sleep(0.05)
             except (CorruptCheckpoint, StorageError) as error:
+                # The error names the rank that wrote the file, and not the committer, which only looks.
                 error.rank = rank
                 raise
 
@@ -162,6 +170,7 @@ class Commit:
         """What a data file says of itself, read back from storage and verified."""
         where = f"{self.store.url}/{file.name}"
         with closing(self.store.open(file.name)) as reader:
+            # The embedded index verifies itself; of the data, which is not read again, only the size tells.
             if reader.size != file.size:
                 raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
             stop = file.index_start + file.index_size
@@ -176,6 +185,7 @@ class Commit:
         try:
             self.store.publish(INDEX, self.data, self.replaced_version)
         except BaseException as error:
+            # Ctrl-C and MemoryError, too, can come right after the index took its place.
             unconfirmed = self._unconfirmed(error)
             if unconfirmed is None:
                 raise
@@ -186,6 +196,7 @@ class Commit:
         """What is to be raised after a failure to publish, or None if the index is known not to be in
         place."""
         # By the store's contract any error of its own but `Unsettled` means: not in place, and never will be.
+        # Look all the same: without stable inodes a store can take its own index for another's.
         known = isinstance(error, HoldfastError) and not isinstance(error, Unsettled)
         in_place = error.in_place if isinstance(error, Unsettled) else False
         looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
@@ -198,6 +209,7 @@ class Commit:
                 rank=rank,
                 hint="Nothing was deleted. It may be gone after a power cut; look with `holdfast latest`.",
             )
+        # After `Unsettled` a look that finds nothing proves nothing: a server may act on the request later.
         if known or (looked is False and not isinstance(error, Unsettled)):
             return None
         return CommitUnconfirmed(
@@ -224,6 +236,7 @@ class Commit:
 
 def is_of_attempt(store: Store, attempt: str) -> bool | None:
     """Was the index in storage made by this attempt? None if that can't be told."""
+    # Three answers: who deletes needs False, who reports success needs True, and None serves neither.
     try:
         with open_index(store) as index:
             return index.about.get("attempt") == attempt

@@ -94,6 +94,7 @@ class SaveJob:
     def __init__(self, request: SaveRequest) -> None:
         self.request, self.store, self.options = request, request.store, request.options
         self.rank = request.call.rank
+        # Empty until the state is read. A rank whose state can't be read takes part all the same, to say so.
         self.table = ShardTable(self.rank)
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
@@ -102,6 +103,7 @@ class SaveJob:
         """What collecting the state met. The protocol tells it to the other ranks."""
         self.makes_folder = False
         """Was the folder not there when this rank began?"""
+        # Before the state is read: a rank that hangs in the user's code can then be asked where it is.
         self.begin()
         self.collect_error = read_state(self._collect, self.rank)
 
@@ -115,6 +117,7 @@ class SaveJob:
             request.call,
             TRANSITIONS,
             request.step,
+            # In the call's signature: ranks with other patterns never meet, and each is told so.
             {"include": request.include, "exclude": request.exclude},
         )
         self.is_committer = self.operation.context.is_committer
@@ -127,8 +130,10 @@ class SaveJob:
         try:
             operation.run(save_steps(operation.context, self), self.collect_error, pause_collector)
         except CommitUnconfirmed:
+            # The index may be in place, and what it names must stay.
             raise
         except HoldfastError:
+            # Each live rank takes away its own files; those of dead ranks stay for `prune`.
             if (self.files or self.makes_folder) and not self.options.keep_failed:
                 clean_up(self.store, self.discard, self.makes_folder)
             raise
@@ -145,6 +150,7 @@ class SaveJob:
 
     def _collect(self) -> None:
         request = self.request
+        # On the caller's thread: state_dict() may issue collectives, and a thread has its own CUDA streams.
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
         self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
         self.streams = CallerStreams(self.table)
@@ -155,16 +161,19 @@ class SaveJob:
         """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
         folder."""
         if self.collect_error is not None:
+            # Here and not earlier: what is raised inside the protocol reaches the other ranks.
             raise self.collect_error
         self._check_folder()
         if self.is_committer:
             if self.request.permit is not None:
+                # First of all: a job that doesn't own the run folder compares and writes nothing.
                 self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
         rows = self._undeclared_rows()
         if not rows:
             return None
         keys, specs = self._names(rows)
+        # A digest in place of the lists: of 10,000 ranks that hold the same, each sends 16 characters.
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
     def list_rows(self) -> RowList:
@@ -177,6 +186,7 @@ class SaveJob:
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
         of_one: set[str] = set()
+        # In the order of ranks: the lowest holder is copy 0, and errors name it first.
         for rank, message in sorted(told.items()):
             for key, spec in zip(message.keys, message.specs, strict=True):
                 owner, known = first.setdefault(key, (rank, spec))
@@ -185,6 +195,8 @@ class SaveJob:
                 elif (
                     self.request.objects_may_differ and spec.startswith(_OBJECT) and known.startswith(_OBJECT)
                 ):
+                    # Of objects torch DCP takes one, too.
+                    # Tensors that differ stay an error: one of them would be lost.
                     of_one.add(key)
                 else:
                     raise disagreement(key, owner, known, rank, spec)
@@ -208,6 +220,7 @@ class SaveJob:
     def _check_folder(self) -> None:
         """Note whether the folder is there. Raises StorageError for what nothing can be saved into."""
         found = self.store.stat()
+        # Several ranks may note it. That does no harm: only an empty folder is ever removed.
         if found is None:
             self.makes_folder = True
         elif found.kind is not Kind.FOLDER:
@@ -223,9 +236,11 @@ class SaveJob:
         for row in rows:
             spec, plain = self.table.specs[row], self.table.unsharded[row]
             box, late = self.table.boxes[row], self.table.deferred[row]
+            # Without an offset (start -1), axis, lane and position tell one shard from another.
             part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
             keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
+                # With its digest: objects that differ are found here, and not after all has been written.
                 data = self.table.memory[row].data  # type: ignore[attr-defined]
                 specs.append(f"{_OBJECT} {objects.preview(data)} (digest {hex_digest(digest(data))})")
             else:
@@ -243,6 +258,7 @@ class SaveJob:
         elif assigned is not None and assigned.replicas is not None:
             for row, replica in zip(rows, assigned.replicas, strict=True):
                 replicas[row] = replica
+        # NOT_SAVED is a tuple of two zeros, and so is true: it stays.
         return [replica or (0, 1) for replica in replicas]
 
     # -- write ------------------------------------------------------------------------------------
@@ -250,6 +266,7 @@ class SaveJob:
     def write(self, assigned: Assigned | None) -> Written:
         """Write this rank's files; what the committer is told of them."""
         request = self.request
+        # Made only now: the attempt has its name since the ranks have met.
         about = {
             "step": request.step,
             "grid": self.grid,
@@ -277,7 +294,9 @@ class SaveJob:
         """Committer: put the index in place."""
         assert self.commit is not None
         if self.request.permit is not None:
+            # Again, as another job may have taken the run folder over while the ranks wrote.
             self.request.permit(self.operation.tick)
+        # The caller may have gone on without this thread: from then on nothing may become visible.
         self.operation.cancel.check()
         return self.commit.publish()
 
@@ -289,6 +308,7 @@ class SaveJob:
         """Committer, after the commit: delete data that only the replaced index named, and do what the caller
         wants done."""
         assert self.commit is not None
+        # After the commit: until the new index is durable, a crash must leave the old checkpoint whole.
         with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):
                 self.store.delete(name)
@@ -298,6 +318,7 @@ class SaveJob:
 
     def discard(self) -> None:
         """After a failure: delete this rank's files, if it is known that no index names them."""
+        # None means that storage does not tell; then nothing is deleted.
         if self.files and is_of_attempt(self.store, self.operation.attempt) is False:
             discard(self.store, [file.name for file in self.files])
 

@@ -65,6 +65,7 @@ class SaveRequest:
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
         try:
+            # Checked now: the index is encoded at the commit, after all ranks have written.
             json.dumps(self.notes)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(

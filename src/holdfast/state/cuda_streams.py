@@ -18,10 +18,12 @@ class CallerStreams:
 
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[torch.cuda.Stream] = []
+        # Asking for a stream initialises CUDA, which a process that has no tensor on a GPU must not pay for.
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
             self.streams = [torch.cuda.current_stream(device) for device in devices]
+        # Events, not a synchronize: the caller's thread goes on, and the copying one waits on the GPU.
         self._given = [stream.record_event() for stream in self.streams]
 
     def wait(self) -> None:

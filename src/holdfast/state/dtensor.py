@@ -66,6 +66,7 @@ def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
     """torch.chunk: pieces of ceil(size / parts), the last ones shorter or empty."""
+    # Not balanced: 10 in 4 parts are 3, 3, 3, 1, as torch cuts them.
     piece = -(-size // parts)
     return min(piece * index, size), min(piece * (index + 1), size)
 
@@ -126,6 +127,7 @@ class Place(NamedTuple):
 
 def place_in(mesh: DeviceMesh) -> Place:
     known: Place | None = getattr(mesh, _PLACE, None)
+    # What never changes in a mesh is kept on it; the order is compared each time.
     order = getattr(mesh, "_shard_order", None)  # set anew for every parameter, by Megatron-FSDP
     if known is None or known.order != (order and tuple(order)):
         coordinate = mesh.get_coordinate()
@@ -139,6 +141,7 @@ def spans(mesh: DeviceMesh, everyone: tuple[int, ...]) -> bool:
     """Does the mesh contain just the participants? The answer is kept for as long as they are the same
     object."""
     known: tuple[tuple[int, ...], bool] | None = getattr(mesh, _SPANS, None)
+    # By identity: comparing 10,000 ranks anew for each of 100,000 tensors would take seconds.
     if known is None or known[0] is not everyone:
         known = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
         setattr(mesh, _SPANS, known)
@@ -169,9 +172,11 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
     index, count = 0, 1
     for axis, placement in enumerate(placements):
         parts, here = place.sizes[axis], place.coordinate[axis]
+        # Given back and not raised: layouts are cached, and whose tensor it is only the caller knows.
         if placement.is_partial():
             return axis
         if placement.is_replicate():
+            # Replicated mesh dimensions number the copies, the coordinates being the digits.
             index, count = index * parts + here, count * parts
             continue
         cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
@@ -193,12 +198,14 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
         return at
 
     ordered = [sorted(axes, key=rank_of) for axes in inner]
+    # Lane: where this rank is along all other axes that are cut. Only shards of one lane add up.
     stand = tuple(
         (number([a for other in ordered if other is not axes for a in other]), number(axes))
         if axes
         else (0, -1)
         for axes in ordered
     )
+    # An order of its own matters only where two mesh dimensions cut one axis.
     even = place.order is None or all(len(axes) < 2 for axes in ordered)
     cut = tuple(axis for axis, axes in enumerate(ordered) if axes)
     return _Layout(tuple(cuts), (index, count), stand, cut, even)
@@ -219,6 +226,7 @@ def add_dtensor(
     parts = _parts(name, local)
     if parts == []:
         return
+    # Of a part, where there are parts: the wrapper around them has no memory, and would be refused.
     spec = spec_of(name, parts[0][1] if parts else local, value.shape)
     layout = _layout(len(spec.shape), value.placements, place)
     if isinstance(layout, int):
@@ -228,6 +236,7 @@ def add_dtensor(
             "before saving."
         )
     declared = undeclared
+    # Else who else has a copy is asked for, as for plain tensors (docs/decisions/0004).
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
     if parts is not None:
@@ -239,15 +248,19 @@ def add_dtensor(
     found = pieces(spec.shape, layout.cuts)
     if chunks is not None:
         _add_told(table, spec, local, chunks(), layout, found, declared)
+    # Strided: the rows are several runs, each a box of its own.
     elif shape == found.shape and layout.even and len(found.parts) > 1:
         for slices, box in found.parts:
             table.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
     elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
+        # The place in the line is written down although the offset is known: a rank can't tell an even tensor
+        # from an uneven one of which its own length happens to be even (docs/decisions/0010).
         late = (
             DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
         )
         _add(table, spec, Box(found.begin, shape), declared, local, late)
     else:
+        # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until lengths are added up.
         axis = _open_axis(name, value, shape, found, layout)
         begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
         length = shape[axis] if local.numel() else 0
@@ -273,6 +286,7 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
             hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
             "tensors.",
         )
+    # Imported here: hardly any DTensor comes this far.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     found = []
@@ -336,6 +350,7 @@ def _add_told(
     cut = layout.cut
     late = None
     if cut:
+        # Told apart, because other ranks may lack the metadata and take their shards for even.
         start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
         late = DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
     _add(table, spec, Box(begin, shape), declared, local, late)
@@ -351,6 +366,7 @@ def _add(
 ) -> None:
     if 0 in box.shape:  # nothing is here, but the name is known, and the length counts
         empty = (0,) * len(spec.shape)
+        # Empty shards are nobody's replicas, however many ranks have one.
         box, declared = Box(empty, empty), (0, 1)
         late = late._replace(length=0) if late is not None else None
     table.add(spec, box, declared, False, TensorMemory(local.detach()), late)

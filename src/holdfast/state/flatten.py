@@ -89,6 +89,7 @@ class Flat:
 
 def flatten(state: StateDict, rank: int) -> Flat:
     """All leaves, in the order of the state. Two leaves under one name are an error."""
+    # A module or an optimizer alone, without a dict around it: its names have no prefix.
     if is_stateful(state):
         state = {"": state}
     if not isinstance(state, Mapping):
@@ -99,6 +100,7 @@ def flatten(state: StateDict, rank: int) -> Flat:
     for leaf in flat.leaves:
         if isinstance(leaf.value, Rest):
             continue
+        # Several Shards of one tensor share its name; anything else would overwrite the other.
         if leaf.name in seen and not (
             isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
         ):
@@ -116,14 +118,18 @@ def _walk(
     leaves = flat.leaves
     first = len(leaves)  # from here on they are this value's, whichever branch adds them
     if isinstance(value, LiveDict | LiveList):
+        # First of all: it may have been built before the optimizer's first step (docs/decisions/0012).
         value.look_again()
     if isinstance(value, torch.Tensor):
         _walk_tensor(value, name, put, flat, private)
+    # Before Mapping, which it is, too: of an empty one the names are not known yet, and a nested one
+    # needs a description of how it is built. Both are one leaf here, and taken apart later.
     elif isinstance(value, ParameterState) and (not value or is_nested(value, value.parameter)):
         leaves.append(Leaf(name, value, value.fill, private=private))
     elif isinstance(value, Mapping):
         _walk_mapping(value, name, flat, rank, private)
         if not value and name:
+            # An empty dict is a leaf, so that a load sees it: the checkpoint may have a whole subtree there.
             leaves.append(Leaf(name, {}, put, private=private))
         if isinstance(value, LiveDict | OpenDict):
             leaves += [
@@ -158,6 +164,7 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
     the order of names."""
     leaves, first = flat.leaves, len(flat.leaves)
     items = list(mapping.items())
+    # Sorting costs, so it is done only where a method of the user's may be called on the way.
     by_name = not all(
         isinstance(item, _CALLS_NOTHING)
         or (type(item) is tuple and all(isinstance(part, _CALLS_NOTHING) for part in item))
@@ -176,6 +183,7 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
         if by_name:
             parts[at] = begin, len(leaves) - first
     if by_name:
+        # Back into the order of the dict: only the calls were to be in the order of names.
         taken = leaves[first:]
         leaves[first:] = [leaf for at in range(len(items)) for leaf in taken[slice(*parts[at])]]
 
@@ -184,6 +192,7 @@ def _walk_tensor(
     value: torch.Tensor, name: str, put: Callable[[Any], None], flat: Flat, private: bool
 ) -> None:
     """A wrapper is walked as the tensors that it is made of, which a load fills where they lie."""
+    # What a collective is still writing must not be copied.
     value = settled(value)
     if not is_wrapper(value):
         flat.leaves.append(Leaf(name, value, put, private=private))
@@ -207,11 +216,13 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
     def give_back() -> None:
         if isinstance(value, torch.optim.Optimizer):
             load_optimizer(value, inner[0])
+        # load_state_dict copies, which does nothing for a parameter on the meta device.
         elif isinstance(value, torch.nn.Module) and any(leaf.made for leaf in leaves):
             load_module(value, inner[0])
         else:
             value.load_state_dict(inner[0])
 
+    # Appended after those of inner values, so that inner ones take over their states first.
     flat.after.append(give_back)
 
 
@@ -228,6 +239,7 @@ def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, priva
     for position, item in enumerate(items):
         put = _fixed if isinstance(value, tuple) else _setter(value, position)
         if isinstance(value, LiveList) and isinstance(item, dict):
+            # A parameter group may lack what the checkpoint has in it: a count, the rate of a schedule.
             rest = Rest(item.update)
             flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
         _walk(item, join(name, position), put, flat, rank, private)
@@ -261,10 +273,12 @@ def select(
     keep = list(leaves)
     for what, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
+            # Text is a sequence, too: each character would be a pattern.
             raise BadInput(f"{what} takes a list of patterns, not the text {patterns!r}.")
         if patterns is None:
             continue
         for pattern in patterns:
+            # A mistyped pattern of `exclude` would save what is to be left out, and one of `include` nothing.
             if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
                 raise BadInput(
                     f"{what}: no name in the state matches {pattern!r}; the first is {_first(leaves)!r}."
@@ -273,6 +287,7 @@ def select(
         keep = [
             leaf
             for leaf, yes in zip(keep, hit, strict=True)
+            # Lazy leaves stay: which of their names match only the checkpoint tells.
             if yes == (what == "include") or (what == "include" and _is_lazy(leaf))
         ]
     for leaf in keep:
@@ -328,6 +343,7 @@ def build_shard_table(
         if isinstance(leaf.value, Rest):
             continue
         if isinstance(leaf.value, ParameterState):
+            # A load makes these rows once it has seen the checkpoint's names (`loading/lazy_state.py`).
             part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
             table.extend(part)
             owner.extend([at] * len(part))
@@ -353,6 +369,7 @@ def _add(
 ) -> None:
     name, value = leaf.name, leaf.value
     if isinstance(value, torch.Tensor):
+        # First what nearly every leaf is. A subclass is asked in turn what it is.
         if type(value) is torch.Tensor and not is_checkpointable(value):
             add_tensor(table, name, value, undeclared)
         elif is_dtensor(value):
@@ -368,6 +385,7 @@ def _add(
     elif isinstance(value, Part):
         table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
+        # A load knows the length only from the checkpoint, and makes room then.
         data = b"" if for_load else objects.encode(value, name)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
         table.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))

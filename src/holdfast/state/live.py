@@ -35,6 +35,7 @@ def renew(target: MutableMapping[Any, Any], fresh: StateDict, last: dict[Any, An
     """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the
     user's."""
     for key in [key for key in last if key not in fresh]:
+        # It is gone where it came from. What the user has put in its place stays.
         if target.get(key, _GONE) is last.pop(key):
             del target[key]
     for key, value in fresh.items():
@@ -98,6 +99,7 @@ class LiveDict(dict[Any, Any]):
         super().__init__()
         self._fetch, self.source, self.rest = fetch, source, rest
         self._last: dict[Any, Any] = {}
+        # At once, so that it can be read before any save or load.
         self.look_again()
 
     def look_again(self) -> None:
@@ -112,6 +114,7 @@ class LiveDict(dict[Any, Any]):
 
     def __reduce__(self) -> tuple[object, ...]:
         self.look_again()
+        # A plain dict: torch's weights-only reader knows no class of ours.
         return dict, (dict(self),)
 
 
@@ -143,6 +146,7 @@ class ParameterState(LiveDict):
 
     def fill(self, loaded: StateDict) -> None:
         """Put a loaded state in the present one's place."""
+        # The object stays: whoever was given this state sees what is loaded.
         self.clear()
         self.update(loaded)
 
@@ -165,6 +169,7 @@ class LiveList(list[Any]):
     def look_again(self) -> None:
         """Renew the values of each dict."""
         fresh = self._fetch()
+        # Groups have no names: they are known by their place, and if there are fewer now the last ones go.
         del self[len(fresh) :], self._last[len(fresh) :]
         for at, group in enumerate(fresh):
             if at == len(self):

@@ -44,6 +44,7 @@ class TensorMemory:
     def gather(self, box: Box, out: Buffer) -> None:
         part = self.tensor.detach()[box.slices()]
         target = _wrap(out, part.dtype).view(part.shape)
+        # Row-major in the buffer, whatever strides or device it has; torch resolves conj and neg bits, too.
         target.copy_(part, non_blocking=_here.not_waiting)
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
@@ -78,6 +79,7 @@ class _Here(threading.local):
     not_waiting = False
 
 
+# A thread's own: while one only begins its copies, another must still get complete ones.
 _here = _Here()
 
 
@@ -147,6 +149,7 @@ class BytesMemory:
 
     def resize(self, size: int) -> None:
         """Make room for `size` bytes that are about to be read in."""
+        # The bytes of the object that was here are of no use: it is replaced as a whole.
         self._keep = ctypes.create_string_buffer(max(size, 1))
         self.address = ctypes.addressof(self._keep)
 

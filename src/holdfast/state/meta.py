@@ -44,6 +44,8 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
     device = _current(tensor.device_mesh.device_type)
     local = torch.empty_like(tensor._local_tensor, device=device, requires_grad=False)
     vars(local).update(vars(tensor._local_tensor))  # chunk metadata, where there is any
+    # Shape and stride are given, because from_local would derive them from an even cut. run_check would
+    # communicate.
     return DTensor.from_local(
         local,
         tensor.device_mesh,

@@ -32,6 +32,7 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
     for path, module in part.named_modules():
         kind: type = type(module)
         kinds = _kinds(kind)
+        # By class name, as all wrappers here: their modules need not be imported to know them.
         if "FullyShardedDataParallel" in kinds:
             raise BadInput(
                 f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose "
@@ -61,6 +62,7 @@ def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
     of: dict[str, int] = {}
     for part in parts:
         clean = _clean(part)
+        # All names of tied parameters: none of them may be that of another parameter.
         for path, parameter in part.named_parameters(remove_duplicate=False):
             name = clean(path)
             if of.setdefault(name, id(parameter)) != id(parameter):
@@ -121,6 +123,7 @@ def given_of(
                     f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
                     hint="Give what get_state_dict gave, without full_state_dict.",
                 )
+            # Only what lies elsewhere: a load has mostly filled the module's own tensors already.
             if not same_memory(value, present):
                 given[path] = value
         found.append((part, given))
@@ -167,6 +170,7 @@ def _assign(module: torch.nn.Module, given: State) -> None:
     for tied in owners.values():
         made = [getattr(inner, name) for inner, name in tied]
         real = next((parameter for parameter in made if parameter.device.type != "meta"), None)
+        # assign= gives each name a parameter of its own, so the head would no longer follow its embedding.
         if len(tied) > 1 and real is not None:
             for inner, name in tied:
                 setattr(inner, name, real)
@@ -184,6 +188,7 @@ class ModelView:
         if not self._without_frozen:
             return found
         names = names_of(self._parts)
+        # Asked at each look: parameters may be frozen, or thawed, in the course of the training.
         frozen = {names[id(p)] for part in self._parts for p in part.parameters() if not p.requires_grad}
         return {name: value for name, value in found.items() if name not in frozen}
 

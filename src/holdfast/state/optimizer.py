@@ -101,6 +101,7 @@ def set_state_dict(
             "optim_state_dict is empty, and there are optimizers to set.",
             hint="Give what get_state_dict gave, or leave the optimizers out.",
         )
+    # Both are checked before either is changed: a refusal must leave model and optimizer as they were.
     changes = _Changes(parts, several, optim_state_dict)
     given = given_of(parts, model_state_dict, strict) if model_state_dict else []
     for part, values in given:
@@ -172,6 +173,7 @@ class OptimizerView:
                 mine: dict[str, torch.Tensor] = {}
                 for parameter in group["params"]:
                     name = name_of(parameter, names)
+                    # One name can hold one state; the other would be lost without a word.
                     if name in seen:
                         raise BadInput(
                             f"The parameter {name!r} is in two groups, or in two optimizers; its state has "
@@ -187,6 +189,7 @@ class OptimizerView:
             for optimizer, group, parameters in self._each()
             for name, parameter in parameters.items()
         }
+        # States of parameters that have left the optimizer are let go, and their parameters with them.
         self._known = {id(state.parameter): state for state in found.values()}
         return found
 
@@ -247,6 +250,7 @@ def _present(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State
 
 
 def _hyper(group: State) -> State:
+    # torch keeps `param_names` where it was given named parameters; names here are the model's.
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -290,6 +294,7 @@ class _Changes:
                     for parameter in group["params"]
                     for name in (name_of(parameter, names),)
                 ]
+                # By group, because the states of a group's other parameters tell what belongs to a whole one.
                 for given, state in zip(mine, check_whole(mine), strict=True):
                     self._states.append((optimizer, given.parameter, state))
                 hyper = {given.name: by_name[given.name] for given in mine if given.name in by_name}
@@ -297,6 +302,7 @@ class _Changes:
 
     def make(self) -> None:
         for optimizer, parameter, state in self._states:
+            # No entry, as in an optimizer that has not seen a gradient of it.
             if not state:
                 optimizer.state.pop(parameter, None)
             elif not _is_same(optimizer.state.get(parameter), state):
@@ -304,6 +310,7 @@ class _Changes:
         for group, found in self._hypers:
             for key, value in found.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    # A rate that is a tensor stays on its device; a load may have made it in host memory.
                     value = value.to(group[key].device)
                 group[key] = value
 
@@ -344,6 +351,7 @@ def _differ(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one.cpu(), other.cpu())
     with suppress(Exception):
+        # Arrays and others may have no single answer, and then count as different.
         return bool(one != other)
     return True
 

@@ -44,6 +44,7 @@ def make(
 
 def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Zeros that lie as the parameter does."""
+    # zeros_like keeps strides, and of a DTensor mesh and placements: the state is cut as the parameter is.
     made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if is_dtensor(parameter):  # chunk metadata stands on the local tensor, and would stay behind
         chunks = getattr(parameter._local_tensor, CHUNKS, None)
@@ -64,6 +65,7 @@ def zeros_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State
             for key, value in there.items()
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == other.shape
         }
+        # The first one stands for all: nothing else here tells what this parameter's state would have.
         if shaped:
             return {key: like(parameter, value.dtype, value.device) for key, value in shaped.items()}
     return {}
@@ -92,6 +94,7 @@ def check_whole(group: Sequence[Given]) -> list[State]:
     for _, parameter, state in group:
         if state:
             for kind in (tuple(parameter.shape), parameter.dim()):
+                # Counted once, so that a state is compared with the kinds of states there are, not with each.
                 alike.setdefault(kind, Counter())[frozenset(state)] += 1
     return [_whole(given, group, alike) if given.state else {} for given in group]
 
@@ -156,6 +159,7 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state: object) -> object:
         for parameter, number in zip(group["params"], packed, strict=True):
             there = found.get(number) or {}
             found[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
+    # Numbers are parameters, and each has an entry; other keys belong to none, and are taken as they are.
     whole: State = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
     if has_tensors(groups):  # else they are one object
         whole["param_groups"] = [OpenDict(group) for group in groups]
@@ -178,6 +182,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
     }
     groups = [dict(group) for group in state["param_groups"]]
     optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
+    # One that loads in its own way knows what it casts, and why.
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])

@@ -43,6 +43,7 @@ def add_checkpointable(
 ) -> None:
     """The boxes of a CheckpointableTensor. Who else holds the same box is not said."""
     shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, getattr(tensor, _FIELDS[0]))))
+    # Declared by code of somebody else: each box is checked here, where the tensor's name is known.
     starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(

@@ -60,6 +60,7 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 def has_tensors(value: object) -> bool:
     """Are there tensors in it? A list is taken apart only then."""
+    # What has a place of its own to be filled in; a list of plain values is replaced as one object.
     if isinstance(value, torch.Tensor | Shard | PerRank | ParameterState) or is_stateful(value):
         return True
     if isinstance(value, Mapping):
@@ -102,6 +103,7 @@ def describe(value: object, parameter: torch.Tensor | None = None) -> Descriptio
 
 def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Description:
     if type(value) is torch.Tensor:
+        # Row-major is what `build` makes by itself; a slice of something larger need not lie so again.
         if value.layout is not torch.strided or value.is_contiguous() or not _is_dense(value):
             return LEAF
         as_parameter = parameter is not None and (parameter.shape, parameter.stride()) == (
@@ -193,6 +195,7 @@ def _build(description: Description, name: str, values: Mapping[str, object], pr
             key: _build(part, join(name, key), values, _part_of(present, key, isinstance(present, Mapping)))
             for key, part in rest[0]
         }
+        # Parts may be left out by include= or exclude=; a container of which nothing is there is absent, too.
         there = {key: value for key, value in found.items() if value is not _ABSENT}
         return there if there or not found else _ABSENT
     if kind not in ("list", "tuple"):
@@ -237,6 +240,7 @@ def _build_tensor(
     }
     if any(value is _ABSENT for value in inner.values()):
         return _ABSENT
+    # All parts were filled where they lie: the wrapper has its new value, and others still hold it.
     if inner.keys() == there.keys() and all(
         inner[key] is there[key] or same_memory(inner[key], there[key]) for key in inner
     ):

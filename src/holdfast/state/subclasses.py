@@ -58,6 +58,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     if type(tensor).__module__.startswith("torch._subclasses"):  # a tracer's, which warns when it is asked
         return False
     try:
+        # An empty tensor has no address, and needs none.
         return not tensor.numel() or tensor.data_ptr() != 0
     except RuntimeError:  # it says so itself
         return False
@@ -121,6 +122,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.device.type == "meta" or not one.numel() or not has_memory(one):
         return False
+    # The same address is not enough: a transposed view, say, has its elements in another order.
     return one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
 
 
@@ -160,6 +162,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 
 def allowed_type(path: str, name: str) -> type[Any]:
     """A tensor subclass by its type's name, if this process allows it to be built from a file."""
+    # The rule by which torch's weights-only reader builds objects: a checkpoint alone allows nothing.
     for found in torch.serialization.get_safe_globals():
         kind, known = found if isinstance(found, tuple) else (found, None)
         if isinstance(kind, type) and path in (known, f"{kind.__module__}.{kind.__qualname__}"):

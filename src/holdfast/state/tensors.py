@@ -41,6 +41,7 @@ class Shard:
     ) -> None:
         self.tensor = tensor
         self.global_shape = tuple(int(s) for s in global_shape)
+        # None becomes 0: an open offset is counted from where the shard begins.
         self.offset = tuple(int(o or 0) for o in offset)
         self.replica = (int(replica[0]), int(replica[1]))
         if not isinstance(tensor, torch.Tensor):
@@ -58,6 +59,7 @@ class Shard:
         unknown = [axis for axis, begin in enumerate(offset) if begin is None]
         if not unknown and position is None:
             return None
+        # Lengths that are added up along one axis place a shard along that axis only.
         if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
             raise BadInput(
                 f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
@@ -104,6 +106,7 @@ def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None)
     stored."""
     check_kind(name, tensor)
     whole = tensor.shape if shape is None else shape
+    # torch prints `torch.float32`; the table of types has the names without that prefix.
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 

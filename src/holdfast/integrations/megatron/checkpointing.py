@@ -86,6 +86,7 @@ def save(
     """
     _note_strategies(sharded_strategy, common_strategy, async_strategy)
     store = open_store(os.fspath(checkpoint_dir))
+    # megatron-core's arguments have no step; the folder's name mostly has.
     step = step_of(Path(checkpoint_dir).name)
     begin = partial(
         begin_call,
@@ -111,6 +112,7 @@ def save(
             step=step,
             expected=expected,
             options=options or Options(),
+            # After the commit: by its file frameworks take the folder for a checkpoint.
             after=lambda: mark(store),
         )
 
@@ -122,6 +124,7 @@ def save(
         lambda: make(begin().lane(LANE)), store.url, step, host_memory_budget
     )
     title = f"choice of the call that finalizes the save of {store.url}"
+    # On a lane of its own, because it goes on in the background while training makes other calls.
     consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
 
@@ -186,9 +189,11 @@ def load_state(
     """`load` from a store."""
     request = _Request(store, mcore.parse_strict_flag(strict), nearest_rng)
     rank, limit = call.rank, min(call.deadline.left(), call.stall_timeout)
+    # Before the protocol, which bounds all that comes later: here `within` bounds what storage may take.
     trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
         lambda: within(limit, f"looking into {store.url}", request.look), rank
     )
+    # Also of a rank in trouble: the others wait for what it asks for, and hear of the trouble in the load.
     missing = request.missing(call)
     common: list[mcore.StateDict] = []
 
@@ -197,6 +202,7 @@ def load_state(
             raise trouble
         request.refuse(missing)
         leaves = to_load(request.asked, request.unexpected, request.is_stock, request.stored_as)
+        # Optional: stock megatron-core keeps it in a file of its own, which `look` has read.
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with allowing(mcore.safe_types()):
@@ -240,7 +246,9 @@ class _Request:
         """What its index notes of optimizers' steps."""
 
     def take_apart(self, sharded_state_dict: mcore.StateDict) -> None:
+        # As stock does: what is loaded must not be quantized before the main parameters are set from it.
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
+        # A copy of the containers: what follows changes them in place.
         state = own_containers(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
             state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
@@ -260,6 +268,7 @@ class _Request:
                 per_rank = [item for item in self.asked if is_per_rank(item)]
                 if per_rank:
                     self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
+        # No index of ours: megatron-core's own checkpoint, or nothing, which the load will say.
         except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)
@@ -277,6 +286,7 @@ class _Request:
             return sorted(self._have.difference(*said.values()))
 
         title = f"comparison of the keys in {self.store.url}"
+        # Only those that are there, as the answer is what of these nobody asks for.
         mine = sorted({item.key for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
         return set(agree(title, place, unasked, call, mine))
@@ -318,6 +328,8 @@ class _Request:
             self._factories, is_unexpected, return_lists_as_dicts=True
         )
         mcore.dict_list_map_inplace(take_data, state)
+        # In megatron-core's order: common state is what the rest is merged into, and factories come last,
+        # because they put together what was loaded in parts.
         steps.complete(loaded, self._steps)
         mcore.merge(loaded, self._local)
         mcore.merge(loaded, state)
@@ -342,6 +354,7 @@ def _note_strategies(*strategies: object) -> None:
     for."""
     for strategy in strategies:
         kind = type(strategy)
+        # Stock's strategies are passed by every framework, and say nothing of what the caller wants.
         known = (
             strategy is None
             or isinstance(strategy, str | tuple)

@@ -44,6 +44,7 @@ def tree(value: object) -> Node:
     """The digests of a value and of all parts of it. Dicts are equal in any order of their keys, and a list
     equals a tuple."""
     if isinstance(value, dict):
+        # repr, so that 1 and "1" stay two keys, and keys of several types can be sorted.
         children = {repr(key): tree(part) for key, part in value.items()}
         return Node(_digest("dict", *(f"{key}={children[key].digest}" for key in sorted(children))), children)
     if isinstance(value, list | tuple) and not _is_long(value):
@@ -58,6 +59,7 @@ def _is_long(values: Sequence[object]) -> bool:
 
 
 def _digest(kind: str, *parts: str) -> str:
+    # 32 bits: this warns and decides nothing, and messages of 10,000 ranks are half as long.
     return f"{digest(chr(0).join((kind, *parts)).encode(errors='surrogatepass')) & 0xFFFFFFFF:08x}"
 
 
@@ -66,6 +68,7 @@ def _leaf(value: object) -> str:
     if isinstance(value, enum.Enum):
         return _digest("enum", type(value).__qualname__, value.name)
     if isinstance(value, int | float):
+        # 1 and 1.0 and True compare as equal in Python, so they do here.
         whole = isinstance(value, int) or value.is_integer()
         return _digest("number", repr(int(value)) if whole else repr(float(value)))
     if isinstance(value, torch.Tensor):
@@ -85,6 +88,7 @@ def _tensor(value: torch.Tensor) -> str:
     described = ("tensor", str(value.dtype), repr(tuple(value.shape)))
     if value.device.type == "meta":
         return _digest(*described)
+    # As bytes: NumPy has no bfloat16 and no float8.
     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return _digest(*described, _bytes(data.numpy().data))
 
@@ -97,6 +101,7 @@ def _other(value: object) -> str:
     """By what it says of itself, unless that names a place in memory, which differs on every rank."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     text = repr(value)
+    # A repr is deterministic for what is made of plain values; an address differs in each process.
     if " at 0x" not in text:
         return _digest(kind, text)
     if kind not in _noted:
@@ -112,6 +117,7 @@ def cut(root: Node, most: int) -> dict[Path, str]:
     level: list[tuple[Path, Node]] = [((), root)]
     while level:
         below: list[tuple[Path, Node]] = []
+        # Level by level: a large subtree must not use up the entries of its neighbours.
         for number, (path, node) in enumerate(level, 1):
             others = len(done) + len(level) - number + len(below)  # at least one entry for each
             if node.children and others + len(node.children) <= most:
@@ -142,6 +148,7 @@ def difference(own: Node, theirs: Mapping[Path, str]) -> Difference:
     left: list[tuple[Path, Node]] = [((), own)]
     while left:
         path, node = left.pop()
+        # The other's cut goes on below this node; where it ends, digests are compared.
         if path in inner:
             if not node.children and node.digest != _EMPTY:
                 unequal.append(path)
@@ -171,9 +178,11 @@ class Comparison:
     def read(self, common: object, ranks: int, normalize: Callable[[object], object]) -> None:
         """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to
         compare."""
+        # Outside of the `try`: it is the user's, and what it raises fails the save on all ranks.
         state = self._preprocess(common) if self._preprocess is not None else common
         try:
             self._tree = tree(normalize(state))
+            # The committer hears the cuts of all ranks: the more there are, the fewer nodes each may name.
             found = cut(self._tree, max(16, min(1024, MOST_NODES // ranks)))
             data = msgspec.json.encode([list(found), "".join(found.values())])
             self._said = base64.b64encode(zlib.compress(data)).decode()
@@ -196,6 +205,7 @@ class Comparison:
     def _compare(self, said: Mapping[int, str]) -> None:
         differing: dict[str, list[int]] = {}
         for rank, text in said.items():
+            # Ranks that differ mostly say the same. Each text is decoded and compared once.
             if text and text != self._said:
                 differing.setdefault(text, []).append(rank)
         if self._tree is None or not differing:

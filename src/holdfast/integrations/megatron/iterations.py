@@ -83,9 +83,11 @@ class Checkpoints(RunFolder):
         )
 
     def _committed(self, iteration: int) -> None:
+        # The tracker comes last: it must never name what frameworks do not take for a checkpoint.
         mark(self._folder(iteration))
         self._retire(iteration)
         with self.tidying:
+            # Not simply this one: with several saves in flight a newer one may have been committed before it.
             newest = max(committed_steps(self.store), default=iteration)
             try:
                 replace_file(self.store, TRACKER, str(newest).encode())

@@ -98,6 +98,7 @@ def _copies(find: functools.partial[ProcessGroup]) -> tuple[int, ...]:
 def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
     from torch.distributed import get_process_group_ranks
 
+    # Megatron's own groups need not be set up: its models and optimizers take others as arguments.
     if not parallel_state.is_initialized():
         return ()
     try:

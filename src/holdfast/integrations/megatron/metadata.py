@@ -42,6 +42,7 @@ def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> mcore.Stat
 
 
 def read_common(store: Store) -> mcore.StateDict:
+    # Three places, by version: ours, stock's file of its own, and stock's object since 0.19.
     with allowing(mcore.safe_types(stock=True)):
         found = read_object(store, COMMON)
         if found is None and (data := read_file(store, COMMON_FILE)) is not None:
@@ -100,6 +101,7 @@ def load_sharded_metadata(
                 found[name] = mcore.ShardedObject.empty_from_unique_key(name)
             continue
         dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+        # On the meta device: a checkpoint's tensors would not fit into one process.
         data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
         found[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
     return found
@@ -112,9 +114,11 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> b
     """
     if not checkpoint_dir:
         return False
+    # The index, not a configuration, is what makes a folder a checkpoint of ours.
     if Path(checkpoint_dir, INDEX).exists():
         return not Path(checkpoint_dir, METADATA).exists()
     config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
+    # Our configuration alone is no checkpoint: its index is gone.
     return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
 

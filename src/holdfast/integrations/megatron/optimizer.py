@@ -56,6 +56,7 @@ def sharded_state_dict(
         parts = optimizer.chained_optimizers
         if len(parts) == 1:
             return sharded_state_dict(parts[0], model_sharded_state_dict, is_loading)
+        # Before describing, as stock does: groups of the optimizers must not differ in their step.
         mcore.synchronize_steps(optimizer)
         return {
             number: sharded_state_dict(part, model_sharded_state_dict, is_loading)
@@ -88,6 +89,7 @@ def _common_part(optimizer: mcore.DistributedOptimizer) -> mcore.ByOptimizer:
     state = dict(optimizer.state_dict()) if counts else mcore.state_without_parameters(optimizer)
     left_out = ("params",) if counts else ("params", "step")
     groups = [
+        # A class in a group (an offloaded optimizer's) is a setting of this process, and is not stored.
         {key: value for key, value in group.items() if key not in left_out and not isinstance(value, type)}
         for group in state["optimizer"]["param_groups"]
     ]
@@ -104,14 +106,17 @@ def allocate(optimizer: mcore.DistributedOptimizer, is_loading: bool = True) -> 
         optimizer
     ):  # megatron-core gives it state by a step, on random gradients
         raise BadInput("An offloaded optimizer has no state before its first step: save after it.")
+    # Loading its own groups makes megatron-core allocate the state, by `torch.empty`.
     groups = optimizer.optimizer.state_dict()["param_groups"]
     _load_groups(optimizer, groups, [step_of(group) for group in groups])
     for param, start, stop in mcore.local_ranges(optimizer):
         values = mcore.parameter_state(optimizer, param)
         for key, value in values.items():
+            # Zeros, which is what a moment is before the first step.
             if key.startswith("exp_avg") and isinstance(value, torch.Tensor):
                 value.zero_()
         if not is_loading and mcore.has_master_weights(optimizer):
+            # The inner optimizer's main parameter was allocated just now: it has nothing in it yet.
             values["param"] = param.detach().view(-1)[start:stop].float()
         mcore.set_parameter_state(optimizer, param, values)  # they may be copies in another precision
 
@@ -128,6 +133,7 @@ def _load_groups(
     else:
         own = optimizer.optimizer.param_groups
         for group, step, inner in zip(made, steps, own, strict=True):
+            # As these optimizers count themselves: a group without parameters has no step.
             if step and inner["params"]:
                 group["step"] = int(step)
     mcore.ORIGINAL_LOAD(optimizer, {"optimizer": {"param_groups": made}, **more})
@@ -147,6 +153,7 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
     """
     parts = optimizer.chained_optimizers if isinstance(optimizer, mcore.ChainedOptimizer) else [optimizer]
     mine = [state] if len(parts) == 1 else [state.get(number, {}) for number in range(len(parts))]
+    # Keys are numbers and names, which can't be compared. The layout that saved may have had more optimizers.
     saved = [value for key, value in sorted(state.items(), key=str) if isinstance(key, int)]
     saved = [part for part in [state, *saved] if "optimizer" in part]
     steps = Steps(saved)  # on every rank, so that none goes on alone where others raise
@@ -177,8 +184,10 @@ def _restore(
     _load_groups(optimizer, found, [steps.of(group) for group in found], **scaler)
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
         present, loaded = mcore.parameter_state(optimizer, param), param_state.get(number, {})
+        # The load has filled the live state itself; only copies in another precision are left to be set.
         if all(_is_view(pieces, present[key]) for key, pieces in loaded.items()):
             continue
+        # megatron-core sets every key that the state has, so the present step goes back as it is.
         tensors = {key: present[key] for key in _SHARED if key in present}
         tensors |= {key: _joined(pieces, stop - start) for key, pieces in loaded.items()}
         mcore.set_parameter_state(optimizer, param, tensors)
@@ -190,6 +199,7 @@ def _restore(
 def _group(own: mcore.StateDict, groups: list[mcore.StateDict]) -> mcore.StateDict:
     """The saved parameter group that stands for one of this layout; whether it is of experts matters last."""
     keys = [key for key in own if key.removeprefix("pre_") in mcore.GROUP_KEYS]
+    # Without expert parallelism experts are in dense groups: then this alone may differ.
     for ignored in ((), ("is_expert_parallel",)):
         wanted = [key for key in keys if key not in ignored]
         for group in groups:
@@ -214,6 +224,7 @@ def _describe(
     optimizer: mcore.DistributedOptimizer, model: mcore.StateDict
 ) -> dict[int, dict[str, list[mcore.ShardedTensor]]]:
     where = {
+        # By identity: made with `keep_vars=True`, a state dict has the parameters themselves.
         id(item.data): item
         for item in mcore.nested_values(model)
         if isinstance(item, mcore.ShardedTensor | mcore.ShardedTensorFactory)
@@ -235,6 +246,7 @@ def _describe(
             for key, value in mcore.parameter_state(optimizer, param).items()
             if key not in _SHARED and isinstance(value, torch.Tensor)
         }
+        # Decided once for each parameter, not for each box of each kind of state.
         parts = [part._replace(writes=copies.writes_state(part.tensor, holders)) for part in _parts(item)]
         found[number] = {
             key: list(_pieces(parts, f"{PREFIX}.{key}", value, start, stop)) for key, value in tensors.items()
@@ -249,6 +261,7 @@ def _parts(item: mcore.ShardedTensor) -> list[_Part]:
     base, parts = item.data, []
     for built in mcore.nested_values(item.build()):
         data = built.data
+        # Only a view tells where its part lies in the flat range; a copy in another order does not.
         inside = data.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
         if not inside or not data.is_contiguous():
             raise BadInput(
@@ -285,6 +298,7 @@ def _pieces(
                 tuple(tensor.global_shape),
                 (0,) * len(tensor.global_shape),
                 None,
+                # Never shared: each element of the state is on one rank of the optimizer's group only.
                 0 if writes else 1,
                 lead,
                 tensor.allow_shape_mismatch,

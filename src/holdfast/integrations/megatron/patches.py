@@ -61,6 +61,7 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
     how = {"timeout": settings.timeout, "stall_timeout": settings.stall_timeout}
 
     def bound(name: str, **more: object) -> Make:
+        # A lambda: who takes part is asked at each call, as groups are made after install().
         return _standing_in("checkpointing", name, lambda: {**how, "participants": settings.ranks(), **more})
 
     serialization = f"{_CORE}.serialization"
@@ -110,6 +111,7 @@ def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] =
     def make(original: Function) -> Function:
         @wraps(original)
         def call(*args: object, **named: object) -> object:
+            # What the caller has given goes before what `install` was given.
             return getattr(_ours(module), name)(*args, **{**more(), **named})
 
         return call
@@ -134,8 +136,10 @@ def _opened(original: Function, settings: Settings) -> Function:
     @wraps(original)
     def initialize_model_parallel(*args: object, **named: object) -> None:
         original(*args, **named)
+        # Asked only now, after the original: without `participants=` megatron-core's new groups tell.
         if settings.ranks() is not None:
             _warm_up_some(settings)
+        # A process has one session. A framework may call this again, for groups that it makes anew.
         elif settings.session and not _sessions:
             made = Session(
                 timeout=settings.timeout,
@@ -194,8 +198,11 @@ def _describe(original: Function) -> Function:
         metadata: dict[str, object] | None = None,
         **named: object,
     ) -> object:
+        # Ours describes every save but Megatron-FSDP's. What stock saved in a form of its own needs stock's
+        # description to be loaded.
         wanted = sharding_type or (metadata or {}).get(_ours("mcore").SHARDING_TYPE)
         if wanted == "fsdp_dtensor" or (is_loading and wanted in _STOCK_OPTIMIZER_FORMATS):
+            # Only if it was given: a chain hands it on to optimizers that have no such argument.
             if sharding_type is not None:
                 named["sharding_type"] = sharding_type
             return original(self, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
@@ -236,6 +243,7 @@ def _split(name: str) -> Make:
         ) -> object:
             fsdp = import_module("holdfast.integrations.megatron_fsdp")
             if isinstance(optimizer_state_dict, dict) and "state" in optimizer_state_dict:
+                # Before the split, so that what is filled in is cut like the rest.
                 fsdp.fill_missing_states(model, optimizer_state_dict)
             return getattr(fsdp, name)(model, model_state_dict, optimizer_state_dict, *args, **named)
 

@@ -52,6 +52,7 @@ def nearest(items: Iterable[Any], names: Iterable[str], where: str, allowed: boo
                 details={"missing": [item.unique_key]},
             )
         goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
+        # By name where two are as near, so that a repeated load takes the same.
         chosen[item.unique_key] = min(
             there, key=lambda name: (_distance(goal, _relative(*there[name])), name)
         )

@@ -23,6 +23,7 @@ class Committed:
 
     def __init__(self, pending: Pending, consensus: StepConsensus) -> None:
         self.pending, self._consensus = pending, consensus
+        # Also after a failure, so that its error is raised at the same call on all ranks.
         pending.upload_completion.add_done_callback(lambda future: consensus.propose())
 
     def __call__(self) -> None:
@@ -60,6 +61,7 @@ def schedule(original: Callable[..., int]) -> Callable[..., int]:
         if ours is None:
             return original(self, async_request)
         self.call_idx += 1
+        # Nothing is started: the save is under way since the request was made.
         self.async_calls.append(_Call(self.call_idx, ours, async_request.freeze()))
         return int(self.call_idx)
 
@@ -75,9 +77,11 @@ def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
         while self.async_calls:
             save = _ours(self.async_calls[0].async_request)
             if save is None:
+                # A request of megatron-core's own is the oldest: stock finalizes it, and what follows.
                 return found + original(self, blocking, no_dist)
             if not (blocking or save.is_due(no_dist)):
                 break
+            # Taken out before: a request that raises must not be met again by the next call.
             number, _, request = self.async_calls.popleft()
             # By its folder, so that a request that failed on one rank leaves the next in step.
             with telling_apart(save.pending.path):

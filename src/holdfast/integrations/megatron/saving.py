@@ -42,12 +42,15 @@ def read_state_dict(
 
     def collect(rank: int) -> Flat:
         parts, common = _take_apart(state)
+        # Only the lowest participant's is stored; on other ranks it may hold anything.
         if rank == everyone[0]:
             _check_storable(common)
+        # Now, on the caller's thread: of a save in the background, training goes on before it is written.
         told.read(common, len(everyone))
         return Flat(to_save(parts, common, Copies(rank, everyone)))
 
     notes = {"megatron-core": mcore.VERSION}
+    # The state is read, and encoded, while the job is made; so this is long enough.
     with allowing(mcore.safe_types()):
         request = SaveRequest(
             store=store,
@@ -63,6 +66,7 @@ def read_state_dict(
 
 def _take_apart(state: State) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
     """The ShardedTensors and ShardedObjects in a state dict, and its common state."""
+    # megatron-core changes containers in place, and they are the caller's.
     copied = own_containers(state.sharded_state_dict)
     mcore.apply_factories(copied)
     _, copied = mcore.extract_nonpersistent(copied)
@@ -81,6 +85,7 @@ class _Told:
         """Of each optimizer; None where no optimizer's state is saved."""
 
     def read(self, common: mcore.StateDict, ranks: int) -> None:
+        # Not None, even if nothing has stepped: only where an optimizer is saved the notes speak of steps.
         if any(True for _ in steps.optimizers(common)):
             self._steps = steps.counted(common)
         if self._comparison is not None:
@@ -116,6 +121,7 @@ def _clean(content_metadata: Mapping[str, object], common: object) -> mcore.Stat
     """
     from torch.distributed import ProcessGroup
 
+    # Frameworks keep groups in it; no other process could use them.
     found = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
     kind = found.get(mcore.SHARDING_TYPE)
     ours = mcore.describes_optimizers() and kind is not None and kind != mcore.FSDP_DTENSOR
@@ -129,6 +135,7 @@ def _check_storable(common: Mapping[str, object]) -> None:
     try:
         objects.encode(dict(common), COMMON)
     except BadInput:
+        # Encoded as a whole first, which mostly succeeds; part by part only to name the culprit.
         for key, value in common.items():
             objects.encode(value, f"{COMMON}[{key!r}]")
         raise

@@ -42,6 +42,7 @@ class _Group:
         self.number = ranks.index(rank) if rank in ranks else None
         """This rank's replica number."""
         present = set(participants)
+        # Numbered anew among those that take part: others write nothing.
         sharing = [other for other in ranks if other in present]
         self.share = (sharing.index(rank), len(sharing)) if rank in sharing else _SOLE
         self.is_first = not self.share[0]
@@ -61,12 +62,15 @@ class Copies:
         """(index, count) of this rank among those that share the writing, None if it writes nothing of the
         tensor."""
         said = tensor.replica_id
+        # A plain number doesn't say over which ranks it counts: the main replica alone writes.
         if isinstance(said, int) or not said:
             return _SOLE if mcore.is_main_replica(said) else None
         *others, number = said
+        # A tensor- or pipeline-parallel copy.
         if any(others):
             return None
         group = self._group(tensor)
+        # Numbered over some other group, of which this rank knows nothing.
         if group.number != number:
             return _SOLE if number == 0 else None
         if _is_parameter(tensor.data):
@@ -89,6 +93,7 @@ class Copies:
         return group.ranks[0] in holders
 
     def _group(self, tensor: mcore.ShardedTensor) -> _Group:
+        # No regular grid, or an optimizer's state: whether there are other copies is not known.
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
             return self._unknown
         # An expert layer that is described alone has no prefix.
@@ -118,6 +123,7 @@ def to_save(
     for item in sharded:
         if isinstance(item, mcore.ShardedObject):
             if mcore.is_main_replica(item.replica_id):
+                # Private: no other rank saves it, so none has to be asked.
                 leaves.append(Leaf(item.unique_key, item.data, _ignore, private=True))
             continue
         replica = copies.replica(item)
@@ -147,6 +153,7 @@ def to_load(
             name = (stored_as or {}).get(item.unique_key, item.unique_key)
             leaves.append(Leaf(name, None, _into(item, stock), private=True))
             continue
+        # Allocates only where the caller has given no memory, as `load_plain_tensors` does.
         item.init_data("cpu")
         value = shard(item, (0, 1))
         leaves.append(Leaf(item.key, value, _ignore, converts=True, fits=item.allow_shape_mismatch))
@@ -161,6 +168,7 @@ def _part(
     """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made
     already."""
     data, lead = _data(tensor), tensor.prepend_axis_num
+    # What a spec is made of: of thousands of experts under one key only the first is looked at closely.
     mark = (tensor.key, data.dtype, data.device.type, tensor.global_shape, data.shape)
     if mark not in known:
         known[mark] = spec_of(tensor.key, data, tensor.global_shape), (*(1,) * lead, *data.shape)

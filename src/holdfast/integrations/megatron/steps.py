@@ -33,6 +33,7 @@ def optimizers(
     common: object, path: tuple[str, ...] = (), depth: int = 3
 ) -> Iterator[tuple[str, mcore.StateDict]]:
     """(path, state) of each optimizer whose state in a common state is fully reshardable."""
+    # Three levels are enough: the optimizer's key, and the number of one in a chain.
     if not isinstance(common, dict) or not depth:
         return
     if common.get("param_state_sharding_type") == mcore.FULLY_RESHARDABLE:
@@ -60,12 +61,14 @@ def counted(common: object) -> dict[str, float]:
     found = {
         path: max(map(step_of, groups_of(optimizer)), default=0.0) for path, optimizer in optimizers(common)
     }
+    # Step 0 says no more than no step (see above), and would only be sent.
     return {path: step for path, step in found.items() if step}
 
 
 def merge(told: Mapping[int, Mapping[str, float]], own: Mapping[str, float]) -> dict[str, float]:
     """The steps of optimizers of which this rank has none, `own` being its. Says it if ranks differ."""
     found: dict[str, tuple[int, float]] = {}
+    # In the order of ranks, so that the lowest one that knows a step says it.
     for rank, steps in sorted(told.items()):
         for path, step in steps.items():
             first, known = found.setdefault(path, (rank, step))
@@ -78,6 +81,7 @@ def merge(told: Mapping[int, Mapping[str, float]], own: Mapping[str, float]) -> 
                     rank,
                     step,
                 )
+    # What the stored common state has needs no note.
     return {path: step for path, (_, step) in found.items() if path not in own}
 
 
@@ -86,6 +90,7 @@ def complete(common: object, noted: object) -> None:
     if not isinstance(noted, dict):
         return  # an older checkpoint, or one of another kind
     for path, optimizer in optimizers(common):
+        # From here on a group without a step had none on any rank, and does not take that of the others.
         optimizer[COMPLETE] = True
         step = noted.get(path)
         if isinstance(step, int | float) and not isinstance(step, bool) and step > 0:
@@ -111,6 +116,7 @@ class Steps:
 
     def __init__(self, saved: list[mcore.StateDict]) -> None:
         groups = [group for optimizer in saved for group in groups_of(optimizer)]
+        # Without zeros: they stand for groups that were empty.
         known = sorted({step for step in map(step_of, groups) if step})
         if len(known) > 1:
             raise BadInput(
