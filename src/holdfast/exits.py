@@ -316,7 +316,7 @@ def _end(ending: _Ending) -> NoReturn:
     _flush_files()
     _say(ending.failures)
     if isinstance(uncaught(), KeyboardInterrupt):  # it is to end as the interpreter ends then
-        # By the signal, not by a code: so a shell that runs a script sees that it was Ctrl-C, and stops as well.
+        # By the signal, not by a code: so a shell that runs a script sees that it was Ctrl-C, and stops, too.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(_exit_code(ending.given, ending.failures))
