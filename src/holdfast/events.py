@@ -57,7 +57,7 @@ def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", *
         return
     event = Event(name, rank, step, path, time.time(), fields)
     log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
-    for callback in _callbacks:
+    for callback in tuple(_callbacks):  # one may unsubscribe itself
         try:
             callback(event)
         except Exception:

@@ -63,7 +63,7 @@ def async_save(
         ranks must not call.
     process_group: the same, as a group of torch.distributed.
     no_dist: this process saves alone, whether or not torch.distributed is initialised.
-    timeout: seconds from this call until the work in the background fails.
+    timeout: seconds until the work in the background fails, from the end of this thread's save before.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
     include, exclude: shell patterns of names; `model` means everything under it.
     expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:

@@ -18,7 +18,7 @@ from weakref import finalize
 
 from holdfast.background.arena import Arena
 from holdfast.background.gpu_copy import DeviceCopies
-from holdfast.background.pending import Pending
+from holdfast.background.pending import CANCELLED, Pending
 from holdfast.background.sinks import StagedSink, WaveSink, forget_copied
 from holdfast.background.stage import Into, Staged, copied_bytes, stage
 from holdfast.background.writer_client import WriterClient
@@ -207,7 +207,7 @@ class Background:
             except (CommitUnconfirmed, RosterLost, BadInput):
                 raise  # committed perhaps; nobody to agree with; wrong again the next time
             except HoldfastError as error:
-                if not left or pending.cancelled or deadline.passed():
+                if not left or pending.cancelled or CANCELLED in error.details or deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
                 deadline.clock.sleep(min(pause, deadline.left()))

@@ -151,8 +151,14 @@ class Pending:
     def failed_unseen(self) -> bool:
         """Has it ended with an error that nobody has asked for, and that is not expected?"""
         met = self.upload_completion.failure()
+        # Another rank may have cancelled it.
+        cancelled = isinstance(met, HoldfastError) and CANCELLED in met.details
         return not (
-            met is None or self.upload_completion.seen or self.cancelled is not None or self.only_warns
+            met is None
+            or self.upload_completion.seen
+            or self.cancelled is not None
+            or cancelled
+            or self.only_warns
         )
 
     def add_done_callback(self, callback: Callable[[concurrent.futures.Future[SaveReport]], object]) -> None:
@@ -169,8 +175,9 @@ class Pending:
         self.cancelled = HoldfastError(
             f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
         )
-        if self._save is not None:
-            self._save.operation.cancel.set(self.cancelled)
+        save = self._save  # its own thread may let go of it now
+        if save is not None:
+            save.operation.cancel.set(self.cancelled)
         return True
 
     @property

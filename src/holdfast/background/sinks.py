@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from holdfast.background.arena import Arena
-from holdfast.background.stage import Into, Staged, stage_wave, witnessed
+from holdfast.background.arena import ALIGN, Arena
+from holdfast.background.stage import Into, Staged, aligned_bytes, stage_wave, witnessed
 from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
@@ -63,6 +63,14 @@ class WaveSink:
         job.streams.wait()
         # Witnesses now, as the state may change once the last wave is copied.
         cuts, digests = split_files(plan, options), witnessed(table, plan)
+        # In the arena each piece begins at a multiple of 64 bytes, so waves of small tensors take more there.
+        while (most := max(aligned_bytes(table, plan, cut) for cut in cuts)) > self._budget and limit > ALIGN:
+            limit = max(limit * self._budget // (most + 1), ALIGN)
+            options = replace(options, max_file_bytes=limit)
+            finer = split_files(plan, options)
+            if len(finer) == len(cuts):
+                break  # each has one piece already
+            cuts = finer
         files: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
             self.copying = True
@@ -140,5 +148,6 @@ def forget_copied(job: SaveJob) -> None:
 def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
     """Delete what a writer that was ended left behind."""
     with suppress(HoldfastError):
-        mine = f"{attempt}-r{rank:05d}"
-        discard(store, [f"{DATA}/{name}" for name in store.list(DATA) if name.startswith(mine)])
+        mine = f"{attempt}-r{rank:05d}"  # followed by the number of a part, or by the suffix
+        found = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]
+        discard(store, [f"{DATA}/{name}" for name in found])

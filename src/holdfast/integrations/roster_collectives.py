@@ -126,7 +126,7 @@ class RosterCollectives:
         device: object = None,
         group_src: int | None = None,
     ) -> None:
-        source = _source(group, src, group_src)
+        source = self._source("broadcast_object_list", group, src, group_src)
         mine = list(object_list) if dist.get_rank() == source else []
         values = self._exchange("broadcast_object_list", group, mine)
         if values is not None:
@@ -140,7 +140,7 @@ class RosterCollectives:
         group: ProcessGroup | None = None,
         group_src: int | None = None,
     ) -> None:
-        source = _source(group, src, group_src)
+        source = self._source("scatter_object_list", group, src, group_src)
         mine = list(scatter_object_input_list or []) if dist.get_rank() == source else []
         values = self._exchange("scatter_object_list", group, mine)
         if values is not None:
@@ -185,7 +185,7 @@ class RosterCollectives:
                 f"{name} of {tensor.numel() * tensor.element_size():,} bytes on all ranks in {self.title}: "
                 f"only the participants take part, and at most {SMALL:,} bytes go over the roster."
             )
-        source = _source(None, *_sources(args, named)) if name == "broadcast" else None
+        source = self._source(name, None, *_sources(args, named)) if name == "broadcast" else None
         values = self._gathered(name, None, tensor.detach().cpu())
         assert values is not None
         # In the order of ranks, on all ranks: sums of floats are the same everywhere, bit for bit.
@@ -226,6 +226,16 @@ class RosterCollectives:
         there = {rank: _decode(found[0]) for rank, found in values.items()}
         return [there.get(rank) for rank in _members(group)]
 
+    def _source(self, kind: str, group: ProcessGroup | None, src: int | None, group_src: int | None) -> int:
+        """The rank that sends. BadInput on all ranks if it does not take part."""
+        source = _source(group, src, group_src)
+        if source not in self._ranks(group):
+            raise BadInput(
+                f"{kind} in {self.title} is to send what rank {source} has, which does not take part.",
+                hint="Make that rank one of participants=, or have another one send.",
+            )
+        return source
+
     def _ranks(self, group: object) -> tuple[int, ...]:
         if self.participants is not None and (group is None or group is dist.group.WORLD):
             return self.participants
@@ -238,7 +248,7 @@ class RosterCollectives:
         """
         ranks = self._ranks(group)
         # As with the collective: a rank outside of the group passes on.
-        if dist.get_rank() not in ranks and self.participants is None:
+        if dist.get_rank() not in ranks and ranks is not self.participants:
             return None
         mine: dict[str, Any] = {}
         try:

@@ -118,9 +118,10 @@ def _enumerations() -> tuple[Any, ...]:
 
 
 _POSITIONAL = {
-    "save": (),
+    # These take the writer or reader by position with a warning only (`_api_bc_check`).
+    "save": ("storage_writer",),
     "async_save": (),
-    "load": (),
+    "load": ("storage_reader",),
     "save_state_dict": ("storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
     "load_state_dict": ("storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
 }

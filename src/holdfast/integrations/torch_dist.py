@@ -47,6 +47,7 @@ from holdfast.store.local import open_store
 
 PER_FILE = 4 << 30
 """Bytes after which an export begins another data file."""
+CHECKED_AT_ONCE = 8 << 20
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes of the whole."""
 
@@ -76,6 +77,8 @@ class _FileMemory:
 
     def gather(self, box: Box, out: Buffer) -> None:
         view = memoryview(out).cast("B")
+        if not self._in_order(box):
+            self._check_all()
         start = contiguous_at(self._shape, box)
         if start is None:
             # A box with gaps (a column panel) takes the whole chunk: one chunk is what is held in memory.
@@ -88,6 +91,22 @@ class _FileMemory:
             self._check(at, view)
         self._moved(len(view))
 
+    def _in_order(self, box: Box) -> bool:
+        """Is a chunk being read from front to back? Panels of columns are not."""
+        start = contiguous_at(self._shape, box)
+        return start is not None and start * self._itemsize == self._next
+
+    def _check_all(self) -> None:
+        """The CRC of the whole chunk, before a part of it is read out of order."""
+        if self._next == self._member.nbytes or not self._member.whole:
+            return
+        crc = 0
+        for low in range(0, self._member.nbytes, CHECKED_AT_ONCE):
+            size = min(CHECKED_AT_ONCE, self._member.nbytes - low)
+            crc = zlib.crc32(self._reader.read(self._member.position + low, size), crc)
+        self._next = self._member.nbytes
+        self._refuse_damage(crc)
+
     def _check(self, at: int, view: memoryview) -> None:
         """The CRC over a chunk that is read from front to back."""
         # A CRC can only be carried on: parts that come in another order, or of a member that several
@@ -96,7 +115,11 @@ class _FileMemory:
             return
         self._crc, self._next = zlib.crc32(view, self._crc), at + len(view)
         # 0 stands for none: torch can be told not to compute them.
-        if self._next == self._member.nbytes and self._member.crc not in (0, self._crc):
+        if self._next == self._member.nbytes:
+            self._refuse_damage(self._crc)
+
+    def _refuse_damage(self, crc: int) -> None:
+        if self._member.crc not in (0, crc):
             raise CorruptCheckpoint(
                 f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their "
                 f"CRC-32.",

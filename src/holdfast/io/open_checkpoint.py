@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint, NotCommitted
 from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
@@ -20,6 +21,9 @@ from holdfast.format.names import INDEX, METADATA
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.absence import explain_absence
 from holdfast.store.base import NotFound, Reader, Store
+
+OPEN_FILES = 256
+"""Of a checkpoint of another format, at a time."""
 
 
 class Source(Protocol):
@@ -111,6 +115,8 @@ class TorchDist:
         self._entries = torch_dist.read_metadata(metadata, self.where)
         self._row = {entry.name: row for row, entry in enumerate(self._entries)}
         self._readers: dict[str, Reader] = {}
+        """The last that were used, the latest last."""
+        self._sizes: dict[str, int] = {}
         self.tensors = len(self._entries)
         self.bytes_read = len(metadata)
 
@@ -136,21 +142,21 @@ class TorchDist:
             chosen, [[self._locate(entry, chunk) for chunk in entry.chunks] for entry in chosen]
         )
         # The metadata does not say it; readers compare it with what they open.
-        columns.file_size = np.asarray([self._reader(name).size for name in columns.file_names], "<i8")
+        columns.file_size = np.asarray([self.size(name) for name in columns.file_names], "<i8")
         return columns
 
     def chunks(self) -> Iterator[tuple[torch_dist.Entry, torch_dist.Chunk, torch_dist.Member, Reader]]:
-        """Every chunk, where its elements lie, and the file that holds it."""
+        """Every chunk, where its elements lie, and its file, which is opened when it is read."""
         for entry in self._entries:
             for chunk in entry.chunks:
-                yield entry, chunk, self._locate(entry, chunk), self._reader(chunk.file)
+                yield entry, chunk, self._locate(entry, chunk), _OnDemand(self, chunk.file)
 
     def empty(self) -> list[torch_dist.Entry]:
         """Tensors without elements, of which nothing is stored."""
         return [entry for entry in self._entries if not entry.chunks]
 
     def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
-        if chunk.start + chunk.length > self._reader(chunk.file).size:
+        if chunk.start + chunk.length > self.size(chunk.file):
             raise CorruptCheckpoint(
                 f"{self._store.url}/{chunk.file} ends before the part of {entry.name!r} that {self.where} "
                 f"says it holds.",
@@ -160,10 +166,38 @@ class TorchDist:
             # An object is the whole archive: torch's reader gets it, once it was looked through.
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
-        read = self._reader(chunk.file).read
+        read = self.reader(chunk.file).read
         return tensor_archive.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
 
-    def _reader(self, name: str) -> Reader:
-        if name not in self._readers:
-            self._readers[name] = self._store.open(name)
-        return self._readers[name]
+    def reader(self, name: str) -> Reader:
+        """An open file."""
+        reader = self._readers.pop(name, None) or self._store.open(name)
+        # Each rank that saved has written files, and a process may have open as few as 1024.
+        if len(self._readers) >= OPEN_FILES:
+            self._readers.pop(next(iter(self._readers))).close()
+        self._readers[name] = reader
+        self._sizes[name] = reader.size
+        return reader
+
+    def size(self, name: str) -> int:
+        """Bytes of a file."""
+        if name not in self._sizes:
+            self.reader(name)
+        return self._sizes[name]
+
+
+class _OnDemand:
+    """A file of a `torch_dist` folder that may have been closed for others meanwhile."""
+
+    def __init__(self, source: TorchDist, name: str) -> None:
+        self._source, self._name = source, name
+        self.size = source.size(name)
+
+    def read(self, start: int, length: int) -> bytes:
+        return self._source.reader(self._name).read(start, length)
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        return self._source.reader(self._name).read_into(start, buffers)
+
+    def close(self) -> None:
+        """The folder closes its files."""

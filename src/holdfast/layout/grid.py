@@ -59,13 +59,20 @@ class Grid:
         object.__setattr__(self, "order", "-".join(names))
         dp = self._rest("tp x cp x pp", self.tp * self.cp * self.pp)
         edp = self._rest("etp x ep x pp", etp * self.ep * self.pp)
-        if self.pp > 1 and names[-1] != "pp" and edp != dp:
-            raise BadInput(
-                f"With order {self.order!r} dense weights and experts would have different pipeline groups "
-                f"(dp={dp}, edp={edp}); put pp last, as Megatron requires."
-            )
         object.__setattr__(self, "dense", {"tp": self.tp, "cp": self.cp, "dp": dp, "pp": self.pp})
         object.__setattr__(self, "expert", {"etp": etp, "ep": self.ep, "edp": edp, "pp": self.pp})
+        # Ranks of one pipeline are that far apart, and a rank has one pipeline for all of its weights.
+        strides = [self._stride_of_pp(axes) for axes in (DENSE, EXPERT)]
+        if self.pp > 1 and names[-1] != "pp" and (edp != dp or strides[0] != strides[1]):
+            raise BadInput(
+                f"With order {self.order!r} dense weights and experts would have different groups (dp={dp}, "
+                f"edp={edp}, pipeline stages {strides[0]} and {strides[1]} ranks apart); put pp last, as "
+                f"Megatron requires."
+            )
+
+    def _stride_of_pp(self, axes: tuple[str, ...]) -> int:
+        sizes, fast_to_slow = self._view(axes)
+        return math.prod(sizes[name] for name in fast_to_slow[: fast_to_slow.index("pp")])
 
     def _rest(self, what: str, product: int) -> int:
         if self.world % product:

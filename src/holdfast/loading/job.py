@@ -135,6 +135,8 @@ class LoadJob:
         self.names_stored = 0
         """Names in the checkpoint."""
         self.missing: list[str] = []
+        self.blank: list[torch.Tensor] = []
+        """Tensors that what is read fills in part; the rest is zero."""
         self.filled: list[int] = []
         """Leaves that were filled."""
         self.sizes: dict[int, int] = {}
@@ -248,6 +250,9 @@ class LoadJob:
         self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
         announce(wanted, [self.leaves[self.owner[row]] for row in keep])
         self.streams.wait()  # what training has queued on the GPU still reads and writes these tensors
+        with torch.no_grad():
+            for tensor in self.blank:
+                tensor.detach().zero_()
         read = read_into(
             self.store,
             wanted,
@@ -352,6 +357,7 @@ class LoadJob:
                 memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
                 spec = spec._replace(dtype=dtype)
             if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
+                self.blank.append(memory.tensor)
                 spec, box, memory = _fitted(spec, box, memory, shape)
         stored = what(kind, dtype, shape)
         if spec.kind != kind or spec.shape != shape or spec.dtype != dtype:
@@ -408,8 +414,6 @@ def _fitted(
     spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
 ) -> tuple[TensorSpec, Box, TensorMemory]:
     """The part of a shard that a stored tensor of another shape fills; the rest of it is zeroed."""
-    with torch.no_grad():
-        memory.tensor.zero_()
     nothing = Box((0,) * len(shape), (0,) * len(shape))
     # A row without elements stays: the name counts as found, and nothing is read for it.
     common = box.intersect(whole(shape)) or nothing

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-from difflib import get_close_matches
-
 import msgspec
 import numpy as np
 
@@ -17,12 +14,12 @@ from holdfast.format.objects import Json
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.raw_read import read_all
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, matches, nearest
 from holdfast.maintenance.target import Place, about, checkpoint_at, checkpoint_or_run, moment, number
 from holdfast.plan import explain as plan_explain
 from holdfast.plan.explain import Part
 from holdfast.store.base import Kind, Store
-from holdfast.store.run_folder import step_folders
+from holdfast.store.run_folder import is_only_marked, step_folders
 
 SHOWN_OBJECT = 1 << 20
 """Objects larger than this are not read for their one line."""
@@ -150,11 +147,6 @@ def _checkpoint(
     )
 
 
-def matches(name: str, pattern: str) -> bool:
-    """A shell pattern; a bare `model` means everything under it, as in `include=`."""
-    return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
-
-
 def _tensor(store: Store, index: Index, columns: Columns, rows: list[int], at: int, chunks: bool) -> Tensor:
     first = int(columns.chunk_end[at - 1]) if at else 0
     mine: Array = columns.file[first : int(columns.chunk_end[at])]
@@ -195,7 +187,7 @@ def _step(step: int, store: Store) -> RunStep:
         except HoldfastError as error:
             # A damaged step still counts as committed: `restore` tries it, too.
             return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
-    other = store.stat(METADATA) if METADATA in names else None
+    other = store.stat(METADATA) if METADATA in names and not is_only_marked(store) else None
     return RunStep(
         step, store.url, other is not None, _present_bytes(store, names), other.modified if other else None
     )
@@ -217,10 +209,10 @@ def explain(path: Place, name: str, box: str | None = None) -> Explained:
     with open_index(store) as index:
         row = index.find_one(name)
         if row < 0:
-            near = get_close_matches(name, index.names(), 1)
+            near = nearest(name, index.names())
             raise MissingTensors(
                 f"{store.url} does not hold {name!r}.",
-                hint=f"The nearest name that is there is {near[0]!r}." if near else "",
+                hint=f"The nearest name that is there is {near!r}." if near else "",
             )
         columns = index.select(np.asarray([row]))
     shape, is_object = columns.shape_of(0), int(columns.kind[0]) == OBJECT

@@ -12,7 +12,7 @@ from holdfast.errors import BadInput
 from holdfast.format.columns import ITEMSIZE, Array, pad
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.deferred_offset import DeferredOffset
-from holdfast.layout.tensor import TensorSpec
+from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
 
 Replica = tuple[int, int]
 
@@ -127,8 +127,6 @@ class RowArrays:
 
 def describe(spec: TensorSpec) -> str:
     """For messages: `float32[4, 8]`, or `an object`."""
-    from holdfast.layout.tensor import DTYPES, OBJECT
-
     if spec.kind == OBJECT:
         return "an object"
     return f"{DTYPES[spec.dtype].name}{list(spec.shape)}"
