@@ -27,6 +27,7 @@ JSON (`to_message` and `from_message`), so that all ranks raise the same one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -77,7 +78,7 @@ class HoldfastError(Exception):
         rank: int | None = None,
         missing: tuple[RankInfo, ...] = (),
         hint: str = "",
-        details: dict[str, Any] | None = None,
+        details: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -86,15 +87,15 @@ class HoldfastError(Exception):
         self.rank = rank
         self.missing = tuple(missing)
         self.hint = hint
-        self.details = dict(details or {})
+        self.details: dict[str, Any] = dict(details or {})
 
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self).plain or type(self), self.to_message()))
 
-    def to_message(self) -> dict[str, Any]:
+    def to_message(self) -> dict[str, object]:
         """The error as plain JSON values."""
         return {
             "kind": type(self).__name__,

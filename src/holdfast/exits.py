@@ -25,8 +25,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn
+from types import MemberDescriptorType, TracebackType
+from typing import NamedTuple, NoReturn
 
 from holdfast.stacks import calls_of_traceback
 
@@ -202,7 +202,7 @@ def _this_process() -> _Ending:
 class _SeenCode:
     """`SystemExit.code`, with an eye on who reads it."""
 
-    def __init__(self, member: Any) -> None:
+    def __init__(self, member: MemberDescriptorType) -> None:
         self._member = member
 
     def __get__(self, error: SystemExit | None, owner: type | None = None) -> object:
@@ -234,7 +234,7 @@ def _see_codes() -> None:
         sys.exit = _exit
 
 
-def _exit(code: Any = None, /) -> NoReturn:
+def _exit(code: object = None, /) -> NoReturn:
     """`sys.exit`."""
     raise SystemExit(code)
 

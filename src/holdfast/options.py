@@ -121,7 +121,7 @@ def read_install() -> dict[str, Any] | None:
     raise BadInput(f"{INSTALL} in the environment must be 1 or a JSON object of arguments, not {text!r}.")
 
 
-def encode_install(arguments: dict[str, Any]) -> str:
+def encode_install(arguments: Mapping[str, object]) -> str:
     """What `read_install` reads."""
     return json.dumps(arguments)
 

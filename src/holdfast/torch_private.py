@@ -3,9 +3,9 @@ each with what is done where a version of torch has it no more: the library work
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -71,10 +71,19 @@ _aborted: WeakSet[dist.ProcessGroup] = WeakSet()
 """Torch still lists them; nobody can use them."""
 
 
-def _world() -> Any:
+class _World(Protocol):
+    """What torch knows of this process's groups."""
+
+    pg_names: Mapping[dist.ProcessGroup, str]
+    pg_group_ranks: Mapping[dist.ProcessGroup, Mapping[int, int]]
+    """For each group, the rank in it of each global rank."""
+
+
+def _world() -> _World | None:
     from torch.distributed import distributed_c10d
 
-    return getattr(distributed_c10d, "_world", None)
+    world: _World | None = getattr(distributed_c10d, "_world", None)
+    return world
 
 
 def known_groups() -> list[Known]:
@@ -107,7 +116,7 @@ def devices(group: dist.ProcessGroup | None) -> list[torch.device]:
     return [torch.device("cpu")] if kinds is None else [torch.device(kind) for kind in kinds]
 
 
-def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
+def _backends(group: dist.ProcessGroup) -> Iterator[object]:
     get = getattr(group, "_get_backend", None)
     for device in devices(group):
         with suppress(RuntimeError):  # a device that this build of torch does not have

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.memory import not_waiting
 
 log = logging.getLogger("holdfast")
-_side: dict[Any, Any] = {}
+_side: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class DeviceCopies:
@@ -59,7 +58,7 @@ def _pin(arena: Arena) -> None:
     """Lock an arena's pages, so that the GPU writes into them; without, copies are slower and as right."""
     if arena.unpin is not None or not arena.size:
         return
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = arena.address, arena.size
     # torch pins memory that it has allocated; this is a mapping of ours, so the runtime is asked itself.
     status = int(runtime.cudaHostRegister(address, size, 0))

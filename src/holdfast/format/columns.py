@@ -31,7 +31,7 @@ class ColumnSpec(NamedTuple):
     """What each row of a column stands for (a letter, see `Columns`), and how it is stored."""
 
     rows: str
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     wide: bool
 
 

@@ -30,8 +30,8 @@ _numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "
 # The classes of dtypes, such as numpy.dtypes.Float64DType: before torch's unpickler gives an object its state
 # it asks whether the object's very class is allowed.
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
-Allowed = Callable[..., object]
-"""A class, or a function that a pickle may call."""
+Allowed = Callable[..., object] | tuple[Callable[..., object], str]
+"""A class, or a function that a pickle may call; or one with the name that pickles have for it."""
 _ALLOWED: list[Allowed] = [
     argparse.Namespace,
     collections.OrderedDict,

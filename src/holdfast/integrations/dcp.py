@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -165,21 +165,29 @@ def _reading(
     return SaveJob(request)
 
 
+class PlainArguments(TypedDict):
+    """What arguments of DCP come to here."""
+
+    checkpoint_id: str | os.PathLike[str] | None
+    partial: NotRequired[bool]
+    """May names that are asked for be missing? A load's only."""
+
+
 def plain_arguments(
     call: str,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage: object = None,
     planner: object = None,
     **others: object,
-) -> dict[str, Any]:
-    """What arguments of DCP come to here: the folder, and whether names that are asked for may be missing.
+) -> PlainArguments:
+    """The folder, and whether names that are asked for may be missing.
 
     call: `save`, `load` or `async_save`. storage: a storage writer or reader.
 
     Raises BadInput for objects that bring code of their own: every rank plans alone, so nothing that sees the
     plans of all can take part.
     """
-    plain: dict[str, Any] = {"checkpoint_id": checkpoint_id}
+    plain: PlainArguments = {"checkpoint_id": checkpoint_id}
     kind = "storage_reader" if call == "load" else "storage_writer"
     # By exact type: a subclass has been written to do something else.
     if type(storage) in (FileSystemWriter, FileSystemReader):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -24,11 +24,13 @@ from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file
 
 log = logging.getLogger("holdfast")
-Described = dict[str, Any]
+Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
 """What DCP says of each name."""
+Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
+"""Where DCP finds each part."""
 
 
-def stored_at(file: str, start: int, length: int) -> Any:
+def stored_at(file: str, start: int, length: int) -> filesystem._StorageInfo:
     """Where DCP finds something."""
     return filesystem._StorageInfo(file, start, length)
 
@@ -36,7 +38,7 @@ def stored_at(file: str, start: int, length: int) -> Any:
 def encode(
     described: Described,
     planned: Mapping[str, tuple[str, ...]],
-    stored: dict[dcp.MetadataIndex, Any],
+    stored: Stored,
     save_id: str | None = None,
 ) -> bytes:
     """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without
@@ -60,9 +62,9 @@ def dcp_marker(columns: Columns) -> bytes:
     Tensors of one type and shape share what is said of them, which is most of the cost.
     """
     described: Described = {}
-    stored: dict[dcp.MetadataIndex, Any] = {}
+    stored: Stored = {}
     nowhere, bytes_only = stored_at(MARKER, 0, 0), dcp.BytesStorageMetadata()
-    shared: dict[tuple[int, tuple[int, ...]], tuple[Any, torch.Size]] = {}
+    shared: dict[tuple[int, tuple[int, ...]], tuple[dcp.TensorStorageMetadata, torch.Size]] = {}
     numbers = zip(columns.names, columns.kind.tolist(), columns.dtype.tolist(), strict=True)
     for row, (name, kind, dtype) in enumerate(numbers):
         if kind == OBJECT:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
-from typing import Any
 
 from holdfast.integrations import torch_checkpoint
 from holdfast.integrations.guard import guarded
@@ -202,11 +201,11 @@ def _verl(settings: Settings) -> Iterator[Replacement]:
     them has: without it no save that runs in the background is ever finalized."""
 
     def make(_: object) -> Callable[..., object]:
-        decorator: Any = import_module("verl.single_controller.base.decorator")
+        decorator = import_module("verl.single_controller.base.decorator")
 
-        def async_calls_finalize_fn_exec(self: Any, blocking: bool = False) -> None:
+        def async_calls_finalize_fn_exec(self: object, blocking: bool = False) -> None:
             # When it is called, not when verl is imported: that may be before megatron-core is.
-            base: Any = import_module("megatron.core.dist_checkpointing.strategies.base")
+            base = import_module("megatron.core.dist_checkpointing.strategies.base")
             base.async_calls.maybe_finalize_async_calls(blocking=blocking)
 
         register = decorator.register(dispatch_mode=decorator.Dispatch.ONE_TO_ALL)

@@ -24,12 +24,12 @@ import torch
 
 from holdfast.errors import BadInput
 from holdfast.state.dtensor import CHUNKS
+from holdfast.state.live import State
 from holdfast.state.subclasses import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-State = dict[str, Any]
 Split = tuple[Sequence[str], Sequence[int]]
 """What the parts of a fused parameter are called, and the share of rows of each (in any unit)."""
 
@@ -164,9 +164,9 @@ class _Parameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         buffers = (getattr(module, "param_and_grad_buffer", None) for module in model.modules())
-        buffer: Any = next((found for found in buffers if found is not None), None)
+        buffer = next((found for found in buffers if found is not None), None)
         # The optimizer's own: on these DTensors Megatron-FSDP sets `megatron_fsdp_slice`.
-        named: Any = buffer.optimizer_named_parameters if buffer is not None else model.named_parameters()
+        named = buffer.optimizer_named_parameters if buffer is not None else model.named_parameters()
         self._named = {_bare(name): parameter for name, parameter in named}
         self._experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
         self._first = _first_expert(model)

@@ -16,12 +16,14 @@ import threading
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import wrapt
 
 log = logging.getLogger("holdfast")
 Make = Callable[[Callable[..., object]], Callable[..., object]]
 """Makes what replaces a function from that function."""
+F = TypeVar("F")
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ def _made(raw: object, make: Make) -> object:
     return new
 
 
-def original_of(function: object) -> object:
+def original_of(function: F) -> F:
     """What a function replaced, or the function itself."""
     while hasattr(function, ORIGINAL):
         function = getattr(function, ORIGINAL)

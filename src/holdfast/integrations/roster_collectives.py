@@ -11,7 +11,7 @@ import base64
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
 from holdfast.format import objects
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.operation import agree
+from holdfast.roster.base import Message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -250,14 +251,14 @@ class RosterCollectives:
         # As with the collective: a rank outside of the group passes on.
         if dist.get_rank() not in ranks and ranks is not self.participants:
             return None
-        mine: dict[str, Any] = {}
+        mine: Message = {}
         try:
             # All ranks get all values, also where one wants them: small objects, in one round.
             mine["values"] = [_encode(value) for value in values]
         except HoldfastError as error:  # the others must hear of it, too
             mine |= {"refused": error.message, "pickled": _can_be_pickled(values)}
 
-        def choose(said: dict[int, dict[str, Any]]) -> dict[str, Any]:
+        def choose(said: dict[int, Message]) -> Message:
             refused = [message for message in said.values() if "refused" in message]
             if refused:
                 # What the collective itself can't send either must not leave the others in it.

@@ -12,14 +12,18 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
-from holdfast.format.torch_objects import allowing
+from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations.guard import is_guarded, note_committed
 from holdfast.integrations.patching import Make, Replacement
 from holdfast.integrations.settings import Settings
+from holdfast.state.live import StateDict
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 log = logging.getLogger("holdfast")
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
@@ -42,9 +46,9 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 def _inside(name: str, settings: Settings) -> Make:
     """Ours in a guarded function, DCP's elsewhere and for what only it can do."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
-        def call(state_dict: Any, *args: Any, **named: Any) -> Any:
+        def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
             if not is_guarded():
                 return original(state_dict, *args, **named)
             # Here: `install` must not import torch DCP into programs that don't use it.
@@ -101,14 +105,14 @@ def _is_plain(stager: object) -> bool:
     return (kind.__module__, kind.__name__) == ("torch.distributed.checkpoint.staging", "DefaultStager")
 
 
-def _response(pending: Pending) -> Any:
+def _response(pending: Pending) -> AsyncSaveResponse:
     """What DCP returns to those who give it a stager (torchtitan looks at its type)."""
     from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
     return AsyncSaveResponse(pending.staging_completion, pending.upload_completion)  # type: ignore[arg-type]
 
 
-def _enumerations() -> tuple[Any, ...]:
+def _enumerations() -> tuple[Allowed, ...]:
     """Those of megatron-core, which its `args` hold, where it is loaded."""
     if "megatron.core" not in sys.modules:
         return ()

@@ -14,7 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -24,12 +24,12 @@ from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format import objects, torch_dist
 from holdfast.format.archive import Archive, BadArchive
-from holdfast.format.columns import Columns, unpad
+from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.limits import bounded_memory
 from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, METADATA, SHARD
-from holdfast.format.torch_objects import allowing
+from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations import dcp_metadata as metadata
-from holdfast.integrations.dcp_metadata import Described, stored_at
+from holdfast.integrations.dcp_metadata import Described, Stored, stored_at
 from holdfast.io.open_checkpoint import TorchDist, open_index, open_source, read_file
 from holdfast.io.raw_read import read_all, read_box
 from holdfast.layout.box import Box
@@ -293,7 +293,7 @@ def _export(store: Store, columns: Columns, where: str, writer: _Writer, progres
     return described
 
 
-def _safe_types() -> tuple[Any, ...]:
+def _safe_types() -> tuple[Allowed, ...]:
     """Megatron's enumerations, if it is installed; common state saved by it may have them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what megatron-core says of CUDA extensions that it does not find
@@ -309,8 +309,8 @@ class _Writer:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.written = folder, 0, 0
-        self.stored: dict[dcp.MetadataIndex, Any] = {}
-        self._file: Any = None
+        self.stored: Stored = {}
+        self._file: BinaryIO | None = None
 
     def add(self, key: dcp.MetadataIndex, archive: bytes) -> None:
         if self._file is None or self._file.tell() > PER_FILE:
@@ -337,7 +337,7 @@ def _archive(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _tensor(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _tensor(data: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -56,7 +55,7 @@ def read_all(store: Store, columns: Columns, where: str) -> bytes:
     return read_box(store, columns, whole(columns.shape_of(0)), where).tobytes()
 
 
-def read_object(store: Store, name: str) -> Any:
+def read_object(store: Store, name: str) -> object:
     """An object of a committed checkpoint by its name, or None if it has none such."""
     with open_source(store) as index:
         row = index.find_one(name)

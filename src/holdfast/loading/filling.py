@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from holdfast.errors import HoldfastError, LoadFailed
 from holdfast.io.file_reader import ReadPlan
 from holdfast.plan.shard_table import ShardTable
 from holdfast.state.flatten import Leaf
+from holdfast.state.live import Source
 from holdfast.state.memory import count_changes
 from holdfast.state.subclasses import is_sharded_tensor
 
@@ -66,7 +66,7 @@ def give_back(
     """
     for at, value in objects.items():
         leaves[at].put(value)
-    sources: dict[int, Any] = {}
+    sources: dict[int, Source | None] = {}
     # A leaf of several boxes is named several times. Sources have many leaves, and are told once, after all.
     for at in dict.fromkeys(filled):
         leaf = leaves[at]

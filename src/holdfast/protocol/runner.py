@@ -57,7 +57,7 @@ class Cancel:
             raise Cancelled("The operation was given up.")
 
 
-def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> object:
     """Drive a protocol to its end on this thread."""
     result: object = None
     error: BaseException | None = None
@@ -128,7 +128,7 @@ class _Ended:
     error: BaseException | None = None
 
 
-def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
+def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, cancel: Cancel) -> object:
     """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
     done = threading.Event()
     ended = _Ended()

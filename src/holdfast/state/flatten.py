@@ -25,7 +25,7 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
 from holdfast.plan.shard_table import Replica, ShardTable
 from holdfast.state.dtensor import add_dtensor
-from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
+from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, Source, StateDict
 from holdfast.state.memory import BytesMemory, Part
 from holdfast.state.meta import is_meta, materialize
 from holdfast.state.modules import load_module
@@ -64,7 +64,7 @@ class Leaf:
     fits: bool = False
     """A load fills what the stored shape and this tensor's have in common, and zeroes the rest: a vocabulary
     that is padded differently."""
-    source: object = None
+    source: Source | None = None
     """What is told once a load has filled it, if its container is live."""
     outer: torch.Tensor | None = None
     """The wrapper tensor that this one is a part of."""
@@ -113,7 +113,7 @@ def flatten(state: StateDict, rank: int) -> Flat:
 
 
 def _walk(
-    value: object, name: str, put: Callable[[Any], None], flat: Flat, rank: int, private: bool = False
+    value: object, name: str, put: Callable[[object], None], flat: Flat, rank: int, private: bool = False
 ) -> None:
     leaves = flat.leaves
     first = len(leaves)  # from here on they are this value's, whichever branch adds them
@@ -189,7 +189,7 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
 
 
 def _walk_tensor(
-    value: torch.Tensor, name: str, put: Callable[[Any], None], flat: Flat, private: bool
+    value: torch.Tensor, name: str, put: Callable[[object], None], flat: Flat, private: bool
 ) -> None:
     """A wrapper is walked as the tensors that it is made of, which a load fills where they lie."""
     # What a collective is still writing must not be copied.

@@ -12,7 +12,7 @@ give what was found the last time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ State: TypeAlias = dict[str, Any]
 StateDict: TypeAlias = Mapping[Any, Any]
 """A dict of the user's, or an optimizer's, to be read: its keys may be numbers, too."""
 _GONE = object()
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class Source(Protocol):
@@ -31,7 +33,7 @@ class Source(Protocol):
         ...
 
 
-def renew(target: MutableMapping[Any, Any], fresh: StateDict, last: dict[Any, Any]) -> None:
+def renew(target: MutableMapping[K, V], fresh: Mapping[K, V], last: dict[K, V]) -> None:
     """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the
     user's."""
     for key in [key for key in last if key not in fresh]:
@@ -71,7 +73,7 @@ class Rest:
         self.make: Make = make or zeros
 
 
-class OpenDict(dict[Any, Any]):
+class OpenDict(dict[Any, object]):
     """A dict that gets from a checkpoint also what it has not, of the keys that it takes."""
 
     __slots__ = ("takes",)
@@ -85,7 +87,7 @@ class OpenDict(dict[Any, Any]):
         return [("", Rest(self.update, takes=self.takes))]
 
 
-class LiveDict(dict[Any, Any]):
+class LiveDict(dict[Any, object]):
     """A dict of what `fetch` finds. `rest` says what a load may put into it beside that, and where."""
 
     __slots__ = ("_fetch", "_last", "rest", "source")
@@ -98,7 +100,7 @@ class LiveDict(dict[Any, Any]):
     ) -> None:
         super().__init__()
         self._fetch, self.source, self.rest = fetch, source, rest
-        self._last: dict[Any, Any] = {}
+        self._last: dict[Any, object] = {}
         # At once, so that it can be read before any save or load.
         self.look_again()
 
@@ -151,7 +153,7 @@ class ParameterState(LiveDict):
         self.update(loaded)
 
 
-class LiveList(list[Any]):
+class LiveList(list[object]):
     """A list of dicts, `param_groups`, of what `fetch` finds.
 
     Each gets from a checkpoint also what it has not: an optimizer may count steps there, a schedule keep a
@@ -176,8 +178,9 @@ class LiveList(list[Any]):
                 self.append({})
             if at == len(self._last):
                 self._last.append({})
-            if isinstance(self[at], dict):
-                renew(self[at], group, self._last[at])
+            mine = self[at]
+            if isinstance(mine, dict):
+                renew(mine, group, self._last[at])
 
     def settle(self) -> None:
         """As a LiveDict's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.testing.clock import ManualClock
@@ -20,7 +20,7 @@ __all__ = ["ManualClock", "RosterContract", "StoreContract"]
 
 
 # On demand: the contracts import pytest, which nobody needs for a clock.
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'holdfast.testing' has no attribute {name!r}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from holdfast.groups.audit.hazards import Hazard, hazards
 from holdfast.groups.lifecycle.state import facts
 from holdfast.protocol.call import Call, begin_call
@@ -35,7 +33,7 @@ def audit(
 
 
 def _compared(call: Call) -> list[Hazard]:
-    def differ(said: dict[int, Any]) -> list[int] | None:
+    def differ(said: dict[int, int | None]) -> list[int | None] | None:
         first = min(said)
         other = next((rank for rank in sorted(said) if said[rank] != said[first]), None)
         return None if other is None else [first, said[first], other, said[other]]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ ABORT_TIME = 5.0
 class Closing(CollectiveTask):
     """Destroy groups, the last made first; the default group at the end, if it is among them."""
 
-    def __init__(self, groups: Sequence[Any], call: Call) -> None:
+    def __init__(self, groups: Sequence[dist.ProcessGroup], call: Call) -> None:
         super().__init__("closing of process groups", "groups://close", call)
         self._groups = list(groups)
         self._device = Device()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar, overload
 
 import torch.distributed as dist
 
@@ -26,6 +26,8 @@ from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
 from holdfast.torch_private import abort, groups_made
+
+D = TypeVar("D")
 
 
 class Groups(Mapping[str, dist.ProcessGroup]):
@@ -60,7 +62,13 @@ class Groups(Mapping[str, dist.ProcessGroup]):
     def __contains__(self, name: object) -> bool:
         return name in self._known
 
-    def get(self, name: str, default: Any = None) -> Any:
+    @overload
+    def get(self, name: str) -> dist.ProcessGroup | None: ...
+
+    @overload
+    def get(self, name: str, default: D) -> dist.ProcessGroup | D: ...
+
+    def get(self, name: str, default: object = None) -> object:
         """The group, or `default` where this rank has none of that name."""
         return self._known.get(name, default)
 

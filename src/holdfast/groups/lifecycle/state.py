@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,12 +14,12 @@ from holdfast.options import all_variables
 from holdfast.torch_private import is_eager, is_open, known_groups, timeout_of
 
 # Weak, so that a group that was destroyed can go.
-warm: WeakSet[Any] = WeakSet()
+warm: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups that this process has warmed up."""
 installed: list[Callable[[], tuple[str, ...]]] = []
 """Asked for what `holdfast.install` has replaced; the integrations put it there."""
 
-opened: WeakKeyDictionary[Any, tuple[str, ...]] = WeakKeyDictionary()
+opened: WeakKeyDictionary[dist.ProcessGroup, tuple[str, ...]] = WeakKeyDictionary()
 """Groups that `open_groups` gave, with their names there. The default group, which it did not make, says so
 nowhere else."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -308,7 +307,7 @@ def chosen_operations(operations: Sequence[str] | None) -> tuple[str, ...] | Non
 
 
 def warm_up(
-    groups: Groups | Iterable[Any] | str = "all",
+    groups: Groups | Iterable[dist.ProcessGroup] | str = "all",
     *,
     operations: Sequence[str] | None = None,
     timeout: float = 300.0,

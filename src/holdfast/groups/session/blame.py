@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import traceback
 from contextlib import suppress
-from typing import Any
 
 import torch.distributed as dist
 
@@ -57,7 +56,7 @@ def innermost_call(error: BaseException | None) -> str:
 def ranks_of_collective(error: BaseException | None, world_size: int) -> list[int]:
     """The ranks of the group in whose collective an exception was raised, as many as are to be asked; of the
     world, if the collective was none of torch.distributed's functions."""
-    group: Any = None
+    group: dist.ProcessGroup | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
         # Functions of torch.distributed have their group in a parameter of that name.
         if frame.f_globals.get("__name__") == "torch.distributed.distributed_c10d":

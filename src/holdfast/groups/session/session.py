@@ -35,7 +35,7 @@ from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message
 from holdfast.run.checkpoints import Checkpoints
 from holdfast.threads import keep_spares
-from holdfast.torch_private import default_store, known_groups
+from holdfast.torch_private import Store, default_store, known_groups
 
 open_sessions: list[Session] = []
 """Sessions that have begun, and not come to their end."""
@@ -87,7 +87,7 @@ class Session:
         self._after_end, self._owns_world = after_end, owns_world
         self._pid = os.getpid()
         self._leaving: Leaving | None = None
-        self._store: Any = None
+        self._store: Store | None = None
         self._checkpoints: list[Checkpoints] = []
 
     # -- in the body ----------------------------------------------------------------------------

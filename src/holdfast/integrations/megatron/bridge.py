@@ -10,7 +10,6 @@ deadline.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.guard import guarded
@@ -32,7 +31,7 @@ class CheckpointManager:
         if not is_installed():
             install(timeout=self.timeout, stall_timeout=self.stall_timeout)
         self._config = checkpoint_config
-        self._default: Any = DefaultCheckpointManager(checkpoint_config)
+        self._default = DefaultCheckpointManager(checkpoint_config)
 
     @property
     def checkpointing_context(self) -> dict[str, object]:

@@ -55,7 +55,7 @@ def save(
     common_strategy: object = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[Any], object] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[mcore.StateDict], object] | None = None,
     content_metadata: mcore.StateDict | None = None,
     *,
     async_strategy: object = None,
@@ -68,7 +68,7 @@ def save(
     options: Options | None = None,
     roster: Roster | None = None,
     host_memory_budget: int | None = None,
-) -> Any:
+) -> mcore.AsyncRequest | None:
     """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
 
     The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and

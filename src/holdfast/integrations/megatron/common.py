@@ -15,7 +15,7 @@ import enum
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ import torch
 
 from holdfast.buffers import Buffer
 from holdfast.format.digest import digest
+
+if TYPE_CHECKING:
+    from holdfast.integrations.megatron import mcore
 
 log = logging.getLogger("holdfast")
 MOST_NODES = 1 << 20
@@ -170,12 +173,12 @@ _EMPTY = tree({}).digest
 class Comparison:
     """The comparison of a save: each rank reads and says, the committer compares."""
 
-    def __init__(self, preprocess: Callable[[object], object] | None = None) -> None:
+    def __init__(self, preprocess: Callable[[mcore.StateDict], object] | None = None) -> None:
         self._preprocess = preprocess
         self._tree: Node | None = None
         self._said = ""
 
-    def read(self, common: object, ranks: int, normalize: Callable[[object], object]) -> None:
+    def read(self, common: mcore.StateDict, ranks: int, normalize: Callable[[object], object]) -> None:
         """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to
         compare."""
         # Outside of the `try`: it is the user's, and what it raises fails the save on all ranks.

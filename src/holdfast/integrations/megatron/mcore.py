@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from holdfast.format.torch_objects import Allowed
 from holdfast.integrations.patching import original_of
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
 
 
 @functools.cache
-def safe_types(stock: bool = False) -> tuple[Any, ...]:
+def safe_types(stock: bool = False) -> tuple[Allowed, ...]:
     """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to
     look a member up.
 
@@ -120,7 +121,7 @@ def safe_types(stock: bool = False) -> tuple[Any, ...]:
 
     found = [*vars(enums).values(), *vars(transformer_enums).values()]
     kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)}
-    allowed: list[tuple[Any, str]] = [
+    allowed: list[Allowed] = [
         (functools.partial(_member, kind), f"{kind.__module__}.{kind.__qualname__}") for kind in kinds
     ]
     if stock:
@@ -138,7 +139,7 @@ def _refuse(name: str, *args: object) -> None:
     raise ValueError(f"a checkpoint may name {name}, not make one")
 
 
-def load_strategies() -> tuple[Any, Any]:
+def load_strategies() -> tuple[object, object]:
     """megatron-core's own strategies for loading what is sharded and what is not."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -188,7 +189,7 @@ def state_without_parameters(optimizer: DistributedOptimizer) -> StateDict:
     return state
 
 
-ORIGINAL_LOAD: Any = original_of(DistributedOptimizer.load_state_dict)
+ORIGINAL_LOAD = original_of(DistributedOptimizer.load_state_dict)
 """Megatron's own, also after `install()`."""
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import wraps
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 log = logging.getLogger("holdfast")
-Function = Callable[..., Any]
+Function = Callable[..., object]
 _sessions: list[Session] = []
 """The one of this process, if it has one."""
 _STOCK_OPTIMIZER_FORMATS = (
@@ -274,7 +274,7 @@ def _with_model(original: Function) -> Function:
     given it."""
 
     @wraps(original)
-    def prepare(cfg: Any, state_dict: Any, model: Any, *args: object, **named: object) -> object:
+    def prepare(cfg: object, state_dict: object, model: object, *args: object, **named: object) -> object:
         outer, _here.model = getattr(_here, "model", None), model
         try:
             return original(cfg, state_dict, model, *args, **named)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from holdfast.errors import MissingTensors
 from holdfast.format.names import SHARD
@@ -20,12 +19,14 @@ PER_RANK = ("rng_state", "rerun_state_machine_state")
 Place = tuple[int, ...]
 
 
-def is_per_rank(item: Any) -> bool:
+def is_per_rank(item: object) -> bool:
     """Is it the own object of a rank?"""
     return isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
 
 
-def nearest(items: Iterable[Any], names: Iterable[str], where: str, allowed: bool) -> dict[str, str]:
+def nearest(
+    items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
+) -> dict[str, str]:
     """For each object that the checkpoint `where` lacks, the stored name of the nearest rank's.
 
     names: all names in the checkpoint. Raises MissingTensors if that is not `allowed`.

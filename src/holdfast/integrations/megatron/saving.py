@@ -27,7 +27,7 @@ class State(NamedTuple):
     content_metadata: mcore.StateDict | None = None
     validate: bool = False
     """Compare common state between ranks, `preprocess` making of it what is compared."""
-    preprocess: Callable[[Any], object] | None = None
+    preprocess: Callable[[mcore.StateDict], object] | None = None
 
 
 def read_state_dict(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 
@@ -43,14 +42,14 @@ def optimizers(
         yield from optimizers(value, (*path, str(key)), depth - 1)
 
 
-def groups_of(optimizer: Mapping[str, Any]) -> list[mcore.StateDict]:
+def groups_of(optimizer: mcore.StateDict) -> list[mcore.StateDict]:
     """The parameter groups in an optimizer's state dict."""
     inner = optimizer.get("optimizer")
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
 
 
-def step_of(group: Mapping[str, Any]) -> float:
+def step_of(group: mcore.StateDict) -> float:
     """The step of a parameter group; 0 if it has none."""
     step = group.get("step")
     return float(step.item() if isinstance(step, torch.Tensor) else step or 0)
@@ -129,7 +128,7 @@ class Steps:
         """Of all groups that have one."""
         self._complete = all(optimizer.get(COMPLETE) for optimizer in saved)
 
-    def of(self, group: Mapping[str, Any]) -> float:
+    def of(self, group: mcore.StateDict) -> float:
         """The step for a group of this layout that has parameters, `group` being the saved one that stands
         for it."""
         return step_of(group) or (0.0 if self._complete else self.last)
