@@ -225,7 +225,7 @@ class _Job:
         for head, end in pairwise(heads):
             for low in range(int(starts[head]), int(stops[end - 1]), step):
                 length = min(step, int(stops[end - 1]) - low)
-                buffer: Buffer = None
+                buffer: Buffer | None = None
                 if target is not None and inside[head]:
                     buffer = (ctypes.c_ubyte * length).from_address(target[0] + low - target[1])
                 yield _Run(position + low, length, buffer, chunk, low)
