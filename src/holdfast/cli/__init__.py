@@ -21,7 +21,7 @@ COMMANDS = {
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
     "import": "Convert a torch DCP or megatron-core checkpoint to Holdfast.",
-    "export": "Convert a Holdfast checkpoint to one that torch DCP and megatron-core load.",
+    "export": "Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",

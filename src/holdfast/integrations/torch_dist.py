@@ -30,8 +30,9 @@ from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOL
 from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations import dcp_metadata as metadata
 from holdfast.integrations.dcp_metadata import Described, Stored, stored_at
-from holdfast.io.open_checkpoint import TorchDist, open_index, open_source, read_file
+from holdfast.io.open_checkpoint import TorchDist, open_index, open_source
 from holdfast.io.raw_read import read_all, read_box
+from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
 from holdfast.options import Options

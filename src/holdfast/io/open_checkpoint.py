@@ -1,5 +1,5 @@
-"""What can be loaded from: a committed Holdfast checkpoint, or one of torch DCP or megatron-core's
-`torch_dist`."""
+"""What can be loaded from: a committed Holdfast checkpoint, one of torch DCP or megatron-core's `torch_dist`,
+or a folder that Hugging Face's libraries wrote."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
-from holdfast.format.limits import METADATA_BYTES, OBJECT_BYTES, bounded_memory, check_size
+from holdfast.format.limits import METADATA_BYTES
 from holdfast.format.marker import is_marker
 from holdfast.format.names import INDEX, METADATA
+from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.small_files import read_file
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.absence import explain_absence
 from holdfast.store.base import NotFound, Reader, Store
@@ -80,26 +82,13 @@ def open_source(store: Store) -> Iterator[Source]:
             source = opened.enter_context(open_index(store))
         except NotCommitted:
             metadata = read_file(store, METADATA, METADATA_BYTES)
-            # The error is that of the index, which explains what is there instead.
-            if metadata is None or is_marker(metadata):
+            if metadata is not None and not is_marker(metadata):
+                source = opened.enter_context(closing(TorchDist(store, metadata)))
+            elif HuggingFaceFolder.is_one(store):
+                source = HuggingFaceFolder(store)
+            else:  # the error is that of the index, which explains what is there instead
                 raise
-            source = opened.enter_context(closing(TorchDist(store, metadata)))
         yield source
-
-
-def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
-    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit`
-    is damage."""
-    try:
-        reader = store.open(name)
-    except NotFound:
-        return None
-    where = f"{store.url}/{name}"
-    with closing(reader):
-        # Before room is made for it: a sparse file of any size costs nothing to make.
-        check_size(where, reader.size, limit)
-        with bounded_memory(where):
-            return reader.read(0, reader.size)
 
 
 class TorchDist:

@@ -38,6 +38,7 @@ from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, li
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
 from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
+from holdfast.loading.published import see_published
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
@@ -229,6 +230,7 @@ class LoadJob:
             )
 
     def _read(self, index: Source) -> None:
+        self.table, self.owner = see_published(index, self.table, self.owner, self.blank)
         self.lazy = LazyStates(
             self.store.url, self.leaves, self.owner, self.table, self.request.call.participants
         )

@@ -55,6 +55,20 @@ class TensorMemory:
             part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
 
 
+class ShiftedMemory(TensorMemory):
+    """A tensor whose elements differ from the stored ones by a number."""
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype, shift: float) -> None:
+        super().__init__(tensor, stored)
+        self.address = 0  # they are not to be read straight to where they belong
+        self._shift = shift
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        values = _wrap(data, self.stored).view(shape)[inside.slices()]
+        with torch.no_grad():
+            self.tensor.detach()[box.slices()].copy_(values.float() + self._shift)
+
+
 def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
     """A subclass may answer an index with a copy; what is written into that is lost."""
     if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():

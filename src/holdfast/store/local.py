@@ -86,9 +86,17 @@ def _open_within(path: str, root: str) -> int:
     """Open a file for reading that lies in a folder, after all links were followed."""
     real, inside = os.path.realpath(path), os.path.realpath(root)
     # By parts of the path: `/run-2/x` begins like `/run`, and does not lie in it.
-    if os.path.commonpath((real, inside)) != inside:
+    if os.path.commonpath((real, inside)) != inside and not _is_blob(real, inside):
         raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
     return os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
+
+
+def _is_blob(real: str, folder: str) -> bool:
+    """Is `folder` a snapshot in the Hugging Face cache, and the file one of its repository's? A snapshot
+    consists of links to `blobs`, which lies beside `snapshots`."""
+    snapshots, _ = os.path.split(folder)
+    repository, name = os.path.split(snapshots)
+    return name == "snapshots" and os.path.dirname(real) == os.path.join(repository, "blobs")
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:

@@ -294,7 +294,10 @@ def spec_of(config: Any, recipe: Recipe, stage: int | None) -> Any:
                 layer.submodules.self_attention.submodules.core_attention = _latent_attention()
         return block
     return get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
     )
 
 

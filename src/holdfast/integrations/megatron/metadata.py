@@ -26,8 +26,9 @@ from holdfast.format.names import (
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.megatron import mcore
-from holdfast.io.open_checkpoint import open_source, read_file
+from holdfast.io.open_checkpoint import open_source
 from holdfast.io.raw_read import read_object
+from holdfast.io.small_files import read_file
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file
 from holdfast.store.local import open_store

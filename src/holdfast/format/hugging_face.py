@@ -1,0 +1,129 @@
+"""A folder of safetensors files as the Hugging Face hub publishes models: names, shapes and places, from the
+headers alone.
+
+`model.safetensors.index.json` says which file holds which name; a model of one file has none. Nothing in
+such a folder tells digests, so its bytes are read as they are. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format.columns import ITEMSIZE, Columns, pad
+from holdfast.format.container import Entry
+from holdfast.layout.tensor import DTYPES
+
+WEIGHTS_INDEX = "model.safetensors.index.json"
+"""Which file holds which tensor."""
+WEIGHTS = "model.safetensors"
+"""The only file of a model that has no index."""
+CONFIG = "config.json"
+"""What the model is: its type and its sizes."""
+SUFFIX = ".safetensors"
+WEIGHTS_INDEX_BYTES = 256 << 20
+"""More than the index of any model: that of 100,000 tensors has 10 MB."""
+CONFIG_BYTES = 64 << 20
+BLOCK = 4 << 20
+"""Bytes that are read at once."""
+
+CODE_OF_TAG = {dtype.tag: code for code, dtype in reversed(list(enumerate(DTYPES))) if dtype.extra == 1}
+"""By safetensors' name of a dtype: its code. Those that it has no name for are stored as bytes."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    name: str
+    file: str
+    code: int
+    shape: tuple[int, ...]
+    position: int
+    """Bytes from the start of the file."""
+
+
+class _WeightMap(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_weight_map(data: bytes, where: str) -> dict[str, str]:
+    """By name: the file that holds it. A file's name that could lead out of the folder is damage."""
+    try:
+        files = msgspec.json.decode(data, type=_WeightMap).weight_map
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise CorruptCheckpoint(f"{where} can't be read: {str(error)[:200]}.") from None
+    for name in set(files.values()):
+        if not is_weights_file(name):
+            raise CorruptCheckpoint(
+                f"{where} points at {name[:200]!r}, which is no safetensors file of its folder.",
+                details={"file": name[:200]},
+            )
+    return files
+
+
+def is_weights_file(name: str) -> bool:
+    """Is it the plain name of a safetensors file? A folder, or a way out of it, is none."""
+    return name.endswith(SUFFIX) and not {"/", "\\", "\0"} & set(name) and 0 < len(name) <= 255
+
+
+def places(entries: dict[str, Entry], data_start: int, file: str, where: str) -> list[Place]:
+    """What a file's header says of its tensors, checked: each has as many bytes as its shape says."""
+    found = []
+    for name, entry in entries.items():
+        code = CODE_OF_TAG.get(entry.dtype)
+        if code is None:
+            raise CorruptCheckpoint(
+                f"{where} holds {name!r} in dtype {entry.dtype[:40]!r}, which Holdfast does not read.",
+                details={"tensor": name},
+            )
+        start, stop = entry.data_offsets
+        nbytes = int(ITEMSIZE[code])
+        for side in entry.shape:
+            nbytes *= side
+        if nbytes != stop - start or any(side < 0 for side in entry.shape):
+            raise CorruptCheckpoint(
+                f"{where} says that {name!r} has shape {list(entry.shape)} and dtype {entry.dtype}, but "
+                f"gives it {stop - start} bytes.",
+                details={"tensor": name},
+            )
+        found.append(Place(name, file, code, entry.shape, data_start + start))
+    return found
+
+
+def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
+    """Tensors as an index's columns: each is one chunk, without a digest. sizes: of the files, in bytes."""
+    files = sorted({place.file for place in chosen})
+    number = {name: at for at, name in enumerate(files)}
+    shapes = [place.shape for place in chosen]
+    dims = max(map(len, shapes), default=1) or 1
+    code = np.asarray([place.code for place in chosen], "u1")
+    shape = pad(shapes, dims, 1)
+    nbytes = np.prod(shape, axis=1) * ITEMSIZE[code]
+    count = len(chosen)
+    return Columns(
+        names=[place.name for place in chosen],
+        dtype=code,
+        kind=np.zeros(count, "u1"),
+        ndim=np.asarray([len(one) for one in shapes], "u1"),
+        shape=shape,
+        chunk_end=np.arange(1, count + 1, dtype="<i8"),
+        offset=np.zeros((count, dims), "<i8"),
+        size=shape,
+        file=np.asarray([number[place.file] for place in chosen], "<i4"),
+        position=np.asarray([place.position for place in chosen], "<i8"),
+        block=np.clip(nbytes, 1, BLOCK),
+        digest_end=np.zeros(count, "<i8"),
+        digests=np.zeros(0, "<u8"),
+        file_names=files,
+        file_size=np.asarray([sizes[name] for name in files], "<i8"),
+        file_rank=np.zeros(len(files), "<i4"),
+    )
+
+
+def weights_files(names: Iterable[str]) -> list[str]:
+    """The safetensors files among the names in a folder."""
+    return sorted(name for name in names if is_weights_file(name))

@@ -1,0 +1,10 @@
+"""Models as Hugging Face publishes them: `from holdfast import huggingface`.
+
+A published folder loads by `holdfast.load` and `holdfast.megatron.load`, in any layout. `export` makes such a
+folder of a checkpoint, `explain` says what a tensor is made of, `families` which models are known.
+"""
+
+from holdfast.integrations.huggingface.explain import explain, families
+from holdfast.integrations.huggingface.export import export_huggingface as export
+
+__all__ = ["explain", "export", "families"]

@@ -1,0 +1,413 @@
+"""Weights of a checkpoint as a folder that transformers loads.
+
+Every published tensor is put together of boxes of the checkpoint's tensors, a slab at a time. A file has its
+final name once it is whole, and the weights' index is written last: a folder that was left behind by a kill
+is none that transformers takes for a model, and a rerun goes on with what is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+
+from holdfast.errors import BadInput, CoverageError, MissingTensors
+from holdfast.format import hugging_face as hf
+from holdfast.format.container import encode_header
+from holdfast.format.index import Index
+from holdfast.io.file_reader import plan_read, read_into
+from holdfast.io.hugging_face import HuggingFaceFolder, read_config
+from holdfast.io.open_checkpoint import open_index
+from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.coverage import first_problem
+from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import ShiftedMemory, TensorMemory
+from holdfast.state.reordered import as_ours
+from holdfast.store.base import Store, replace_file, storage_errors
+from holdfast.store.local import LocalStore, open_store
+from holdfast.views.family import View, view_of
+from holdfast.views.mapping import MINUS_ONE, Segment
+
+SLAB = 128 << 20
+"""Bytes of weights that are put together at a time."""
+FILE_BYTES = 5_000_000_000
+"""Of weights in a file, as transformers shards them."""
+_NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_state")
+"""Names in a training checkpoint that are no weights of the model."""
+_CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
+"""Files that are copied from the folder that the model came from: configuration, tokenizer, code."""
+_PARTS = re.compile(r"(\d+)")
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes of the whole."""
+
+
+class _Piece(NamedTuple):
+    """A segment of one of the checkpoint's tensors."""
+
+    spec: TensorSpec
+    segment: Segment
+
+
+@dataclass
+class _Tensor:
+    """A published tensor, and what it is made of."""
+
+    name: str
+    code: int
+    shape: Dims
+    pieces: list[_Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
+
+
+class ExportReport(msgspec.Struct, frozen=True):
+    """What an export wrote."""
+
+    path: str
+    step: int | None
+    tensors: int
+    bytes_written: int
+    """Of weights, by this call; files that an earlier one had finished are not counted."""
+    files: int
+    missing: tuple[str, ...] = ()
+    """Names of the folder `like` that the checkpoint has nothing for (strict=False)."""
+
+
+def export_huggingface(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str],
+    dtype: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    strict: bool = True,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Make a folder that transformers loads, of the weights in a Holdfast checkpoint of megatron-core's.
+
+    source: a committed checkpoint; optimizer state in it is not read.
+    out: a new folder, or one that an export of the same checkpoint has left unfinished.
+    like: the folder of the published model, whose configuration, tokenizer and code are copied. If it holds
+        weights, the exported names and shapes must be those.
+    dtype: of floating-point weights, such as "bfloat16"; None: as they are stored.
+    file_bytes: of weights in a file at most.
+    strict: names in `like` that the checkpoint has nothing for are an error; else they are left out and
+        reported.
+    progress: called with the bytes done and the bytes of the whole.
+
+    Raises BadInput for arguments, an unknown family and weights that no table knows, MissingTensors and
+    CoverageError for what is not all there, NotCommitted and CorruptCheckpoint for the checkpoint,
+    StorageError.
+    """
+    if file_bytes < 1:
+        raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
+    store, base = open_store(source), open_store(like)
+    with open_index(store) as index:
+        tensors = _tensors(index, _view(base), dtype)
+        missing = _compare(tensors, base, strict)
+        files = _files(tensors, file_bytes)
+        export = _Export(
+            store, index, open_store(out), progress or _quiet, sum(one.nbytes for one in tensors)
+        )
+        export.begin(files)
+        for name, part in files:
+            export.write(name, part)
+        _carry(base, Path(os.fspath(out)))
+        export.finish(files)
+        step = index.about.get("step")
+        return ExportReport(
+            export.out.url,
+            step if isinstance(step, int) else None,
+            len(tensors),
+            export.written,
+            len(files),
+            tuple(missing),
+        )
+
+
+def _quiet(done: int, total: int) -> None:
+    pass
+
+
+def _view(base: LocalStore) -> View:
+    config = read_config(base)
+    if config is None:
+        raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
+    return view_of(config, f"{base.url}/{hf.CONFIG}")
+
+
+# -- what is to be written ------------------------------------------------------------------------
+
+
+def _tensors(index: Index, view: View, dtype: str | None) -> list[_Tensor]:
+    """The published tensors that the checkpoint's weights make up, in the natural order of their names."""
+    names = [name for name in index.names() if not _NO_WEIGHTS.match(name)]
+    columns = index.select(index.find(names))
+    unknown = [
+        name for row, name in enumerate(columns.names) if columns.kind[row] == TENSOR and not view.knows(name)
+    ]
+    if unknown:
+        raise BadInput(
+            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
+            f"for: {listed(unknown)}.",
+            hint="An adapter must be merged into the weights first; another model needs another like=.",
+            details={"unknown": unknown[:100]},
+        )
+    found: dict[str, _Tensor] = {}
+    for row, name in enumerate(columns.names):
+        if columns.kind[row] != TENSOR:
+            continue
+        spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
+        if view.is_tied and name == "output_layer.weight":
+            continue  # the published model has the embedding only
+        for segment in view.segments(name, spec.shape, whole(spec.shape)):
+            code = _code(spec.dtype, dtype)
+            tensor = found.setdefault(segment.name, _Tensor(segment.name, code, segment.published))
+            tensor.pieces.append(_Piece(spec, segment))
+    tensors = sorted(found.values(), key=lambda tensor: _natural(tensor.name))
+    for tensor in tensors:
+        _check_covered(tensor, index.where)
+    return tensors
+
+
+def _code(stored: int, dtype: str | None) -> int:
+    if dtype is None or not DTYPES[stored].name.startswith(("float", "bfloat")):
+        return stored
+    if dtype not in CODE_OF:
+        raise BadInput(f"dtype {dtype!r} is none that Holdfast writes; say bfloat16, float16 or float32.")
+    return CODE_OF[dtype]
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
+
+
+def _check_covered(tensor: _Tensor, where: str) -> None:
+    """Each element comes from exactly one place."""
+    first = tensor.pieces[0].segment
+    if any(piece.segment.whole != first.whole for piece in tensor.pieces):
+        raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
+    boxes = [piece.segment.theirs(piece.segment.box) for piece in tensor.pieces]
+    problem = first_problem(
+        np.asarray([first.whole], np.int64).reshape(1, -1),
+        np.zeros(len(boxes), np.int64),
+        np.asarray([box.offset for box in boxes], np.int64).reshape(len(boxes), -1),
+        np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), -1),
+    )
+    if problem is not None:
+        raise CoverageError(
+            f"{where} does not make up {tensor.name!r} of shape {list(tensor.shape)}: {problem.kind} from "
+            f"index {list(problem.place)} on.",
+            hint="Layers or experts are missing from the checkpoint, or like= is another model's.",
+            details={"tensor": tensor.name},
+        )
+
+
+def _compare(tensors: Sequence[_Tensor], base: LocalStore, strict: bool) -> list[str]:
+    """With the names and shapes of the folder that the model came from, if it has weights."""
+    if not HuggingFaceFolder.is_one(base):
+        return []
+    folder = HuggingFaceFolder(base)
+    wanted = {name for name in folder.names() if not name.endswith(("_scale_inv", "_scales", "_blocks"))}
+    mine = {tensor.name for tensor in tensors}
+    extra, missing = sorted(mine - set(folder.names())), sorted(wanted - mine, key=_natural)
+    quantised = any(name.endswith("_blocks") for name in folder.names())
+    if extra and not quantised:
+        near = nearest(extra[0], sorted(missing) or folder.names())
+        raise BadInput(
+            f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
+            hint=f"The nearest there is {near!r}." if near else "",
+        )
+    if missing and strict:
+        raise MissingTensors(
+            f"The checkpoint has nothing for {len(missing)} tensors of {base.url}: {listed(missing)}.",
+            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
+            details={"missing": missing[:100]},
+        )
+    for tensor in tensors:
+        place = folder.place(tensor.name)
+        if place is not None and place.shape != tensor.shape:
+            raise BadInput(
+                f"{tensor.name!r} has shape {list(place.shape)} in {base.url}, and the checkpoint's weights "
+                f"make {list(tensor.shape)} of it."
+            )
+    return missing
+
+
+def _files(tensors: Sequence[_Tensor], limit: int) -> list[tuple[str, list[_Tensor]]]:
+    """Which tensors go into which file, named as transformers does."""
+    parts: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.nbytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.nbytes
+    if len(parts) == 1:
+        return [(hf.WEIGHTS, parts[0])]
+    return [(f"model-{at:05d}-of-{len(parts):05d}.safetensors", part) for at, part in enumerate(parts, 1)]
+
+
+# -- writing --------------------------------------------------------------------------------------
+
+
+class _Export:
+    """The files of one export."""
+
+    def __init__(self, store: Store, index: Index, out: LocalStore, progress: Progress, total: int) -> None:
+        self.store, self.index, self.out = store, index, out
+        self.progress, self.total = progress, total
+        self.done = self.written = 0
+
+    def begin(self, files: Sequence[tuple[str, list[_Tensor]]]) -> None:
+        """Refuse a folder that holds anything but files of this export."""
+        ours = {name for name, _ in files}
+        with storage_errors("Making", self.out.url):
+            os.makedirs(self.out.url, exist_ok=True)
+        for name in hf.weights_files(self.out.list()):
+            if name not in ours or not self._is_finished(name, dict(files)[name]):
+                raise BadInput(
+                    f"{self.out.url} holds {name}, which is not of this export.",
+                    hint="Export into a new folder, or the one of an export that was interrupted.",
+                )
+        if hf.WEIGHTS_INDEX in self.out.list():
+            raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
+
+    def write(self, name: str, tensors: Sequence[_Tensor]) -> None:
+        """One file, unless an earlier export has finished it."""
+        header = self._header(tensors)
+        if self._is_finished(name, tensors):
+            self._advance(sum(tensor.nbytes for tensor in tensors))
+            return
+        hidden = f".{name}.partial"
+        self.out.delete(hidden)
+        file = self.out.create(hidden)
+        try:
+            file.write_at(0, [header])
+            at = len(header)
+            for buffers in self._slabs(tensors):
+                file.write_at(at, buffers)
+                size = sum(map(len, buffers))
+                at += size
+                self.written += size
+                self._advance(size)
+        except BaseException:
+            file.discard()
+            raise
+        file.finish()
+        with storage_errors("Renaming", f"{self.out.url}/{hidden}"):
+            os.replace(f"{self.out.url}/{hidden}", f"{self.out.url}/{name}")
+
+    def finish(self, files: Sequence[tuple[str, list[_Tensor]]]) -> None:
+        """The weights' index, by which the folder becomes a model; one file needs none."""
+        if len(files) == 1:
+            return
+        where = {tensor.name: name for name, tensors in files for tensor in tensors}
+        value = {"metadata": {"total_size": self.total}, "weight_map": where}
+        replace_file(self.out, hf.WEIGHTS_INDEX, msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+    def _advance(self, size: int) -> None:
+        self.done += size
+        self.progress(self.done, self.total)
+
+    def _header(self, tensors: Sequence[_Tensor]) -> bytes:
+        rows, start = [], 0
+        for tensor in tensors:
+            rows.append((tensor.name, DTYPES[tensor.code].tag, tensor.shape, start, start + tensor.nbytes))
+            start += tensor.nbytes
+        return encode_header(rows, {"format": "pt", "holdfast.source": self.index.identity})
+
+    def _is_finished(self, name: str, tensors: Sequence[_Tensor]) -> bool:
+        """Is a file there that this export would write? Its header says of which checkpoint it is."""
+        header = self._header(tensors)
+        entry = self.out.stat(name)
+        if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
+            return False
+        reader = self.out.open(name)
+        try:
+            return reader.read(0, len(header)) == header
+        finally:
+            reader.close()
+
+    def _slabs(self, tensors: Sequence[_Tensor]) -> Iterator[list[memoryview]]:
+        """The bytes of tensors one after another: several small ones at a time, or a part of a large one."""
+        batch: list[tuple[_Tensor, Box]] = []
+        size = 0
+        for tensor in tensors:
+            for part in _parts(tensor):
+                nbytes = part.volume * DTYPES[tensor.code].size
+                if batch and size + nbytes > SLAB:
+                    yield self._read(batch)
+                    batch, size = [], 0
+                batch.append((tensor, part))
+                size += nbytes
+        if batch:
+            yield self._read(batch)
+
+    def _read(self, batch: Sequence[tuple[_Tensor, Box]]) -> list[memoryview]:
+        """The parts of published tensors, put together."""
+        table = ShardTable()
+        buffers = []
+        for tensor, part in batch:
+            dtype = getattr(torch, DTYPES[tensor.code].name)
+            target = torch.empty(part.shape, dtype=dtype)
+            buffers.append(target)
+            for spec, segment in tensor.pieces:
+                # `part` cuts the first axis only, which no split concerns.
+                cut = Box(
+                    (*part.offset[:1], *(0,) * (len(segment.whole) - 1)),
+                    (*part.shape[:1], *segment.whole[1:]),
+                )
+                _add(table, spec, segment, target.view(cut.shape), cut)
+        rows = self.index.find([spec.name for spec in table.specs])
+        chosen, position = np.unique(rows, return_inverse=True)
+        columns = self.index.select(chosen)
+        plan = plan_read(table, position, columns, self.index.where)
+        read_into(self.store, table, columns, plan, 1, lambda moved: None)
+        return [target.view(-1).view(torch.uint8).numpy().data for target in buffers]
+
+
+def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
+    """What a segment gives to a part of the published tensor, whose elements are to be put into `target`."""
+    ours = segment.ours(part)
+    if ours is None:
+        return
+    theirs = segment.theirs(ours).relative_to(part.offset)
+    view = as_ours(target[theirs.slices()], segment.axes)
+    stored = getattr(torch, DTYPES[spec.dtype].name)
+    memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
+    table.add(spec, ours, (0, 1), False, memory)
+
+
+def _parts(tensor: _Tensor) -> Iterator[Box]:
+    """A tensor in parts along its first axis, each of at most `SLAB` bytes if a row is no larger."""
+    if not tensor.shape:
+        yield Box((), ())
+        return
+    rest = tensor.shape[1:]
+    row = max(tensor.nbytes // max(tensor.shape[0], 1), 1)
+    step = max(SLAB // row, 1)
+    for low in range(0, tensor.shape[0], step):
+        yield Box((low, *(0,) * len(rest)), (min(step, tensor.shape[0] - low), *rest))
+
+
+def _carry(base: LocalStore, out: Path) -> None:
+    """Configuration, tokenizer and code."""
+    with storage_errors("Copying from", base.url):
+        for name in base.list():
+            is_weights = name in (hf.WEIGHTS_INDEX,) or name.endswith(hf.SUFFIX)
+            if name.endswith(_CARRIED) and not is_weights and not name.startswith("."):
+                shutil.copyfile(Path(base.url) / name, out / name)

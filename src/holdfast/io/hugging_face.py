@@ -1,0 +1,138 @@
+"""A folder of the Hugging Face hub as something to load from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format import hugging_face as hf
+from holdfast.format.columns import ITEMSIZE, Array, Columns
+from holdfast.format.container import read_header
+from holdfast.format.digest import digest, hex_digest
+from holdfast.format.limits import bounded_memory, check_size
+from holdfast.io.small_files import read_file
+from holdfast.layout.box import Dims
+from holdfast.store.base import Store
+from holdfast.views.family import View, view_of
+
+SMALL = 1 << 30
+"""Bytes of a tensor that is read whole: scales, of which there is one for 16,384 elements."""
+
+
+class HuggingFaceFolder:
+    """A folder of safetensors files with the names of the hub. Headers are read once; a selection opens only
+    the files that its tensors lie in."""
+
+    object_prefix = b""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        data = read_file(store, hf.WEIGHTS_INDEX, hf.WEIGHTS_INDEX_BYTES)
+        self.where = f"{store.url}/{hf.WEIGHTS_INDEX if data is not None else hf.WEIGHTS}"
+        self.about: dict[str, Any] = {"step": None}
+        self.bytes_read = len(data or b"")
+        self._places: dict[str, dict[str, hf.Place]] = {}
+        """By file, once its header was read."""
+        self._sizes: dict[str, int] = {}
+        if data is not None:
+            self._files = hf.read_weight_map(data, self.where)
+        else:
+            data = self._header(hf.WEIGHTS)
+            self._files = dict.fromkeys(self._places[hf.WEIGHTS], hf.WEIGHTS)
+        self.identity = hex_digest(digest(data))
+        self._read_as: dict[str, Dims] = {}
+        self._names = sorted(self._files)
+        self._row = {name: row for row, name in enumerate(self._names)}
+        self.tensors = len(self._names)
+
+    @staticmethod
+    def is_one(store: Store) -> bool:
+        """Does the folder hold what such a folder begins with?"""
+        return any(store.stat(name) is not None for name in (hf.WEIGHTS_INDEX, hf.WEIGHTS))
+
+    def names(self) -> list[str]:
+        return list(self._names)
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return np.fromiter((self._row.get(name, -1) for name in wanted), np.int64, len(wanted))
+
+    def find_one(self, name: str) -> int:
+        return self._row.get(name, -1)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        names = self._names if rows is None else [self._names[row] for row in rows.tolist()]
+        chosen = [self._place(name) for name in names]
+        chosen = [place._replace(shape=self._read_as.get(place.name, place.shape)) for place in chosen]
+        return hf.to_columns(chosen, self._sizes)
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        """What `config.json` says; nothing if there is none."""
+        return read_config(self._store) or {}
+
+    @cached_property
+    def view(self) -> View:
+        """The model as megatron-core names and shapes it. BadInput if that is not known."""
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self._row.__contains__)
+
+    def place(self, name: str) -> hf.Place | None:
+        """Where a tensor lies, its dtype and shape; None if there is none of that name."""
+        return self._place(name) if name in self._row else None
+
+    def read_as(self, name: str, shape: Dims) -> None:
+        """Give a tensor another shape, of the same elements in the same order."""
+        self._read_as[name] = shape
+
+    def read_whole(self, name: str) -> bytes:
+        """The bytes of a small tensor."""
+        place = self._place(name)
+        nbytes = math.prod(place.shape) * int(ITEMSIZE[place.code])
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, nbytes, SMALL)
+        with closing(self._store.open(place.file)) as reader, bounded_memory(where):
+            data = reader.read(place.position, nbytes)
+        if len(data) != nbytes:
+            raise CorruptCheckpoint(f"{self._store.url}/{place.file} ends before {name!r} does.")
+        self.bytes_read += nbytes
+        return data
+
+    def _place(self, name: str) -> hf.Place:
+        file = self._files[name]
+        if file not in self._places:
+            self._header(file)
+        try:
+            return self._places[file][name]
+        except KeyError:
+            raise CorruptCheckpoint(
+                f"{self.where} says that {file} holds {name!r}, which it does not.",
+                hint="Files of two versions of the model may be mixed; copy the folder again.",
+                details={"file": file, "tensor": name},
+            ) from None
+
+    def _header(self, file: str) -> bytes:
+        """Read a file's header; returns its bytes."""
+        where = f"{self._store.url}/{file}"
+        with closing(self._store.open(file)) as reader:
+            header = read_header(reader.read, reader.size, where)
+            self._sizes[file] = reader.size
+        found = hf.places(header.entries, header.data_start, file, where)
+        self._places[file] = {place.name: place for place in found}
+        self.bytes_read += len(header.raw)
+        return header.raw
+
+
+def read_config(store: Store) -> dict[str, object] | None:
+    """What `config.json` of a folder says; None if there is none."""
+    data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
+    try:
+        return None if data is None else msgspec.json.decode(data, type=dict[str, object])
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        where = f"{store.url}/{hf.CONFIG}"
+        raise CorruptCheckpoint(f"{where} can't be read: {str(error)[:200]}.") from None

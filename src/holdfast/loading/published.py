@@ -1,0 +1,163 @@
+"""A published model, through the names and shapes that the state has.
+
+A row that the folder does not have by its own name becomes rows of what it is made of (`views`): each a box
+of a published tensor, and the part of the memory that it fills, seen with the published order of axes. So
+reading knows nothing of models, and nothing is read twice or held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.buffers import Buffer
+from holdfast.errors import MissingTensors, ShapeMismatch
+from holdfast.format.hugging_face import Place
+from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.open_checkpoint import Source
+from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.tensor import CODE_OF, DTYPES, OBJECT, TensorSpec
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import ShiftedMemory, TensorMemory
+from holdfast.state.reordered import as_published
+from holdfast.views.mapping import MINUS_ONE, Segment
+
+_QUANTISED = CODE_OF["float8_e4m3fn"]
+_SCALES = "_scale_inv"
+"""After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
+_SIDE = 128
+"""Rows and columns of a block, if the configuration does not say."""
+
+
+def see_published(
+    source: Source, table: ShardTable, owner: Sequence[int], blank: list[torch.Tensor]
+) -> tuple[ShardTable, list[int]]:
+    """The rows of a state, and who owns each, as rows of what `source` holds.
+
+    blank: gets tensors of which only a part is published, the rest being zero: a padded vocabulary.
+
+    Raises MissingTensors for a part that is not there, ShapeMismatch for one that does not fit the state.
+    """
+    if not isinstance(source, HuggingFaceFolder):
+        return table, list(owner)
+    seen, owners = ShardTable(table.rank), list[int]()
+    look = _Look(source, seen, blank)
+    for row, leaf in enumerate(owner):
+        look.add(table.specs[row], table.boxes[row], table, row)
+        owners += [leaf] * (len(seen) - len(owners))
+    return seen, owners
+
+
+@dataclass
+class _Look:
+    source: HuggingFaceFolder
+    seen: ShardTable
+    blank: list[torch.Tensor]
+
+    def add(self, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
+        memory = table.memory[row]
+        if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
+            if "_extra_state" not in spec.name:  # of a layer's kernels, which no published model has
+                self._as_it_is(table, row)
+            return
+        place = self.source.place(spec.name)
+        if place is not None and not (place.code == _QUANTISED != spec.dtype):
+            self._as_it_is(table, row)
+            return
+        if place is None and (not self.source.config or not self.source.view.knows(spec.name)):
+            self._as_it_is(table, row)  # which is missing then
+            return
+        if place is not None:
+            axes = tuple(range(len(spec.shape)))
+            segments = [Segment(whole(spec.shape), spec.name, (0,) * len(axes), axes, spec.shape)]
+        else:
+            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        if sum(segment.box.volume for segment in segments) < box.volume:
+            self.blank.append(memory.tensor)
+        for segment in segments:
+            part = segment.box.intersect(box)
+            if part is not None:
+                self._add_segment(
+                    segment, part, spec, memory.tensor.detach()[part.relative_to(box.offset).slices()]
+                )
+
+    def _as_it_is(self, table: ShardTable, row: int) -> None:
+        self.seen.add(
+            table.specs[row],
+            table.boxes[row],
+            table.replicas[row],
+            table.unsharded[row],
+            table.memory[row],
+            table.deferred[row],
+        )
+
+    def _add_segment(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> None:
+        place = self.source.place(segment.name)
+        if place is None:
+            raise MissingTensors(
+                f"{self.source.where} does not hold {segment.name!r}, of which {spec.name!r} is made.",
+                hint="A file of the model is missing, or config.json is of another one.",
+                details={"missing": [segment.name]},
+            )
+        self._check(segment, place, spec)
+        theirs = segment.theirs(part)
+        stored = getattr(torch, DTYPES[place.code].name)
+        view = as_published(target, segment.axes, len(theirs.shape))
+        memory = TensorMemory(view, stored)
+        if place.code == _QUANTISED != spec.dtype:
+            memory = _Scaled(view, stored, theirs.offset, self._scales(place), self._sides())
+        elif segment.change == MINUS_ONE:
+            memory = ShiftedMemory(view, stored, -1)
+        shape = segment.whole or place.shape
+        self.seen.add(TensorSpec(place.name, place.code, shape), theirs, (0, 1), False, memory)
+
+    def _check(self, segment: Segment, place: Place, spec: TensorSpec) -> None:
+        if segment.split:
+            self.source.read_as(place.name, segment.whole)
+        if place.shape != segment.published:
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} with shape {list(place.shape)}; {spec.name!r} "
+                f"with global shape {list(spec.shape)} needs {list(segment.published)}.",
+                hint="Build the model with the sizes of config.json.",
+                details={"tensor": spec.name},
+            )
+
+    def _scales(self, place: Place) -> torch.Tensor:
+        scales = self.source.place(place.name + _SCALES)
+        if scales is None:
+            raise MissingTensors(
+                f"{self.source.where} holds {place.name!r} in 8 bits, and no {place.name + _SCALES!r}: its "
+                f"elements mean nothing without their scales.",
+                details={"missing": [place.name + _SCALES]},
+            )
+        data = bytearray(self.source.read_whole(scales.name))
+        return (
+            torch.frombuffer(data, dtype=getattr(torch, DTYPES[scales.code].name)).view(scales.shape).float()
+        )
+
+    def _sides(self) -> Dims:
+        said = self.source.config.get("quantization_config")
+        sides = said.get("weight_block_size") if isinstance(said, dict) else None
+        return tuple(map(int, sides)) if isinstance(sides, list) and sides else (_SIDE, _SIDE)
+
+
+class _Scaled(TensorMemory):
+    """Elements in 8 bits, to be multiplied by the scale of their block."""
+
+    def __init__(
+        self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
+    ) -> None:
+        super().__init__(tensor, stored)
+        self.address = 0
+        self._origin, self._scales, self._sides = origin, scales, sides
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()].float()
+        scales = self._scales
+        for axis, side in enumerate(self._sides):
+            first = self._origin[axis] + box.offset[axis]
+            scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
+        with torch.no_grad():
+            self.tensor[box.slices()].copy_(values * scales)

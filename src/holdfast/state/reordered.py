@@ -1,0 +1,35 @@
+"""A part of a tensor with the axes of a published one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def as_published(ours: torch.Tensor, axes: Sequence[int], dims: int) -> torch.Tensor:
+    """A view of `ours`: its axes stand where `axes` says that they run along a published one. Those of length
+    1 that run along none (-1) are gone, and published axes that none runs along have length 1.
+
+    dims: how many axes the published tensor has.
+    """
+    kept = [at for at, axis in enumerate(axes) if axis >= 0]
+    view = ours.view([ours.shape[at] for at in kept]) if len(kept) < len(axes) else ours
+    view = view.permute(sorted(range(len(kept)), key=lambda at: axes[kept[at]]))
+    for axis in sorted(set(range(dims)) - set(axes)):
+        view = view.unsqueeze(axis)
+    return view
+
+
+def as_ours(published: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """The other way: a view of `published` with the axes of ours."""
+    fixed = sorted(set(range(published.ndim)) - set(axes))
+    view = published
+    for axis in reversed(fixed):
+        view = view.squeeze(axis)
+    left = [axis for axis in range(published.ndim) if axis not in fixed]
+    view = view.permute([left.index(axis) for axis in axes if axis >= 0])
+    for at, axis in enumerate(axes):
+        if axis < 0:
+            view = view.unsqueeze(at)
+    return view

@@ -1,0 +1,229 @@
+"""Families of models: which published tensors a tensor of megatron-core's is made of.
+
+A table (`families/*.toml`) has a section for each kind of layer. A section's key is our prefix, `published`
+the prefix there, and each entry a name of ours and what it is made of (`mapping.parse`). `extends` names a
+table that is read first; `within` a section whose entries are taken over, with megatron-core's
+`transformer_layer` or `mtp_model_layer` before them.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast.errors import BadInput, ShapeMismatch
+from holdfast.layout.box import Box, Dims
+from holdfast.layout.tensor import nearest
+from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse
+
+_FOLDER = files("holdfast.views") / "families"
+_NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
+_HOLES = re.compile(r"\.\{(layer|expert)\}")
+_INNER = ("transformer_layer.", "mtp_model_layer.")
+"""What megatron-core puts before a layer that predicts further tokens: 0.16, and since 0.19."""
+
+
+class _Table(msgspec.Struct):
+    about: str
+    sections: dict[str, dict[str, str]]
+    model_types: tuple[str, ...] = ()
+
+
+class _Entry(NamedTuple):
+    pattern: re.Pattern[str]
+    """Of names; a number may be missing, and is an axis of the tensor then."""
+    holes: tuple[str, ...]
+    """`layer`, `expert`: which of them the name has room for, in order."""
+    rule: Rule
+    prefix: str
+    """Of the published names."""
+
+
+class Family:
+    """One family, or several that differ in nothing that concerns us."""
+
+    def __init__(self, name: str) -> None:
+        table = _read(name)
+        self.name, self.about = name, table.about
+        self._entries: dict[str, _Entry] = {}
+        """By name without numbers."""
+        for section, rules in table.sections.items():
+            prefix = rules.get("published", "*").removesuffix("*")
+            for ours, rule in rules.items():
+                if ours not in ("published", "within"):
+                    self._add(section.removesuffix("*") + ours, rule, prefix)
+            for ours, rule in table.sections.get(rules.get("within", ""), {}).items():
+                for inner in _INNER if ours not in ("published", "within") else ():
+                    self._add(section.removesuffix("*") + inner + ours, rule, prefix)
+
+    def _add(self, ours: str, rule: str, prefix: str) -> None:
+        pattern = re.escape(_HOLES.sub(r".<\1>", ours))
+        pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
+        holes = tuple(_HOLES.findall(ours))
+        self._entries[_HOLES.sub("", ours)] = _Entry(
+            re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
+        )
+
+    def names(self) -> list[str]:
+        """Names of ours that the family has, without numbers of layers and experts."""
+        return list(self._entries)
+
+    def find(self, name: str) -> tuple[_Entry, dict[str, int], list[str]] | None:
+        """The entry of a name, the numbers in it, and the holes that are axes of the tensor instead."""
+        entry = self._entries.get(_NUMBER.sub("", name))
+        match = entry.pattern.fullmatch(name) if entry is not None else None
+        if entry is None or match is None:
+            return None
+        numbers = {hole: int(found) for hole, found in match.groupdict().items() if found is not None}
+        return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
+
+
+class View:
+    """A published model as megatron-core names and shapes it.
+
+    sizes: numbers of its configuration. is_tied: is its output the embedding?
+    has: does it have a tensor of this name? None: what its configuration says.
+    """
+
+    def __init__(
+        self, family: Family, sizes: Sizes, is_tied: bool = False, has: Callable[[str], bool] | None = None
+    ) -> None:
+        self.family, self.sizes, self.is_tied, self._has = family, sizes, is_tied, has
+
+    def knows(self, name: str) -> bool:
+        return self.family.find(name) is not None
+
+    def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
+        """What a box of the tensor `name`, of global `shape`, is made of; what no segment covers is zero."""
+        found = self.family.find(name)
+        if found is None:
+            near = nearest(_NUMBER.sub("", name), self.family.names())
+            raise BadInput(
+                f"The family {self.family.name!r} has no {name!r}.",
+                hint=f"The nearest of its names: {near}." if near else "",
+            )
+        entry, numbers, axes = found
+        lead, tail = shape[: len(axes)], shape[len(axes) :]
+        for axis, many in zip(axes, lead, strict=True):
+            self._check_number(name, axis, many, numbers)
+        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)]), lead):
+            for segment in self._of_one(entry, these, tail):
+                whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
+                part = whole.intersect(box)
+                if part is not None:
+                    yield _with_lead(segment, len(place), whole, part)
+
+    def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
+        """A model with fewer layers or experts than were published would take some of them in silence."""
+        said = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
+        if said != many and not name.startswith("mtp."):
+            raise ShapeMismatch(
+                f"{name!r} has {many} {axis}s, and the published model {said}.",
+                hint="Build the model with the sizes of config.json.",
+                details={"tensor": name},
+            )
+
+    def _of_one(self, entry: _Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+        rule = entry.rule
+        sizes = {**self.sizes, **numbers}
+        after = self.sizes.get("num_hidden_layers", 0) + numbers.get("layer", 0)
+
+        def published(name: str) -> str:
+            return (entry.prefix + name).format(**numbers, after=after)
+
+        names = [published(name) for name in rule.names]
+        if rule.otherwise and not (self._has(names[0]) if self._has is not None else not self.is_tied):
+            names = [published(rule.otherwise)]
+        return WAYS[rule.way](names, shape, sizes)
+
+
+def _each(
+    axes: list[str], numbers: dict[str, int], box: Box, lead: Dims
+) -> Iterator[tuple[Dims, dict[str, int]]]:
+    """Every layer and expert in a box of the leading axes: their indices, and all numbers."""
+    if not axes:
+        yield (), numbers
+        return
+    for first in range(box.offset[0], box.offset[0] + box.shape[0]):
+        rest = Box(box.offset[1:], box.shape[1:])
+        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest, lead[1:]):
+            yield (first, *place), these
+
+
+def _with_lead(segment: Segment, lead: int, whole: Box, part: Box) -> Segment:
+    """A segment cut to a part, with leading axes of ours that no published axis runs along."""
+    inner = Box(part.offset[lead:], part.shape[lead:])
+    start = segment.theirs(inner).offset
+    return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
+
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+"""What configurations call the number of experts of a layer."""
+
+
+def sizes_of(config: Mapping[str, object]) -> dict[str, int]:
+    """The numbers of a configuration that shapes depend on."""
+    sizes = {key: value for key, value in config.items() if type(value) is int}
+    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", 0))
+    for name in EXPERTS:
+        if name in sizes:
+            sizes.setdefault("num_experts", sizes[name])
+    return sizes
+
+
+def view_of(config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None) -> View:
+    """The view of a published model by its `config.json`. BadInput if its family is not known.
+
+    where: the file, for errors. has: does the model have a tensor of this name? None: what it says itself.
+    """
+    kind = config.get("model_type")
+    inner = config.get("text_config")
+    if kind not in families() and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
+        config, kind = inner, inner["model_type"]
+    if not isinstance(kind, str):
+        raise BadInput(
+            f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
+        )
+    return View(family_of(kind), sizes_of(config), config.get("tie_word_embeddings") is True, has)
+
+
+@cache
+def families() -> dict[str, Family]:
+    """All families, by the model types of Hugging Face's configurations that are theirs."""
+    found: dict[str, Family] = {}
+    for path in sorted(_FOLDER.iterdir(), key=lambda path: path.name):
+        if path.name.endswith(".toml"):
+            name = path.name.removesuffix(".toml")
+            for kind in _read(name).model_types:
+                found[kind] = Family(name)
+    return found
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a model type; BadInput names the nearest one if it is not known."""
+    known = families()
+    if model_type not in known:
+        near = nearest(model_type, list(known))
+        raise BadInput(
+            f"Holdfast has no table for the model type {model_type!r}."
+            + (f" The nearest that it has is {near!r}." if near else ""),
+            hint="docs/huggingface.md shows how to add one.",
+        )
+    return known[model_type]
+
+
+@cache
+def _read(name: str) -> _Table:
+    values = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    about, kinds = values.pop("about"), values.pop("model_types", ())
+    base = values.pop("extends", None)
+    sections = {key: dict(rules) for key, rules in _read(base).sections.items()} if base else {}
+    for key, rules in values.items():
+        sections[key] = {**sections.get(key, {}), **rules}
+    return _Table(about, sections, tuple(kinds))

@@ -1,0 +1,218 @@
+"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models cut
+and join them.
+
+A segment is a box of the tensor that is a box of one published tensor, up to the order of axes. A way takes
+the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. Nothing
+is computed with elements, so every way can be read backwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from holdfast.errors import BadInput
+from holdfast.layout.box import Box, Dims
+
+MINUS_ONE = "minus one"
+"""A change of elements: ours are the published ones less one."""
+Sizes = Mapping[str, int]
+"""Numbers of a model's configuration, by Hugging Face's names."""
+
+
+class Segment(NamedTuple):
+    """A box of ours, and where it lies in a published tensor."""
+
+    box: Box
+    """In our tensor."""
+    name: str
+    """Of the published tensor."""
+    start: Dims
+    """Where the box begins there."""
+    axes: tuple[int, ...]
+    """For each axis of ours the published one that it runs along, -1 for one of length 1 that runs along
+    none; along other published axes it has one index."""
+    whole: Dims = ()
+    """The shape that the published tensor must have."""
+    split: bool = False
+    """Is `whole` the published shape with its last axis cut into two?"""
+    change: str = ""
+    """What is done with elements on their way in, and undone on their way out: "" or MINUS_ONE."""
+
+    def theirs(self, part: Box) -> Box:
+        """A part of `box`, in the published tensor."""
+        shape = [1] * len(self.start)
+        offset = list(self.start)
+        for axis, low, begin, size in zip(self.axes, self.box.offset, part.offset, part.shape, strict=True):
+            if axis >= 0:
+                offset[axis] += begin - low
+                shape[axis] = size
+        return Box(tuple(offset), tuple(shape))
+
+    def ours(self, part: Box) -> Box | None:
+        """Where a part of the published tensor lies in ours, as far as it is of this segment."""
+        common = self.theirs(self.box).intersect(part)
+        if common is None:
+            return None
+        offset, shape = list(self.box.offset), [1] * len(self.axes)
+        for at, axis in enumerate(self.axes):
+            if axis >= 0:
+                offset[at] += common.offset[axis] - self.start[axis]
+                shape[at] = common.shape[axis]
+        return Box(tuple(offset), tuple(shape))
+
+    @property
+    def published(self) -> Dims:
+        """The shape of the published tensor."""
+        return (*self.whole[:-2], self.whole[-2] * self.whole[-1]) if self.split else self.whole
+
+
+Way = Callable[[Sequence[str], Dims, Sizes], list[Segment]]
+
+
+def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The published tensor itself."""
+    return (
+        [_rows(names[0], shape, (0, shape[0]), 0, shape[0])] if shape else [Segment(_POINT, names[0], (), ())]
+    )
+
+
+def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Equal parts, one below the other: gate and up."""
+    rows = _share(shape[0], len(names), names)
+    return [_rows(name, shape, (at * rows, rows), 0, rows) for at, name in enumerate(names)]
+
+
+def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """Attention by groups of queries: of each group its queries, its key, its value."""
+    groups = sizes["num_key_value_heads"]
+    heads = sizes["num_attention_heads"] // groups
+    row = _share(shape[0], groups * (heads + 2), names)
+    found, at = [], 0
+    for group in range(groups):
+        for name, many in zip(names, (heads * row, row, row), strict=True):
+            found.append(_rows(name, shape, (at, many), group * many, groups * many))
+            at += many
+    return found
+
+
+def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `grouped`, with a gate for each query: published, each head's query has its gate below it; ours, a
+    group has all its queries, then all its gates."""
+    groups = sizes["num_key_value_heads"]
+    heads = sizes["num_attention_heads"] // groups
+    row = _share(shape[0], groups * (2 * heads + 2), names)
+    queries, *others = names
+    found, at = [], 0
+    for group in range(groups):
+        for part in range(2):
+            for head in range(group * heads, (group + 1) * heads):
+                start = (2 * head + part) * row
+                found.append(_rows(queries, shape, (at, row), start, 2 * groups * heads * row))
+                at += row
+        for name in others:
+            found.append(_rows(name, shape, (at, row), group * row, groups * row))
+            at += row
+    return found
+
+
+def padded(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The vocabulary, padded at its end to a number that ranks can share."""
+    words = sizes["vocab_size"]
+    if shape[0] < words:
+        raise BadInput(
+            f"{names[0]!r} has {words} rows, and the model has only {shape[0]}.",
+            hint="Build the model with the vocabulary of config.json, padded or not.",
+        )
+    return [_rows(names[0], shape, (0, words), 0, words)]
+
+
+def lowered(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """A norm's weight, of which ours is the difference to one."""
+    return [segment._replace(change=MINUS_ONE) for segment in same(names, shape, sizes)]
+
+
+def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """One expert's part of all experts' in one tensor."""
+    whole, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
+    return [Segment(_all(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, whole)]
+
+
+def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `of_experts`, with inputs along rows."""
+    whole = (sizes["num_experts"], shape[1], shape[0])
+    return [Segment(_all(shape), names[0], (sizes["expert"], 0, 0), (2, 1), whole)]
+
+
+def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
+    columns. A bias has columns only."""
+    rows, inputs = _share(shape[0], 2, names), shape[1:]
+    found = []
+    for part in range(2):
+        box = Box((part * rows, *(0,) * len(inputs)), (rows, *inputs))
+        start = (sizes["expert"], *(0,) * len(inputs), 0, part)
+        axes = (2, 1) if inputs else (1,)
+        found.append(
+            Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
+        )
+    return found
+
+
+WAYS: dict[str, Way] = {
+    "same": same,
+    "concat": concat,
+    "grouped": grouped,
+    "gated": gated,
+    "padded": padded,
+    "lowered": lowered,
+    "of_experts": of_experts,
+    "of_experts_turned": of_experts_turned,
+    "of_experts_mixed": of_experts_mixed,
+}
+_POINT = Box((), ())
+_ENTRY = re.compile(r"(?:(?P<way>[a-z_]+)\()?(?P<names>[^()]+?)\)?")
+
+
+class Rule(NamedTuple):
+    """An entry of a table: a way, and the names that it takes, with `{layer}` and `{expert}` in them."""
+
+    way: str
+    names: tuple[str, ...]
+    otherwise: str = ""
+    """What is taken if the folder has no tensor of the first name: of a model whose output is tied."""
+
+
+def parse(entry: str, where: str) -> Rule:
+    """`name`, `way(name, name)`, each with ` or name` behind it."""
+    text, _, otherwise = entry.partition(" or ")
+    found = _ENTRY.fullmatch(text.strip())
+    way = found["way"] or "same" if found else ""
+    if found is None or way not in WAYS:
+        raise BadInput(
+            f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
+        )
+    return Rule(way, tuple(name.strip() for name in found["names"].split(",")), otherwise.strip())
+
+
+def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, whole: int) -> Segment:
+    """Rows of ours, `(first, how many)`, that are those from `start` of a published tensor of `whole` rows,
+    with all that is in them."""
+    rest, sides = (0,) * (len(shape) - 1), shape[1:]
+    first, count = ours
+    box = Box((first, *rest), (count, *sides))
+    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (whole, *sides))
+
+
+def _all(shape: Dims) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def _share(rows: int, parts: int, names: Sequence[str]) -> int:
+    if rows % parts:
+        raise BadInput(
+            f"{rows} rows can't be made of {parts} equal parts of {', '.join(names)}.",
+            hint="The configuration of the model does not fit its tensors.",
+        )
+    return rows // parts

@@ -1,0 +1,30 @@
+"""docs/huggingface.md says what the tables say."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from holdfast.huggingface import families
+from holdfast.views.mapping import WAYS
+from tests.docs.pages import table, text
+
+PAGE = "docs/huggingface.md"
+
+
+def test_the_table_of_families() -> None:
+    rows = {row[0].strip("`"): row[1] for row in table(text(PAGE), "families")}
+    assert rows == families()
+
+
+def test_the_table_of_ways() -> None:
+    rows = {row[0].strip("`"): row[1] for row in table(text(PAGE), "ways")}
+    assert rows == {name: " ".join((way.__doc__ or "").split()) for name, way in WAYS.items()}
+
+
+def test_the_example_is_a_table_of_the_package() -> None:
+    example = text(PAGE).split("```toml")[1].split("```")[0]
+    path = Path(__file__).parents[2] / "src/holdfast/views/families/mixtral.toml"
+    whole = tomllib.loads(path.read_text(encoding="utf-8"))
+    for key, value in tomllib.loads(example).items():
+        assert whole[key] == value

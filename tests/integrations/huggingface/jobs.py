@@ -1,0 +1,81 @@
+"""What ranks do with a published model; importable by spawned processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast.errors import HoldfastError
+from tests.integrations.huggingface.models import TINY, WORDS
+from tests.integrations.megatron.cpu import use_cpu
+from tests.integrations.megatron.models import LENGTH, Layout, build, config_of, describe, metadata, parallel
+
+
+def load_into(chunks: list[Any], folder: str) -> None:
+    """Through `holdfast.megatron.load`, into weights that were something else."""
+    from holdfast import megatron
+
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(7)
+    loaded = megatron.load(describe(chunks), folder, timeout=60, stall_timeout=30)
+    for number, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded[f"model{number}" if len(chunks) > 1 else "model"], strict=False)
+
+
+def logits(rank: int, name: str, folder: str) -> tuple[float, float]:
+    """The largest difference between the logits of transformers and of megatron-core, and the largest
+    logit."""
+    import transformers
+
+    use_cpu()
+    recipe = TINY[name].recipe
+    published = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with parallel(Layout()):
+        chunks = build(config_of(Layout(), recipe), Layout(), recipe)
+        load_into(chunks, folder)
+        tokens = torch.randint(0, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+        places = torch.arange(LENGTH)[None].expand(2, -1)
+        mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
+        with torch.no_grad():
+            ours = chunks[0](tokens, places, mask)[..., :WORDS]
+            theirs = published(tokens).logits
+    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def load_and_save(rank: int, name: str, folder: str, layout: Layout, out: str) -> int:
+    """Into a layout of eight ranks, and from there into a checkpoint. Returns how many bytes this rank has of
+    the model."""
+    from holdfast import megatron
+
+    use_cpu()
+    recipe = TINY[name].recipe
+    with parallel(layout):
+        chunks = build(config_of(layout, recipe), layout, recipe)
+        load_into(chunks, folder)
+        megatron.save(describe(chunks), out, content_metadata=metadata(), timeout=60, stall_timeout=30)
+        return sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+
+
+def try_to_load(rank: int, name: str, folders: list[str]) -> list[str]:
+    """What a load of each folder says."""
+    use_cpu()
+    recipe = TINY[name].recipe
+    said = []
+    with parallel(Layout()):
+        chunks = build(config_of(Layout(), recipe), Layout(), recipe)
+        for folder in folders:
+            try:
+                load_into(chunks, folder)
+                said.append("loaded")
+            except HoldfastError as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def save_some(rank: int, name: str, folder: str, out: str) -> None:
+    """A checkpoint of a published model, on one rank."""
+    load_and_save(rank, name, folder, Layout(), out)
+    assert (Path(out) / "index.safetensors").exists()

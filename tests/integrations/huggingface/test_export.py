@@ -1,0 +1,224 @@
+"""Checkpoints as folders that transformers loads: what must not be left out, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import holdfast
+import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast.cli import cli
+from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
+from holdfast.huggingface import export
+from tests.integrations.huggingface import jobs
+from tests.integrations.huggingface.models import TINY, edit_config, publish, weights
+from tests.support.processes import ProcessWorld
+
+pytest.importorskip("transformers")
+FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A published model, and a checkpoint of it."""
+    home = tmp_path_factory.mktemp("export")
+    publish(TINY["qwen3_moe"], home / "model")
+    (home / "model" / "tokenizer.json").write_text('{"words": []}')
+    with ProcessWorld(1) as world:
+        world.run(jobs.save_some, "qwen3_moe", str(home / "model"), str(home / "step"), timeout=120)
+    return home / "model", home / "step"
+
+
+def tensors_of(step: Path) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds."""
+    from holdfast.megatron import load_plain_tensors
+
+    return load_plain_tensors(step)
+
+
+def saved(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
+    holdfast.save(tensors, folder)
+    return folder
+
+
+SPOILED: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, Any]], type[HoldfastError], str]] = {
+    "experts are missing": (
+        lambda tensors: {**tensors, FC1: tensors[FC1][:, :7].contiguous()},
+        HoldfastError,
+        "has 7 experts, and the published model 8",
+    ),
+    "a layer is missing": (
+        lambda tensors: {
+            name: value[:3].contiguous() if "layers" in name else value for name, value in tensors.items()
+        },
+        HoldfastError,
+        "has 3 layers, and the published model 4",
+    ),
+    "an adapter is not merged": (
+        lambda tensors: {
+            **tensors,
+            "decoder.layers.mlp.experts.experts.linear_fc1.adapter.a.weight": torch.ones(2),
+        },
+        BadInput,
+        "An adapter must be merged",
+    ),
+    "the output is missing": (
+        lambda tensors: {name: value for name, value in tensors.items() if name != "output_layer.weight"},
+        MissingTensors,
+        "has nothing for 1 tensors .*'lm_head.weight'",
+    ),
+    "half of the experts": (
+        lambda tensors: {**tensors, FC1: tensors[FC1][:, :, :16].contiguous()},
+        BadInput,
+        r"has shape \[16, 32\] in .*, and the checkpoint's weights make \[8, 32\]",
+    ),
+    "too few words": (
+        lambda tensors: {**tensors, "output_layer.weight": tensors["output_layer.weight"][:96].contiguous()},
+        BadInput,
+        "has 100 rows, and the model has only 96",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_weights_that_are_not_all_there_are_not_exported(
+    what: str, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    spoil, kind, words = SPOILED[what]
+    other = saved(spoil(tensors_of(step)), tmp_path / "step")
+    with pytest.raises(kind, match=words):
+        export(other, tmp_path / "out", like=folder)
+    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+
+
+def test_an_expert_under_a_number_of_its_own_is_missed(model: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of a checkpoint with a name for each layer and expert."""
+    folder, step = model
+    tensors = tensors_of(step)
+    each = {
+        name.replace("layers.", f"layers.{layer}.").replace(
+            "experts.experts.", f"experts.experts.{expert}."
+        ): value[layer, expert].clone()
+        for name, value in tensors.items()
+        if ".experts." in name
+        for layer in range(4)
+        for expert in range(8)
+    }
+    others = {
+        name.replace("layers.", f"layers.{layer}."): value[layer].clone()
+        for name, value in tensors.items()
+        if "layers." in name and ".experts." not in name
+        for layer in range(4)
+    }
+    plain = {name: value for name, value in tensors.items() if "layers." not in name}
+    whole = saved({**each, **others, **plain}, tmp_path / "whole")
+    export(whole, tmp_path / "out", like=folder)
+    before, after = weights(folder), weights(tmp_path / "out")
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    gone = "decoder.layers.2.mlp.experts.experts.5.linear_fc2.weight"
+    each.pop(gone)
+    with pytest.raises(MissingTensors, match=r"'model.layers.2.mlp.experts.5.down_proj.weight'"):
+        export(saved({**each, **others, **plain}, tmp_path / "less"), tmp_path / "less out", like=folder)
+
+
+def test_an_element_from_two_places_is_refused(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    tensors = tensors_of(step)
+    twice = {**tensors, "decoder.layers.1.self_attention.linear_proj.weight": torch.ones(32, 32)}
+    with pytest.raises(CoverageError, match=r"'model.layers.1.self_attn.o_proj.weight'.*overlap"):
+        export(saved(twice, tmp_path / "step"), tmp_path / "out", like=folder)
+
+
+def test_what_is_carried_along_and_how_it_is_shaped(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    report = export(step, tmp_path / "out", like=folder, dtype="bfloat16")
+    assert report.files == 1
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    before = weights(folder)
+    for name, value in weights(tmp_path / "out").items():
+        assert torch.equal(value, before[name].bfloat16())
+    with pytest.raises(BadInput, match=r"holds model.safetensors, which is not of this export"):
+        export(step, tmp_path / "out", like=folder)
+
+
+def test_an_export_that_was_killed_goes_on_and_is_no_model_before(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, step = model
+    program = (
+        "import os, signal, sys\n"
+        "from holdfast.huggingface import export\n"
+        "limit = int(sys.argv[4])\n"
+        "def stop(done, total):\n"
+        "    if limit and done >= total * limit // 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "report = export(sys.argv[1], sys.argv[2], like=sys.argv[3], file_bytes=40_000, progress=stop)\n"
+        "print(report.files, report.bytes_written)\n"
+    )
+
+    def run(limit: int) -> subprocess.CompletedProcess[str]:
+        args = [str(step), str(tmp_path / "out"), str(folder), str(limit)]
+        return subprocess.run(
+            [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=120, check=False
+        )
+
+    for limit in (1, 2, 3, 4):
+        assert run(limit).returncode == -signal.SIGKILL
+        shutil.copytree(tmp_path / "out", tmp_path / f"left {limit}")
+        with pytest.raises(OSError, match="no file named"):
+            AutoModelForCausalLM.from_pretrained(
+                tmp_path / f"left {limit}", config=TINY["qwen3_moe"].configuration()
+            )
+    ended = run(0)
+    files, written = map(int, ended.stdout.split())
+    assert files > 4
+    assert written < 40_000  # nothing that was whole is written again
+    before, after = weights(folder), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(before)
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_the_command(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    command = ["export", "hf", str(step), str(tmp_path / "out")]
+    refused = CliRunner().invoke(cli, command)
+    assert refused.exit_code == 2
+    assert "hf needs --like" in refused.output
+    done = CliRunner().invoke(cli, [*command, "--like", str(folder), "--json"])
+    assert json.loads(done.stdout)["tensors"] == len(weights(folder))
+    assert CliRunner().invoke(cli, ["export", "torch_dist", "a", "b", "--partial"]).exit_code == 2
+
+
+def test_a_folder_of_another_model_is_refused(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    other = tmp_path / "other"
+    publish(TINY["mixtral"], other)
+    with pytest.raises(BadInput, match=r"tensors that .*other does not have: .*q_norm"):
+        export(step, tmp_path / "out", like=other)
+    shutil.copytree(folder, tmp_path / "smaller")
+    edit_config(tmp_path / "smaller", num_key_value_heads=1)
+    with pytest.raises(BadInput, match="does not fit its tensors"):
+        export(step, tmp_path / "out", like=tmp_path / "smaller")
+    with pytest.raises(BadInput, match=r"has no config.json"):
+        export(step, tmp_path / "out", like=tmp_path)

@@ -1,0 +1,103 @@
+"""Published models through megatron-core's names, in any layout, and back: against transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.errors import BadInput
+from holdfast.huggingface import explain, export, families
+from tests.integrations.huggingface import jobs
+from tests.integrations.huggingface.models import TINY, publish, weights
+from tests.integrations.megatron.models import Layout
+from tests.support.processes import ProcessWorld
+
+pytest.importorskip("transformers")
+LAYOUTS = [
+    ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
+    ("qwen3_moe", Layout(pp=2, vpp=2, ep=4)),
+    ("qwen3 tied", Layout(tp=2, pp=2)),
+    ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
+    ("glm4_moe", Layout(tp=2, ep=4, etp=1)),
+]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for name, tiny in TINY.items():
+        folders[name] = tmp_path_factory.mktemp("published") / name.replace(" ", "-")
+        publish(tiny, folders[name])
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone() -> ProcessWorld:
+    with ProcessWorld(1) as world:
+        yield world
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_logits_are_those_of_transformers(name: str, published: dict[str, Path], alone: ProcessWorld) -> None:
+    difference, largest = alone.run(jobs.logits, name, str(published[name]), timeout=120)[0]
+    assert largest > 1
+    assert difference < 1e-5 * largest
+
+
+@pytest.mark.parametrize(("name", "layout"), LAYOUTS, ids=str)
+def test_every_layout_has_the_published_bits(
+    name: str, layout: Layout, published: dict[str, Path], mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    """From the folder into eight ranks, into a checkpoint, and out again: as it was, and transformers loads
+    it."""
+    from transformers import AutoModelForCausalLM
+
+    folder = published[name]
+    mcore_world.run(jobs.load_and_save, name, str(folder), layout, str(tmp_path / "step"), timeout=120)
+    report = export(tmp_path / "step", tmp_path / "out", like=folder, file_bytes=60_000)
+    before, after = weights(folder), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert [name for name, value in before.items() if not torch.equal(value, after[name])] == []
+    assert report.tensors == len(before)
+    assert report.files > 1
+    again, missing = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(missing.values())
+    assert again.config.model_type == AutoModelForCausalLM.from_pretrained(folder).config.model_type
+
+
+@pytest.mark.parametrize("name", ["qwen3 tied", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_transformers_own_modules_are_filled(name: str, published: dict[str, Path]) -> None:
+    """Experts that transformers keeps in one tensor, and an output that is the embedding."""
+    import transformers
+
+    import holdfast
+
+    stock = transformers.AutoModelForCausalLM.from_pretrained(published[name])
+    ours = transformers.AutoModelForCausalLM.from_config(TINY[name].configuration()).float()
+    holdfast.load(ours.state_dict(), published[name])
+    for key, value in stock.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[key]), key
+
+
+def test_what_a_tensor_is_made_of_is_explained() -> None:
+    said = explain("qwen3_moe", "decoder.layers.0.mlp.experts.experts.5.linear_fc1.weight")
+    assert (
+        "model.layers.0.mlp.experts.5.gate_proj.weight, model.layers.0.mlp.experts.5.up_proj.weight" in said
+    )
+    assert "one below the other" in said
+    assert "if the model has no such tensor" in explain("qwen3", "output_layer.weight")
+    assert explain("mixtral", "decoder.layers.mlp.router.weight").endswith(
+        "is model.layers.{layer}.block_sparse_moe.gate.weight"
+    )
+
+
+def test_what_no_table_has_is_told_with_the_nearest() -> None:
+    with pytest.raises(BadInput, match=r"no table for the model type 'qwen3_mo'. The nearest .* 'qwen3_moe'"):
+        explain("qwen3_mo", "output_layer.weight")
+    with pytest.raises(
+        BadInput, match=r"has no 'output_layer.weights'. The nearest is 'output_layer.weight'"
+    ):
+        explain("qwen3", "output_layer.weights")
+    assert len(families()) >= 12
