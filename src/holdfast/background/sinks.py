@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from holdfast.background.arena import ALIGN, Arena
+from holdfast.background.arena import Arena
 from holdfast.background.stage import Into, Staged, aligned_bytes, stage_wave, witnessed
 from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
@@ -64,13 +64,13 @@ class WaveSink:
         # Witnesses now, as the state may change once the last wave is copied.
         cuts, digests = split_files(plan, options), witnessed(table, plan)
         # In the arena each piece begins at a multiple of 64 bytes, so waves of small tensors take more there.
-        while (most := max(aligned_bytes(table, plan, cut) for cut in cuts)) > self._budget and limit > ALIGN:
-            limit = max(limit * self._budget // (most + 1), ALIGN)
-            options = replace(options, max_file_bytes=limit)
-            finer = split_files(plan, options)
-            if len(finer) == len(cuts):
-                break  # each has one piece already
-            cuts = finer
+        while large := [
+            cut for cut in cuts if cut[1] - cut[0] > 1 and aligned_bytes(plan, cut) > self._budget
+        ]:
+            # Below what such a wave holds, so that it is cut, and by an eighth, so that this ends soon.
+            held = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
+            options = replace(options, max_file_bytes=held * 7 // 8)
+            cuts = split_files(plan, options)
         files: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
             self.copying = True

@@ -71,9 +71,9 @@ def copied_bytes(table: ShardTable, options: Options) -> int:
     return _copies(table, plan, 0, len(plan.chunks.row))[1]
 
 
-def aligned_bytes(table: ShardTable, plan: SavePlan, cut: tuple[int, int]) -> int:
+def aligned_bytes(plan: SavePlan, cut: tuple[int, int]) -> int:
     """How many bytes some of a plan's chunks take of an arena."""
-    return _copies(table, plan, *cut)[1]
+    return int((-(-plan.chunks.nbytes[slice(*cut)] // ALIGN) * ALIGN).sum())
 
 
 def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: Arena, into: Into) -> Staged:
