@@ -348,6 +348,25 @@ def test_who_unsubscribed_is_told_no_more() -> None:
     assert [(event.name, event.rank, event.fields) for event in found] == [("test.one", 2, {"x": 1})]
 
 
+def test_who_unsubscribes_when_told_takes_nothing_from_the_next() -> None:
+    once: list[str] = []
+    always: list[str] = []
+
+    def only_the_first(event: events.Event) -> None:
+        once.append(event.name)
+        stop_once()
+
+    stop_once = events.subscribe(only_the_first)
+    stop_always = events.subscribe(lambda event: always.append(event.name))
+    try:
+        events.emit("test.one")
+        events.emit("test.two")
+    finally:
+        stop_always()
+    assert once == ["test.one"]
+    assert always == ["test.one", "test.two"]
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [(ValueError("no\nstack"), "no"), (MemoryError(), "MemoryError"), (RuntimeError(""), "RuntimeError")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import holdfast
+from holdfast.errors import MissingTensors
 from holdfast.format.digest import digest, hex_digest
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.raw_read import read_box
@@ -119,6 +122,27 @@ def test_a_name_that_is_not_there_names_the_nearest(kept: Path, run: Run) -> Non
     result = run("explain", kept, "layer0.wieght")
     assert result.exit_code == 2
     assert "The nearest name that is there is 'layer0.weight'" in result.stderr
+
+
+def test_the_nearest_of_many_names_is_found_among_a_few_thousand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To compare with each name takes seconds where there are 100,000."""
+    state = {f"{number}": {"bias": 0, "weight": 0} for number in range(2500)}
+    holdfast.save(state, tmp_path / "a", no_dist=True)
+    compared: list[str] = []
+    really_set = difflib.SequenceMatcher.set_seq1
+
+    def noted(self: Any, name: str) -> None:
+        compared.append(name)
+        really_set(self, name)
+
+    monkeypatch.setattr(difflib.SequenceMatcher, "set_seq1", noted)
+    with pytest.raises(MissingTensors) as caught:
+        explain(tmp_path / "a", "x1234.weight")
+    assert caught.value.hint == "The nearest name that is there is '1234.weight'."
+    assert 0 < len(compared) < 2500
+    assert not any(name.endswith("bias") for name in compared)
 
 
 def test_boxes_are_read_as_people_write_them() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from holdfast import dcp
 from tests.cli.conftest import Run, data_files, flip
 
 Json = Callable[..., tuple[Any, int]]
@@ -157,3 +159,13 @@ def test_inspect_of_a_run(steps: Path, run: Run, run_json: Json) -> None:
     shown = run("inspect", steps).stdout
     assert "not committed" in shown
     assert "damaged: " in shown
+
+
+def test_inspect_of_a_run_does_not_take_a_marker_for_a_checkpoint(tmp_path: Path, run_json: Json) -> None:
+    for step in (3, 12):
+        dcp.save({"w": torch.zeros(3)}, checkpoint_id=tmp_path / f"step-{step:08d}")
+    (tmp_path / "step-00000012" / "index.safetensors").unlink()
+    found, code = run_json("inspect", tmp_path)
+    assert code == 0
+    listed = [(step["step"], step["committed"], step["created"] is None) for step in found["steps"]]
+    assert listed == [(3, True, False), (12, False, True)]

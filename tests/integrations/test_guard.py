@@ -185,6 +185,56 @@ def test_after_a_commit_a_framework_comes_to_its_end(mcore_world: ProcessWorld, 
         assert "Nothing was committed" not in said
 
 
+def outsider_job(rank: int) -> tuple[list[str], list[Any]]:
+    """Ranks 0 and 1 take part: what they get of calls that are to send what rank 2 has, and of one after."""
+    import holdfast
+
+    if rank == 2:
+        return [], []
+    calls: list[Callable[[], object]] = [
+        lambda: dist.broadcast_object_list([None], src=2),
+        lambda: dist.scatter_object_list([None], src=2),
+        lambda: dist.broadcast(torch.zeros(1), src=2),
+        lambda: dist.broadcast(torch.zeros(1), group_src=2),
+    ]
+    said, everyone = [], [None] * 3
+    with holdfast.guarded("a save of two", timeout=60, stall_timeout=30.0, participants=range(2)):
+        for call in calls:
+            try:
+                call()
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+        dist.all_gather_object(everyone, rank)
+    return said, everyone
+
+
+def test_a_sender_that_does_not_take_part_is_named() -> None:
+    with ProcessWorld(3) as world:
+        for said, everyone in world.run(outsider_job)[:2]:
+            names = ["broadcast_object_list", "scatter_object_list", "broadcast", "broadcast"]
+            for told, name in zip(said, names, strict=True):
+                assert told.startswith(f"BadInput: {name} in a save of two is to send what rank 2 has")
+            assert everyone == [0, 1, None]
+
+
+def barrier_of_others_job(rank: int) -> str:
+    """Rank 0 calls a barrier of ranks 1 and 2, as a collective lets it, where two ranks take part."""
+    import holdfast
+
+    others = dist.new_group([1, 2])
+    if rank < 2:
+        with holdfast.guarded("a save of two", timeout=60, stall_timeout=30.0, participants=range(2)):
+            if rank == 0:
+                dist.barrier(group=others)
+            dist.barrier()
+    return "passed"
+
+
+def test_a_barrier_of_others_is_nothing_where_some_take_part() -> None:
+    with ProcessWorld(3) as world:
+        assert world.run(barrier_of_others_job) == ["passed"] * 3
+
+
 class Numbered:
     """A framework whose save waits twice; rank 3 leaves the first save in the middle, rank 5 skips it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
+from holdfast.integrations.torch_dist import import_torch_dist
+from holdfast.io import open_checkpoint
+from holdfast.maintenance.inspect import explain
+from holdfast.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 
@@ -143,3 +148,57 @@ def test_garbage_metadata_is_told(folder: Path) -> None:
         (folder / ".metadata").write_bytes(bad)
         with pytest.raises(CorruptCheckpoint, match="metadata of a torch_dist checkpoint"):
             holdfast.load(empty(), folder)
+
+
+def test_an_import_into_panels_checks_every_byte(tmp_path: Path) -> None:
+    wide = torch.arange(512 * 512, dtype=torch.float32).view(512, 512)
+    panels = holdfast.Options(columns=("*",))
+    dcp.save({"wide": wide}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    import_torch_dist(tmp_path / "dcp", tmp_path / "good", options=panels)
+    assert len(explain(tmp_path / "good", "wide").parts) > 1, "it is cut"
+    found = {"wide": torch.zeros(512, 512)}
+    holdfast.load(found, tmp_path / "good")
+    assert torch.equal(found["wide"], wide)
+
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    content = bytearray(data.read_bytes())
+    content[content.index(wide[300, 400:410].numpy().tobytes())] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match="'wide' is damaged in the checkpoint to be imported"):
+        import_torch_dist(tmp_path / "dcp", tmp_path / "bad", options=panels)
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["loaded", "imported"])
+def test_more_files_than_may_be_open(imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, most = tmp_path / "dcp", 2
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    assert len(list(folder.glob("*.distcp"))) > 3 * most
+    open_now: list[int] = []
+    really_open = LocalStore.open
+
+    def counted(self: LocalStore, path: str) -> Any:
+        reader = really_open(self, path)
+        open_now.append(open_data_files(folder))
+        return reader
+
+    monkeypatch.setattr(open_checkpoint, "OPEN_FILES", most)
+    monkeypatch.setattr(LocalStore, "open", counted)
+    found = empty()
+    if imported:
+        import_torch_dist(folder, tmp_path / "new")
+        holdfast.load(found, tmp_path / "new")
+    else:
+        holdfast.load(found, folder)
+    assert same(found, state())
+    assert max(open_now) == most + 1, "one more until another is closed for it"
+
+
+def open_data_files(folder: Path) -> int:
+    """How many descriptors of this process are of data files in a folder."""
+    found = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing itself
+            path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+            found += path.parent == folder and path.suffix == ".distcp"
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -14,9 +15,17 @@ import torch
 import holdfast
 from holdfast.deadline import Deadline
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
-from holdfast.protocol.effects import Context
+from holdfast.protocol.core import save_steps
+from holdfast.protocol.effects import Context, Get
+from holdfast.protocol.liveness import QUOTED, PeerMonitor
+from holdfast.protocol.messages import Final
 from holdfast.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
+from holdfast.protocol.runner import Cancel, perform
 from holdfast.roster.memory import Board, MemoryRoster
+from holdfast.roster.presence import Presence
+from tests.support.faults import Faults
+from tests.support.simulate import SimulatedClock, World
+from tests.support.simulated_work import SimulatedSave
 from tests.support.waiting import SLACK, wait_for_threads
 
 
@@ -224,3 +233,43 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
         assert not isinstance(error, StorageError)
         assert "rank 1 wrote" in str(error)
         assert "one shared file system" in str(error)
+
+
+@pytest.mark.parametrize("world", [2, 9, 10, 257, 258, 1000])
+def test_at_the_deadline_all_who_are_missing_are_counted(world: int) -> None:
+    """Of a large world the messages of a part are looked at, and the others count all the same."""
+    clock = SimulatedClock()
+    context = Context(0, tuple(range(world)), "site/0.0", "choice", Deadline(1.0, clock), 60.0)
+    monitor = PeerMonitor(context)
+    clock.time = 2.0
+    look = monitor.look(list(range(1, world)), "enter")
+    asked = next(look)
+    assert isinstance(asked, Get)
+    with pytest.raises(DeadlineExceeded) as raised:
+        look.send([None] * len(asked.keys))
+    said = str(raised.value)
+    assert f"waited for {f'{world - 1} ranks' if world > 2 else 'rank 1'} to enter: rank " in said
+    more = world - 1 - QUOTED
+    assert (f"; and {more} more." in said) == (more > 0), said
+    assert (" more." in said) == (more > 0), said
+
+
+def test_a_cancel_while_the_index_is_refused_leaves_a_plain_failure() -> None:
+    """It comes at the committer's final word: the others hear that word, and nobody is left unsure."""
+    cancel, roster = Cancel(), MemoryRoster()
+
+    class CancelledWhilePublishing(SimulatedSave):
+        def publish(self) -> Final:
+            cancel.set(HoldfastError("The save was cancelled."))
+            return super().publish()
+
+    faults = Faults(publish="refused")
+    world = World(0, 1, 10.0, 5.0, same_host=True, faults=faults, rng=random.Random(0))
+    context = Context(0, (0,), "site/0.0", "save of x", Deadline(60.0), 30.0)
+    steps = save_steps(context, CancelledWhilePublishing(world, 0, 0, "attempt"))
+    with pytest.raises(StorageError, match=r"Publishing failed: Input/output error"):
+        perform(steps, roster, Presence(roster, "save of x", 1.0), cancel)
+    assert context.phase == "failed"
+    (final,) = roster.get([context.final])
+    assert final is not None
+    assert final["error"]["kind"] == "StorageError"

@@ -24,6 +24,7 @@ from holdfast.roster.memory import MemoryRoster
 from holdfast.store import run_folder as retention
 from holdfast.store.local import LocalStore
 from tests.protocol.test_protocol import ranks
+from tests.support.threads import on_ranks
 
 Save = Callable[[Path, float], None]
 
@@ -342,3 +343,31 @@ def test_a_step_that_is_committed_during_the_look_is_no_stranger(tmp_path: Path)
     """`restore` finds no step; then the first one is committed; then it looks for other checkpoints."""
     holdfast.save({"w": torch.zeros(1)}, tmp_path / "step-00000000", no_dist=True)
     retention.refuse_other_checkpoints(LocalStore(tmp_path))
+
+
+# -- a damaged step ----------------------------------------------------------------------------
+
+
+def test_one_of_the_participants_warns_of_a_damaged_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where rank 0 is none of them."""
+    for step in (1, 2):
+        ours(tmp_path / f"step-0000000{step}", float(step))
+    (data,) = (tmp_path / "step-00000002" / "data").iterdir()
+    right, wrong = (torch.full((3,), value).numpy().tobytes() for value in (2.0, 5.0))
+    assert right in data.read_bytes()
+    data.write_bytes(data.read_bytes().replace(right, wrong))
+
+    def restore(roster: MemoryRoster) -> tuple[int | None, list[float]] | None:
+        if roster.rank == 0:
+            return None
+        state = {"w": torch.zeros(3)}
+        how: dict[str, Any] = {"participants": [1, 2], "roster": roster, "timeout": 60}
+        with holdfast.Checkpoints(tmp_path, asynchronous=False, **how) as run:
+            return run.restore(state), state["w"].tolist()
+
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert on_ranks(3, restore) == [None, (1, [1.0] * 3), (1, [1.0] * 3)]
+    (said,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert said.startswith("Step 2 is damaged")
