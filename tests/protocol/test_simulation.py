@@ -61,6 +61,7 @@ def explore_on_all_cores(count: int, first: int = 0, turn: bool = False, calls: 
     return sum((ends for _, ends in found), Counter())
 
 
+@pytest.mark.timeout(900)  # a minute and a half, where nothing else runs
 def test_invariants_hold() -> None:
     ends = explore_on_all_cores(SCHEDULES)
     # Every kind of end was seen often, so the schedules are neither all harmless nor all hopeless.
@@ -76,6 +77,7 @@ def test_invariants_of_a_turn_hold() -> None:
     assert not ends["unconfirmed"]
 
 
+@pytest.mark.timeout(900)
 def test_invariants_of_calls_that_fail_and_are_repeated_hold() -> None:
     """On some ranks or on all, at once or late: no checkpoint mixes the states of two calls, and the next
     good call is committed."""

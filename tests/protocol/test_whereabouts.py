@@ -22,6 +22,7 @@ from holdfast.protocol.operation import agree
 from holdfast.protocol.whereabouts import LONGEST
 from holdfast.roster.memory import Board, MemoryRoster
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import SLACK
 
 WORLD, LATE = 3, 2
 SHORT: dict[str, Any] = {"timeout": 3.0, "stall_timeout": 60.0}
@@ -113,7 +114,7 @@ def test_the_function_of_a_late_rank_is_named(
         assert " wait_for_late_rank > test_whereabouts.py:" in missing.at
         assert does in missing.at
         assert str(error).count(missing.at) == 1
-        assert took < min(limits.values()) + 2.0
+        assert took < min(limits.values()) + SLACK
 
 
 def test_a_rank_that_is_stopped_can_not_tell_and_holds_nobody(tmp_path: Path) -> None:

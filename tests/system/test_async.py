@@ -320,7 +320,7 @@ def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
 
 def test_the_writer_is_small_and_without_torch(tmp_path: Path) -> None:
     holdfast.async_save({"w": torch.zeros(10)}, tmp_path / "a", no_dist=True).committed(20)
-    process = jobs.writer_process()
+    process = psutil.Process(background_of_this_thread().writer.pid)
     assert process.memory_full_info().uss < 60 << 20  # its own; the arena is everybody's
     assert not any("libtorch" in entry.path for entry in process.memory_maps())
 
@@ -330,7 +330,8 @@ def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
     stuck."""
     state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
     holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
-    writer = jobs.writer_process().pid
+    writer = background_of_this_thread().writer.pid
+    assert writer is not None
     os.kill(writer, signal.SIGSTOP)
     begun = time.monotonic()
     with pytest.raises(HoldfastError):
