@@ -99,8 +99,13 @@ class View:
     def knows(self, name: str) -> bool:
         return self.family.find(name) is not None
 
+    def is_padded(self, name: str) -> bool:
+        """May there be more of a tensor than is published?"""
+        found = self.family.find(name)
+        return found is not None and found[0].rule.way == "padded"
+
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
-        """What a box of the tensor `name`, of global `shape`, is made of; what no segment covers is zero."""
+        """What a box of the tensor `name`, of global `shape`, is made of; the rest of it is padding."""
         found = self.family.find(name)
         if found is None:
             near = nearest(_NUMBER.sub("", name), self.family.names())
