@@ -163,7 +163,8 @@ def _view(base: LocalStore) -> View:
     config = read_config(base)
     if config is None:
         raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
-    return view_of(config, f"{base.url}/{hf.CONFIG}")
+    has = HuggingFaceFolder(base).has if HuggingFaceFolder.is_one(base) else None
+    return view_of(config, f"{base.url}/{hf.CONFIG}", has)
 
 
 # -- what is to be written ------------------------------------------------------------------------
