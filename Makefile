@@ -14,7 +14,7 @@ PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving 
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
 FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
-BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp
+BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp huggingface
 
 .PHONY: demo drill test lint bench soak matrix clean
 

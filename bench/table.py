@@ -23,6 +23,7 @@ ORDER = (
     "fsdp",
     "megatron",
     "planning",
+    "huggingface",
     "groups",
 )
 INTRODUCTION = """\

@@ -48,7 +48,16 @@ def _to_huggingface(
     if like is None:
         raise click.UsageError("hf needs --like, the folder of the published model.")
     with output.progress(f"export {source}") as advance:
-        report = export_huggingface(source, out, like=like, dtype=dtype, strict=not partial, progress=advance)
+        report = export_huggingface(
+            source,
+            out,
+            like=like,
+            dtype=dtype,
+            strict=not partial,
+            progress=advance,
+            no_dist=True,
+            timeout=7 * 86400.0,
+        )
     if as_json:
         output.print_json(report)
         return

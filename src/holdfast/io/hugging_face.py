@@ -57,6 +57,10 @@ class HuggingFaceFolder:
         """Does the folder hold what such a folder begins with?"""
         return any(store.stat(name) is not None for name in (hf.WEIGHTS_INDEX, hf.WEIGHTS))
 
+    def has(self, name: str) -> bool:
+        """Is there a tensor of this name?"""
+        return name in self._row
+
     def names(self) -> list[str]:
         return list(self._names)
 
@@ -80,7 +84,7 @@ class HuggingFaceFolder:
     @cached_property
     def view(self) -> View:
         """The model as megatron-core names and shapes it. BadInput if that is not known."""
-        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self._row.__contains__)
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
 
     def place(self, name: str) -> hf.Place | None:
         """Where a tensor lies, its dtype and shape; None if there is none of that name."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.buffers import Buffer
-from holdfast.errors import MissingTensors, ShapeMismatch
+from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import Place
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.io.open_checkpoint import Source
@@ -74,10 +74,17 @@ class _Look:
             segments = [Segment(whole(spec.shape), spec.name, (0,) * len(axes), axes, spec.shape)]
         else:
             segments = list(self.source.view.segments(spec.name, spec.shape, box))
-        if sum(segment.box.volume for segment in segments) < box.volume:
+        parts = [(segment, segment.box.intersect(box)) for segment in segments]
+        covered = sum(part.volume for _, part in parts if part is not None)
+        if covered < box.volume and place is None and self.source.view.is_padded(spec.name):
             self.blank.append(memory.tensor)
-        for segment in segments:
-            part = segment.box.intersect(box)
+        elif covered != box.volume:
+            raise LoadFailed(
+                f"{spec.name!r} would get {covered} elements of {self.source.where}, and has {box.volume} on "
+                f"rank {self.seen.rank}.",
+                hint="This is a defect of Holdfast; nothing was read into the state.",
+            )
+        for segment, part in parts:
             if part is not None:
                 self._add_segment(
                     segment, part, spec, memory.tensor.detach()[part.relative_to(box.offset).slices()]

@@ -29,6 +29,10 @@ _INNER = ("transformer_layer.", "mtp_model_layer.")
 """What megatron-core puts before a layer that predicts further tokens: 0.16, and since 0.19."""
 
 
+OUTPUT = "lm_head.weight"
+"""What a published model calls its output, if that is not the embedding."""
+
+
 class _Table(msgspec.Struct):
     about: str
     sections: dict[str, dict[str, str]]
@@ -87,20 +91,38 @@ class Family:
 class View:
     """A published model as megatron-core names and shapes it.
 
-    sizes: numbers of its configuration. is_tied: is its output the embedding?
+    sizes: numbers of its configuration. is_tied: is its output the embedding? None: it does not say.
     has: does it have a tensor of this name? None: what its configuration says.
     """
 
     def __init__(
-        self, family: Family, sizes: Sizes, is_tied: bool = False, has: Callable[[str], bool] | None = None
+        self,
+        family: Family,
+        sizes: Sizes,
+        is_tied: bool | None = None,
+        has: Callable[[str], bool] | None = None,
     ) -> None:
-        self.family, self.sizes, self.is_tied, self._has = family, sizes, is_tied, has
+        self.family, self.sizes = family, sizes
+        self._is_tied, self._has = is_tied, has
+
+    @property
+    def is_tied(self) -> bool:
+        """Is its output the embedding? A folder that has no output and says that it is not tied
+        lacks it."""
+        if self._is_tied is None and self._has is not None:
+            return not self._has(OUTPUT)
+        return bool(self._is_tied)
 
     def knows(self, name: str) -> bool:
         return self.family.find(name) is not None
 
+    def is_padded(self, name: str) -> bool:
+        """May there be more of a tensor than is published?"""
+        found = self.family.find(name)
+        return found is not None and found[0].rule.way == "padded"
+
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
-        """What a box of the tensor `name`, of global `shape`, is made of; what no segment covers is zero."""
+        """What a box of the tensor `name`, of global `shape`, is made of; the rest of it is padding."""
         found = self.family.find(name)
         if found is None:
             near = nearest(_NUMBER.sub("", name), self.family.names())
@@ -138,7 +160,7 @@ class View:
             return (entry.prefix + name).format(**numbers, after=after)
 
         names = [published(name) for name in rule.names]
-        if rule.otherwise and not (self._has(names[0]) if self._has is not None else not self.is_tied):
+        if rule.otherwise and self.is_tied and not (self._has is not None and self._has(names[0])):
             names = [published(rule.otherwise)]
         return WAYS[rule.way](names, shape, sizes)
 
@@ -190,7 +212,8 @@ def view_of(config: Mapping[str, object], where: str, has: Callable[[str], bool]
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    return View(family_of(kind), sizes_of(config), config.get("tie_word_embeddings") is True, has)
+    said = config.get("tie_word_embeddings")
+    return View(family_of(kind), sizes_of(config), said if isinstance(said, bool) else None, has)
 
 
 @cache

@@ -79,3 +79,30 @@ def save_some(rank: int, name: str, folder: str, out: str) -> None:
     """A checkpoint of a published model, on one rank."""
     load_and_save(rank, name, folder, Layout(), out)
     assert (Path(out) / "index.safetensors").exists()
+
+
+def export_together(rank: int, step: str, out: str, like: str, absent: int, steps: list[str]) -> str:
+    """All ranks but one export; `steps` are checkpoints by rank, or the same for all."""
+    from holdfast.huggingface import export
+    from tests.support.collectives import counted
+
+    if rank == absent:
+        return ""
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            report = export(
+                steps[rank] if steps else step,
+                out,
+                like=like,
+                file_bytes=20_000,
+                timeout=60,
+                stall_timeout=3.0,
+            )
+            said.append(f"{report.bytes_written} bytes, {report.tensors} tensors, {report.files} files")
+        except HoldfastError as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    assert counted(run) == []
+    return said[0]

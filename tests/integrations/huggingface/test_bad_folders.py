@@ -43,7 +43,14 @@ def forget_scales(folder: Path) -> None:
     rewrite(folder, {**tensors, FC1: tensors[FC1].to(torch.float8_e4m3fn)})
 
 
+def break_a_tie(folder: Path) -> None:
+    tensors = weights(folder)
+    rewrite(folder, {name: value for name, value in tensors.items() if name != "lm_head.weight"})
+    edit_config(folder, tie_word_embeddings=False)
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "the output is missing": (break_a_tie, "does not hold 'lm_head.weight', of which 'output_layer.weight'"),
     "an expert is missing": (drop_an_expert, "does not hold 'model.layers.0.mlp.experts.5.gate_proj.weight'"),
     "a tensor is cut": (cut_a_tensor, "'model.layers.2.mlp.experts.5.gate_proj.weight' with shape [8, 32]"),
     "scales are missing": (

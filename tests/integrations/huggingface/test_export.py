@@ -222,3 +222,29 @@ def test_a_folder_of_another_model_is_refused(model: tuple[Path, Path], tmp_path
         export(step, tmp_path / "out", like=tmp_path / "smaller")
     with pytest.raises(BadInput, match=r"has no config.json"):
         export(step, tmp_path / "out", like=tmp_path)
+
+
+def test_all_ranks_write_files_and_none_enters_a_collective(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    before = weights(folder)
+    with ProcessWorld(4) as world:
+        how = (str(step), str(tmp_path / "out"), str(folder))
+        said = world.run(jobs.export_together, *how, -1, [], timeout=100)
+        nbytes = [int(sentence.split()[0]) for sentence in said]
+        assert sum(nbytes) == sum(value.nbytes for value in before.values())
+        assert min(nbytes) > 0
+        after = weights(tmp_path / "out")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+        how = (str(step), str(tmp_path / "less"), str(folder))
+        for rank, sentence in enumerate(world.run(jobs.export_together, *how, 2, [], timeout=100)):
+            assert rank == 2 or ("RankFailed" in sentence and "rank 2" in sentence), sentence
+        assert not (tmp_path / "less" / "model.safetensors.index.json").exists()
+
+        steps = [str(step)] * 3 + [str(tmp_path / "nothing")]
+        how = (str(step), str(tmp_path / "other"), str(folder))
+        for sentence in world.run(jobs.export_together, *how, -1, steps, timeout=100):
+            assert "failed on rank 3" in sentence, sentence
+            assert "it does not exist" in sentence, sentence

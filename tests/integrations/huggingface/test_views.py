@@ -101,3 +101,57 @@ def test_what_no_table_has_is_told_with_the_nearest() -> None:
     ):
         explain("qwen3", "output_layer.weights")
     assert len(families()) >= 12
+
+
+def test_experts_of_gpt_oss_are_turned_and_unmixed(tmp_path: Path) -> None:
+    """megatron-core computes x @ W.T + b with gate above up; transformers x @ W + b with the two taking
+    turns."""
+    import transformers
+
+    import holdfast
+
+    config = transformers.GptOssConfig(
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=100,
+        num_local_experts=4,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    model.save_pretrained(tmp_path)
+    name = "decoder.layers.mlp.experts.experts.linear_fc"
+    shapes = {
+        f"{name}1.weight": (2, 4, 32, 32),
+        f"{name}1.bias": (2, 4, 32),
+        f"{name}2.weight": (2, 4, 32, 16),
+        f"{name}2.bias": (2, 4, 32),
+        "decoder.layers.self_attention.core_attention.softmax_offset": (2, 4),
+        "decoder.layers.mlp.router.bias": (2, 4),
+    }
+    state = {key: torch.zeros(shape) for key, shape in shapes.items()}
+    holdfast.load(state, tmp_path)
+    inputs = torch.randn(5, 32)
+    for number, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for expert in range(4):
+            both = inputs @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+            ours = (
+                inputs @ state[f"{name}1.weight"][number, expert].T + state[f"{name}1.bias"][number, expert]
+            )
+            assert torch.allclose(ours[:, :16], both[:, ::2], atol=1e-4)
+            assert torch.allclose(ours[:, 16:], both[:, 1::2], atol=1e-4)
+            assert torch.equal(state[f"{name}2.weight"][number, expert], experts.down_proj[expert].T)
+            assert torch.equal(state[f"{name}2.bias"][number, expert], experts.down_proj_bias[expert])
+        assert torch.equal(
+            state["decoder.layers.self_attention.core_attention.softmax_offset"][number],
+            layer.self_attn.sinks,
+        )
+    part = holdfast.Shard(torch.zeros(1, 2, 7, 9), (2, 4, 32, 32), (1, 1, 12, 20))  # gate and up
+    holdfast.load({f"{name}1.weight": part}, tmp_path)
+    assert torch.equal(part.tensor, state[f"{name}1.weight"][1:2, 1:3, 12:19, 20:29])

@@ -10,16 +10,16 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from holdfast.errors import BadInput, CoverageError, MissingTensors
+from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
 from holdfast.format import hugging_face as hf
 from holdfast.format.container import encode_header
 from holdfast.format.index import Index
@@ -30,12 +30,19 @@ from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
 from holdfast.plan.shard_table import ShardTable
+from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.operation import read_state
+from holdfast.protocol.task import CollectiveTask
+from holdfast.roster.base import Message, Roster
 from holdfast.state.memory import ShiftedMemory, TensorMemory
 from holdfast.state.reordered import as_ours
 from holdfast.store.base import Store, replace_file, storage_errors
 from holdfast.store.local import LocalStore, open_store
 from holdfast.views.family import View, view_of
 from holdfast.views.mapping import MINUS_ONE, Segment
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 SLAB = 128 << 20
 """Bytes of weights that are put together at a time."""
@@ -93,8 +100,16 @@ def export_huggingface(
     file_bytes: int = FILE_BYTES,
     strict: bool = True,
     progress: Progress | None = None,
+    participants: Iterable[int] | None = None,
+    process_group: ProcessGroup | None = None,
+    no_dist: bool = False,
+    timeout: float = 7200.0,
+    stall_timeout: float = 120.0,
+    roster: Roster | None = None,
 ) -> ExportReport:
     """Make a folder that transformers loads, of the weights in a Holdfast checkpoint of megatron-core's.
+
+    In a job all participants call it: each writes some of the files, whole, and none enters a collective.
 
     source: a committed checkpoint; optimizer state in it is not read.
     out: a new folder, or one that an export of the same checkpoint has left unfinished.
@@ -104,36 +119,40 @@ def export_huggingface(
     file_bytes: of weights in a file at most.
     strict: names in `like` that the checkpoint has nothing for are an error; else they are left out and
         reported.
-    progress: called with the bytes done and the bytes of the whole.
+    progress: called with the bytes that this rank has done, and the bytes of all its files.
+    participants: ranks of the default process group that take part, ascending or not; default all. Other
+        ranks must not call.
+    process_group: the same, as a group of torch.distributed.
+    no_dist: this process exports alone, whether or not torch.distributed is initialised.
+    timeout: seconds from this call until it fails, however well it goes.
+    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    roster: a coordination store to use in place of torch.distributed's.
 
     Raises BadInput for arguments, an unknown family and weights that no table knows, MissingTensors and
     CoverageError for what is not all there, NotCommitted and CorruptCheckpoint for the checkpoint,
-    StorageError.
+    StorageError, RankFailed and DeadlineExceeded for other ranks.
     """
     if file_bytes < 1:
         raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
-    store, base = open_store(source), open_store(like)
-    with open_index(store) as index:
-        tensors = _tensors(index, _view(base), dtype)
-        missing = _compare(tensors, base, strict)
-        files = _files(tensors, file_bytes)
-        export = _Export(
-            store, index, open_store(out), progress or _quiet, sum(one.nbytes for one in tensors)
-        )
-        export.begin(files)
-        for name, part in files:
-            export.write(name, part)
-        _carry(base, Path(os.fspath(out)))
-        export.finish(files)
-        step = index.about.get("step")
-        return ExportReport(
-            export.out.url,
-            step if isinstance(step, int) else None,
-            len(tensors),
-            export.written,
-            len(files),
-            tuple(missing),
-        )
+    call = begin_call(
+        roster,
+        no_dist=no_dist,
+        participants=participants,
+        process_group=process_group,
+        timeout=timeout,
+        stall_timeout=stall_timeout,
+    )
+    store, base, target = open_store(source), open_store(like), open_store(out)
+    export = _Export(store, base, target, progress or _quiet, call)
+
+    def plan() -> None:
+        with open_index(store) as index:
+            tensors = _tensors(index, _view(base), dtype)
+            export.plan(index, _files(tensors, file_bytes), _compare(tensors, base, strict))
+
+    export.trouble = read_state(plan, call.rank)
+    export.run()
+    return export.report()
 
 
 def _quiet(done: int, total: int) -> None:
@@ -144,7 +163,8 @@ def _view(base: LocalStore) -> View:
     config = read_config(base)
     if config is None:
         raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
-    return view_of(config, f"{base.url}/{hf.CONFIG}")
+    has = HuggingFaceFolder(base).has if HuggingFaceFolder.is_one(base) else None
+    return view_of(config, f"{base.url}/{hf.CONFIG}", has)
 
 
 # -- what is to be written ------------------------------------------------------------------------
@@ -264,29 +284,97 @@ def _files(tensors: Sequence[_Tensor], limit: int) -> list[tuple[str, list[_Tens
 # -- writing --------------------------------------------------------------------------------------
 
 
-class _Export:
-    """The files of one export."""
+class _Export(CollectiveTask):
+    """The files of one export; each rank writes some of them."""
 
-    def __init__(self, store: Store, index: Index, out: LocalStore, progress: Progress, total: int) -> None:
-        self.store, self.index, self.out = store, index, out
-        self.progress, self.total = progress, total
-        self.done = self.written = 0
+    kind = "export"
 
-    def begin(self, files: Sequence[tuple[str, list[_Tensor]]]) -> None:
+    def __init__(
+        self, store: Store, base: LocalStore, out: LocalStore, progress: Progress, call: Call
+    ) -> None:
+        super().__init__(f"export to {out.url}", out.url, call)
+        self.store, self.base, self.out = store, base, out
+        self.trouble: HoldfastError | None = None
+        """What planning met; all ranks hear of it."""
+        self._call, self._progress = call, progress
+        self._files: list[tuple[str, list[_Tensor]]] = []
+        self._missing: tuple[str, ...] = ()
+        self._done = self._total = self._written = 0
+
+    def plan(self, index: Index, files: list[tuple[str, list[_Tensor]]], missing: list[str]) -> None:
+        """Note what is to be written: all of it, of which this rank does its share."""
+        self._files, self._missing = files, tuple(missing)
+        self._identity = index.identity
+        step = index.about.get("step")
+        self._step = step if isinstance(step, int) else None
+        self._total = sum(tensor.nbytes for _, tensors in self._mine() for tensor in tensors)
+        self._refuse_others()
+
+    def report(self) -> ExportReport:
+        """What was done."""
+        tensors = sum(len(part) for _, part in self._files)
+        return ExportReport(self.out.url, self._step, tensors, self._written, len(self._files), self._missing)
+
+    # -- what the protocol asks -------------------------------------------------------------------
+
+    def contribute(self) -> Message:
+        if self.trouble is not None:
+            raise self.trouble
+        return {"identity": self._identity, "files": [name for name, _ in self._files]}
+
+    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+        first, mine = next(iter(said.items()))
+        for rank, other in said.items():
+            if other != mine:
+                raise BadInput(
+                    f"Rank {rank} exports another checkpoint, or into other files, than rank {first}.",
+                    rank=rank,
+                    hint="Give the same arguments on all ranks, and no checkpoint that is being replaced.",
+                )
+        return {rank: {} for rank in said}
+
+    def execute(self, answer: Message) -> Message:
+        with open_index(self.store) as self._index:
+            if self._index.identity != self._identity:
+                raise BadInput(f"{self.store.url} was replaced while it was exported.", hint="Export again.")
+            for name, tensors in self._mine():
+                self._write(name, tensors)
+        return {}
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        """Once all files are there: what makes a model of them, the weights' index last."""
+        _carry(self.base, Path(self.out.url))
+        if len(self._files) > 1:  # one file needs none
+            where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
+            total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
+            value = {"metadata": {"total_size": total}, "weight_map": where}
+            replace_file(
+                self.out, hf.WEIGHTS_INDEX, msgspec.json.format(msgspec.json.encode(value), indent=2)
+            )
+        return {}
+
+    # -- this rank's share ------------------------------------------------------------------------
+
+    def _mine(self) -> list[tuple[str, list[_Tensor]]]:
+        ranks = self._call.participants
+        return self._files[ranks.index(self._call.rank) :: len(ranks)]
+
+    def _refuse_others(self) -> None:
         """Refuse a folder that holds anything but files of this export."""
-        ours = {name for name, _ in files}
+        files = dict(self._files)
         with storage_errors("Making", self.out.url):
             os.makedirs(self.out.url, exist_ok=True)
-        for name in hf.weights_files(self.out.list()):
-            if name not in ours or not self._is_finished(name, dict(files)[name]):
+        names = self.out.list()
+        for name in hf.weights_files(names):
+            if name not in files or not self._is_finished(name, files[name]):
                 raise BadInput(
                     f"{self.out.url} holds {name}, which is not of this export.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
-        if hf.WEIGHTS_INDEX in self.out.list():
+        if hf.WEIGHTS_INDEX in names:
             raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
 
-    def write(self, name: str, tensors: Sequence[_Tensor]) -> None:
+    def _write(self, name: str, tensors: Sequence[_Tensor]) -> None:
         """One file, unless an earlier export has finished it."""
         header = self._header(tensors)
         if self._is_finished(name, tensors):
@@ -302,7 +390,7 @@ class _Export:
                 file.write_at(at, buffers)
                 size = sum(map(len, buffers))
                 at += size
-                self.written += size
+                self._written += size
                 self._advance(size)
         except BaseException:
             file.discard()
@@ -311,24 +399,17 @@ class _Export:
         with storage_errors("Renaming", f"{self.out.url}/{hidden}"):
             os.replace(f"{self.out.url}/{hidden}", f"{self.out.url}/{name}")
 
-    def finish(self, files: Sequence[tuple[str, list[_Tensor]]]) -> None:
-        """The weights' index, by which the folder becomes a model; one file needs none."""
-        if len(files) == 1:
-            return
-        where = {tensor.name: name for name, tensors in files for tensor in tensors}
-        value = {"metadata": {"total_size": self.total}, "weight_map": where}
-        replace_file(self.out, hf.WEIGHTS_INDEX, msgspec.json.format(msgspec.json.encode(value), indent=2))
-
     def _advance(self, size: int) -> None:
-        self.done += size
-        self.progress(self.done, self.total)
+        self._done += size
+        self.doing(f"writing, {self._done} of {self._total} bytes")
+        self._progress(self._done, self._total)
 
     def _header(self, tensors: Sequence[_Tensor]) -> bytes:
         rows, start = [], 0
         for tensor in tensors:
             rows.append((tensor.name, DTYPES[tensor.code].tag, tensor.shape, start, start + tensor.nbytes))
             start += tensor.nbytes
-        return encode_header(rows, {"format": "pt", "holdfast.source": self.index.identity})
+        return encode_header(rows, {"format": "pt", "holdfast.source": self._identity})
 
     def _is_finished(self, name: str, tensors: Sequence[_Tensor]) -> bool:
         """Is a file there that this export would write? Its header says of which checkpoint it is."""
@@ -372,10 +453,10 @@ class _Export:
                     (*part.shape[:1], *segment.whole[1:]),
                 )
                 _add(table, spec, segment, target.view(cut.shape), cut)
-        rows = self.index.find([spec.name for spec in table.specs])
+        rows = self._index.find([spec.name for spec in table.specs])
         chosen, position = np.unique(rows, return_inverse=True)
-        columns = self.index.select(chosen)
-        plan = plan_read(table, position, columns, self.index.where)
+        columns = self._index.select(chosen)
+        plan = plan_read(table, position, columns, self._index.where)
         read_into(self.store, table, columns, plan, 1, lambda moved: None)
         return [target.view(-1).view(torch.uint8).numpy().data for target in buffers]
 
