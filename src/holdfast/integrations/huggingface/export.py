@@ -44,8 +44,8 @@ from holdfast.views.mapping import MINUS_ONE, Segment
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SLAB = 16 << 20
-"""Bytes of weights that are put together at a time: what a cache may hold from the read to the write."""
+SLAB = 64 << 20
+"""Bytes of weights that are put together at a time."""
 _ALIGN = 16
 FILE_BYTES = 5_000_000_000
 """Of weights in a file, as transformers shards them."""
