@@ -33,6 +33,25 @@ def test_megatrons(tmp_path: Path) -> None:
     assert isinstance(met.value, HoldfastError)
 
 
+def test_megatrons_load_raises_what_its_strategy_raises(tmp_path: Path) -> None:
+    """For a key or a shape that a checkpoint has not, stock megatron-core raises torch's exception."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    from holdfast import megatron
+
+    saved = ShardedTensor.from_rank_offsets("w", torch.ones(4))
+    megatron.save({"w": saved}, tmp_path / "step")
+    for key, size in (("v", 4), ("w", 5)):
+        asked = {"x": ShardedTensor.from_rank_offsets(key, torch.ones(size))}
+        for kind in (CheckpointException, CheckpointingException):
+            with pytest.raises(kind) as met:
+                megatron.load(asked, tmp_path / "step")
+            assert isinstance(met.value, HoldfastError)
+        assert met.value.failures == {}
+        assert str(pickle.loads(pickle.dumps(met.value))) == str(met.value)
+
+
 def test_such_an_error_travels_as_ours(tmp_path: Path) -> None:
     with pytest.raises(NotCommitted) as met:
         holdfast.dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "none", no_dist=True)

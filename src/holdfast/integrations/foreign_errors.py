@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 from holdfast.errors import HoldfastError
 
@@ -51,9 +52,10 @@ def of_torch() -> type[BaseException]:
     return CheckpointException
 
 
+@cache
 def of_megatron() -> type[BaseException]:
-    """What megatron-core raises."""
+    """What megatron-core raises: an exception of its own, or, where its `torch_dist` strategy finds the error
+    (a key or a shape that the checkpoint has not), torch DCP's."""
     from holdfast.integrations.megatron import mcore
 
-    found: type[BaseException] = mcore.CheckpointingException
-    return found
+    return type("CheckpointingException", (mcore.CheckpointingException, of_torch()), {})

@@ -481,3 +481,43 @@ def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: st
         finally:
             holdfast.uninstall()
         return str(metadata["distrib_optim_sharding_type"])
+
+
+def stock_save_of_a_chain(
+    rank: int, layout: Layout, recipe: Recipe, folder: str, more: int = 2
+) -> list[float]:
+    """Stock's save, with the number of each optimizer of the chain before its names; losses after it."""
+    from megatron.core import dist_checkpointing
+
+    with training(layout, recipe) as run:
+        run.step()
+        metadata = run.metadata(chained_optim_avoid_prefix=False)
+        model = run.model_state()
+        state = {
+            **model,
+            "optimizer": run.optimizer.sharded_state_dict(model, metadata=metadata),
+            "iteration": run.iteration,
+            "checkpoint_version": 3.0,
+        }
+        if rank == 0:
+            os.makedirs(folder)
+        dist.barrier()
+        with children_allowed():
+            dist_checkpointing.save(state, folder, content_metadata=storable(metadata))
+        return [run.step() for _ in range(more)]
+
+
+def load_as_buckets(rank: int, layout: Layout, recipe: Recipe, folder: str) -> str:
+    """The optimizer's state asked for as megatron-core describes it if it is told dp_reshardable."""
+    from holdfast import megatron
+
+    with training(layout, recipe) as run:
+        model = run.model_state()
+        megatron.save(state_of(run), folder, content_metadata=run.metadata(), timeout=60, stall_timeout=30)
+        how = run.metadata(distrib_optim_sharding_type="dp_reshardable")
+        asked = run.optimizer.sharded_state_dict(model, is_loading=True, metadata=how)
+        try:
+            megatron.load({**model, "optimizer": asked}, folder, timeout=60, stall_timeout=30)
+        except BadInput as error:
+            return str(error)
+        return "loaded"

@@ -16,6 +16,7 @@ from tests.integrations.megatron.jobs import (
     installed,
     installed_loads_buckets,
     iterations,
+    load_as_buckets,
     load_save_train,
     other_vocabulary,
     queue_of_requests,
@@ -24,6 +25,7 @@ from tests.integrations.megatron.jobs import (
     stock_buckets_save,
     stock_load_and_save,
     stock_save_both,
+    stock_save_of_a_chain,
     strict_modes,
 )
 from tests.integrations.megatron.models import Layout, Recipe
@@ -185,3 +187,19 @@ def test_another_vocabulary_and_dtype(mcore_world: ProcessWorld, tmp_path: Path)
     found = mcore_world.run(other_vocabulary, str(tmp_path / "a"))
     assert [value for smaller, _ in found for value in smaller] == stored[:56]
     assert [value for _, larger in found for value in larger] == stored + [0.0] * 16
+
+
+def test_a_chain_that_stock_has_numbered_loads_with_its_optimizers_state(tmp_path: Path) -> None:
+    layout = Layout(ep=2)
+    with ProcessWorld(4) as world:
+        stock = world.run(stock_save_of_a_chain, layout, SMALL, str(tmp_path / "stock"), timeout=120)
+    with ProcessWorld(4) as world:
+        how = (layout, SMALL, str(tmp_path / "stock"), str(tmp_path / "again"))
+        assert world.run(load_save_train, *how, timeout=120) == stock
+
+
+def test_an_optimizer_that_is_asked_for_by_buckets_is_told_what_to_give(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for said in world.run(load_as_buckets, Layout(), SMALL, str(tmp_path / "step"), timeout=120):
+            assert "is asked for as megatron-core's dp_reshardable" in said
+            assert "load_content_metadata(folder)" in said

@@ -44,8 +44,9 @@ from holdfast.views.mapping import MINUS_ONE, Segment
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-SLAB = 128 << 20
+SLAB = 64 << 20
 """Bytes of weights that are put together at a time."""
+_ALIGN = 16
 FILE_BYTES = 5_000_000_000
 """Of weights in a file, as transformers shards them."""
 _NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_state")
@@ -300,6 +301,7 @@ class _Export(CollectiveTask):
         self._files: list[tuple[str, list[_Tensor]]] = []
         self._missing: tuple[str, ...] = ()
         self._done = self._total = self._written = 0
+        self._slab = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, index: Index, files: list[tuple[str, list[_Tensor]]], missing: list[str]) -> None:
         """Note what is to be written: all of it, of which this rank does its share."""
@@ -438,13 +440,23 @@ class _Export(CollectiveTask):
         if batch:
             yield self._read(batch)
 
+    def _target(self, tensor: _Tensor, part: Box, before: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Memory for a part behind those `before`; always the same, as fresh memory costs like a copy."""
+        dtype = DTYPES[tensor.code]
+        start = sum(_aligned(other.nbytes) for other in before)
+        stop = start + part.volume * dtype.size
+        if len(self._slab) < stop:
+            if before:  # many small ones, whose gaps add up
+                return torch.empty(part.shape, dtype=getattr(torch, dtype.name))
+            self._slab = torch.empty(max(stop, SLAB), dtype=torch.uint8)
+        return self._slab[start:stop].view(getattr(torch, dtype.name)).view(part.shape)
+
     def _read(self, batch: Sequence[tuple[_Tensor, Box]]) -> list[memoryview]:
         """The parts of published tensors, put together."""
         table = ShardTable()
-        buffers = []
+        buffers: list[torch.Tensor] = []
         for tensor, part in batch:
-            dtype = getattr(torch, DTYPES[tensor.code].name)
-            target = torch.empty(part.shape, dtype=dtype)
+            target = self._target(tensor, part, buffers)
             buffers.append(target)
             for spec, segment in tensor.pieces:
                 # `part` cuts the first axis only, which no split concerns.
@@ -459,6 +471,10 @@ class _Export(CollectiveTask):
         plan = plan_read(table, position, columns, self._index.where)
         read_into(self.store, table, columns, plan, 1, lambda moved: None)
         return [target.view(-1).view(torch.uint8).numpy().data for target in buffers]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:

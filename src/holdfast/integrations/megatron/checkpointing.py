@@ -13,7 +13,7 @@ import torch
 
 from holdfast.background.manager import LANE
 from holdfast.background.queue import queue_of_this_thread
-from holdfast.errors import LoadFailed, MissingTensors, NotCommitted
+from holdfast.errors import BadInput, LoadFailed, MissingTensors, NotCommitted
 from holdfast.format.names import COMMON, SHARD
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.foreign_errors import of_megatron, raising
@@ -227,6 +227,10 @@ def load_state(
     return loaded
 
 
+BUCKETS = ".optimizer.distributed.dp_group_idx_"
+"""In the keys by which megatron-core describes an optimizer's buckets as they lie."""
+
+
 class _Request:
     """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
 
@@ -266,16 +270,43 @@ class _Request:
                 notes = index.about.get("notes")
                 self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
                 per_rank = [item for item in self.asked if is_per_rank(item)]
+                buckets = [item.key for item in self.asked if BUCKETS in f".{item.key}"]
+                # Of an imported checkpoint they are there.
+                if buckets and not set(buckets) & {_key(name) for name in index.names()}:
+                    raise BadInput(
+                        f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
+                        f"{self.store.url} holds it as fully_reshardable, whatever the save was told.",
+                        hint="Give optimizer.sharded_state_dict() the checkpoint's own metadata, "
+                        "load_content_metadata(folder), or none.",
+                    )
                 if per_rank:
                     self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
         # No index of ours: megatron-core's own checkpoint, or nothing, which the load will say.
         except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)
+            if self.is_stock:
+                self._look_into_chains()
         if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
             with open_source(self.store) as index:
                 self._have = {_key(name) for name in index.names()} - {COMMON}
-            self.unexpected = {item.key for item in self.asked} - self._have
+            self.unexpected = {item.key for item in self.asked if self._stored(item) not in self._have}
+
+    def _look_into_chains(self) -> None:
+        """Stock has put the number of an optimizer in its chain before the names of its state, unless it was
+        told `chained_optim_avoid_prefix`. A parameter is in one of them only."""
+        asked = {item.key for item in self.asked if item.key.startswith("optimizer.")}
+        if not asked:
+            return
+        with open_source(self.store) as index:
+            names = set(index.names())
+        chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
+        self.stored_as |= {key: chained[key] for key in (asked - names) & chained.keys()}
+
+    def _stored(self, item: mcore.ShardedTensor) -> str:
+        """The key in the checkpoint of what is asked for."""
+        key: str = item.key
+        return self.stored_as.get(key, key)
 
     def missing(self, call: Call) -> set[str]:
         """The keys that nobody asks for, where the mode wants to know."""
@@ -287,7 +318,7 @@ class _Request:
 
         title = f"comparison of the keys in {self.store.url}"
         # Only those that are there, as the answer is what of these nobody asks for.
-        mine = sorted({item.key for item in self.asked} & self._have)
+        mine = sorted({self._stored(item) for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
         return set(agree(title, place, unasked, call, mine))
 

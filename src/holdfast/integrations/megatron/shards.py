@@ -143,7 +143,7 @@ def to_load(
     """What this rank asks for: every copy reads for itself. Keys in `skip` are left out.
 
     stock: the checkpoint is megatron-core's own, in which each object is in a list of one.
-    stored_as: the names of objects that the checkpoint has under another one.
+    stored_as: the names of objects and tensors that the checkpoint has under another one.
     """
     leaves: list[Leaf] = []
     for item in sharded:
@@ -156,7 +156,8 @@ def to_load(
         # Allocates only where the caller has given no memory, as `load_plain_tensors` does.
         item.init_data("cpu")
         value = shard(item, (0, 1))
-        leaves.append(Leaf(item.key, value, _ignore, converts=True, fits=item.allow_shape_mismatch))
+        name = (stored_as or {}).get(item.key, item.key)
+        leaves.append(Leaf(name, value, _ignore, converts=True, fits=item.allow_shape_mismatch))
     return leaves
 
 
