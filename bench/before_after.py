@@ -27,7 +27,7 @@ from bench.rows import number
 
 ROOT = Path(__file__).resolve().parents[1]
 PUBLIC = ("save_load", "small_save", "per_tensor", "async_save", "defaults")
-INTERNAL = ("planning", "megatron", "groups", "fsdp")
+INTERNAL = ("planning", "megatron", "groups", "fsdp", "huggingface")
 Found = dict[str, "Sides"]
 
 
