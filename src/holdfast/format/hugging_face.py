@@ -28,6 +28,7 @@ SUFFIX = ".safetensors"
 WEIGHTS_INDEX_BYTES = 256 << 20
 """More than the index of any model: that of 100,000 tensors has 10 MB."""
 CONFIG_BYTES = 64 << 20
+MOST_AXES = 32
 BLOCK = 4 << 20
 """Bytes that are read at once."""
 
@@ -54,7 +55,7 @@ def read_weight_map(data: bytes, where: str) -> dict[str, str]:
     """By name: the file that holds it. A file's name that could lead out of the folder is damage."""
     try:
         files = msgspec.json.decode(data, type=_WeightMap).weight_map
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         raise CorruptCheckpoint(f"{where} can't be read: {str(error)[:200]}.") from None
     for name in set(files.values()):
         if not is_weights_file(name):
@@ -80,11 +81,15 @@ def places(entries: dict[str, Entry], data_start: int, file: str, where: str) ->
                 f"{where} holds {name!r} in dtype {entry.dtype[:40]!r}, which Holdfast does not read.",
                 details={"tensor": name},
             )
+        if len(entry.shape) > MOST_AXES or any(not 0 <= side < 1 << 60 for side in entry.shape):
+            raise CorruptCheckpoint(
+                f"{where} gives {name!r} a shape that no tensor has.", details={"tensor": name}
+            )
         start, stop = entry.data_offsets
         nbytes = int(ITEMSIZE[code])
         for side in entry.shape:
             nbytes *= side
-        if nbytes != stop - start or any(side < 0 for side in entry.shape):
+        if nbytes != stop - start:
             raise CorruptCheckpoint(
                 f"{where} says that {name!r} has shape {list(entry.shape)} and dtype {entry.dtype}, but "
                 f"gives it {stop - start} bytes.",

@@ -137,6 +137,6 @@ def read_config(store: Store) -> dict[str, object] | None:
     data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
     try:
         return None if data is None else msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
         where = f"{store.url}/{hf.CONFIG}"
         raise CorruptCheckpoint(f"{where} can't be read: {str(error)[:200]}.") from None

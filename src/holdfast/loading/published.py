@@ -13,18 +13,19 @@ from dataclasses import dataclass
 import torch
 
 from holdfast.buffers import Buffer
-from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
+from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import Place
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import CODE_OF, DTYPES, OBJECT, TensorSpec
 from holdfast.plan.shard_table import ShardTable
-from holdfast.state.memory import ShiftedMemory, TensorMemory
+from holdfast.state.memory import ShiftedMemory, TensorMemory, check_is_view
 from holdfast.state.reordered import as_published
 from holdfast.views.mapping import MINUS_ONE, Segment
 
 _QUANTISED = CODE_OF["float8_e4m3fn"]
+_FLOATS = {CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")}
 _SCALES = "_scale_inv"
 """After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
 _SIDE = 128
@@ -86,9 +87,9 @@ class _Look:
             )
         for segment, part in parts:
             if part is not None:
-                self._add_segment(
-                    segment, part, spec, memory.tensor.detach()[part.relative_to(box.offset).slices()]
-                )
+                target = memory.tensor.detach()[part.relative_to(box.offset).slices()]
+                check_is_view(target, memory.tensor)
+                self._add_segment(segment, part, spec, target)
 
     def _as_it_is(self, table: ShardTable, row: int) -> None:
         self.seen.add(
@@ -109,6 +110,7 @@ class _Look:
                 details={"missing": [segment.name]},
             )
         self._check(segment, place, spec)
+        self._check_dtype(place, spec)
         theirs = segment.theirs(part)
         stored = getattr(torch, DTYPES[place.code].name)
         view = as_published(target, segment.axes, len(theirs.shape))
@@ -131,23 +133,49 @@ class _Look:
                 details={"tensor": spec.name},
             )
 
+    def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
+        """Only floating-point elements are converted: others mean nothing without what they were made by."""
+        scaled = place.code == _QUANTISED and spec.dtype in _FLOATS
+        if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= _FLOATS:
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
+                f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
+                hint="Of quantised models those in float8_e4m3fn with scales of blocks are read.",
+                details={"tensor": spec.name},
+            )
+
     def _scales(self, place: Place) -> torch.Tensor:
-        scales = self.source.place(place.name + _SCALES)
+        name = place.name + _SCALES
+        scales = self.source.place(name)
         if scales is None:
             raise MissingTensors(
-                f"{self.source.where} holds {place.name!r} in 8 bits, and no {place.name + _SCALES!r}: its "
-                f"elements mean nothing without their scales.",
-                details={"missing": [place.name + _SCALES]},
+                f"{self.source.where} holds {place.name!r} in 8 bits, and no {name!r}: its elements mean "
+                f"nothing without their scales.",
+                details={"missing": [name]},
             )
-        data = bytearray(self.source.read_whole(scales.name))
-        return (
-            torch.frombuffer(data, dtype=getattr(torch, DTYPES[scales.code].name)).view(scales.shape).float()
-        )
+        sides = self._sides()
+        blocks = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=False))
+        if len(sides) != len(place.shape) or scales.shape != blocks or scales.code not in _FLOATS:
+            raise ShapeMismatch(
+                f"{self.source.where} holds scales of shape {list(scales.shape)} in "
+                f"{DTYPES[scales.code].name} for {place.name!r} of shape {list(place.shape)}; "
+                f"blocks of {list(sides)} need {list(blocks)} in floating point.",
+                hint="Scales of blocks are read, whose sides are weight_block_size in quantization_config.",
+                details={"tensor": name},
+            )
+        data = bytearray(self.source.read_whole(name))
+        dtype = getattr(torch, DTYPES[scales.code].name)
+        return torch.frombuffer(data, dtype=dtype).view(scales.shape).float()
 
     def _sides(self) -> Dims:
+        """Rows and columns of the blocks that have a scale each."""
         said = self.source.config.get("quantization_config")
         sides = said.get("weight_block_size") if isinstance(said, dict) else None
-        return tuple(map(int, sides)) if isinstance(sides, list) and sides else (_SIDE, _SIDE)
+        if sides is None:
+            return (_SIDE, _SIDE)
+        if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
+            raise BadInput(f"{self.source.where}: weight_block_size={sides!r} in config.json is no shape.")
+        return tuple(sides)
 
 
 class _Scaled(TensorMemory):
@@ -166,5 +194,5 @@ class _Scaled(TensorMemory):
         for axis, side in enumerate(self._sides):
             first = self._origin[axis] + box.offset[axis]
             scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
-        with torch.no_grad():
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             self.tensor[box.slices()].copy_(values * scales)

@@ -51,7 +51,7 @@ class TensorMemory:
         # An inference tensor may be changed in inference mode only.
         with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             part = self.tensor.detach()[box.slices()]
-            _check_is_view(part, self.tensor)
+            check_is_view(part, self.tensor)
             part.copy_(_wrap(data, self.stored).view(shape)[inside.slices()])
 
 
@@ -65,11 +65,11 @@ class ShiftedMemory(TensorMemory):
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         values = _wrap(data, self.stored).view(shape)[inside.slices()]
-        with torch.no_grad():
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             self.tensor.detach()[box.slices()].copy_(values.float() + self._shift)
 
 
-def _check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
+def check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
     """A subclass may answer an index with a copy; what is written into that is lost."""
     if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         raise LoadFailed(

@@ -29,10 +29,6 @@ _INNER = ("transformer_layer.", "mtp_model_layer.")
 """What megatron-core puts before a layer that predicts further tokens: 0.16, and since 0.19."""
 
 
-OUTPUT = "lm_head.weight"
-"""What a published model calls its output, if that is not the embedding."""
-
-
 class _Table(msgspec.Struct):
     about: str
     sections: dict[str, dict[str, str]]
@@ -91,7 +87,7 @@ class Family:
 class View:
     """A published model as megatron-core names and shapes it.
 
-    sizes: numbers of its configuration. is_tied: is its output the embedding? None: it does not say.
+    sizes: numbers of its configuration. is_tied: is its output the embedding?
     has: does it have a tensor of this name? None: what its configuration says.
     """
 
@@ -99,19 +95,11 @@ class View:
         self,
         family: Family,
         sizes: Sizes,
-        is_tied: bool | None = None,
+        is_tied: bool = False,
         has: Callable[[str], bool] | None = None,
     ) -> None:
         self.family, self.sizes = family, sizes
-        self._is_tied, self._has = is_tied, has
-
-    @property
-    def is_tied(self) -> bool:
-        """Is its output the embedding? A folder that has no output and says that it is not tied
-        lacks it."""
-        if self._is_tied is None and self._has is not None:
-            return not self._has(OUTPUT)
-        return bool(self._is_tied)
+        self.is_tied, self._has = is_tied, has
 
     def knows(self, name: str) -> bool:
         return self.family.find(name) is not None
@@ -132,6 +120,8 @@ class View:
             )
         entry, numbers, axes = found
         lead, tail = shape[: len(axes)], shape[len(axes) :]
+        if len(shape) <= len(axes):
+            raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
             self._check_number(name, axis, many, numbers)
         for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)]), lead):
@@ -153,8 +143,8 @@ class View:
 
     def _of_one(self, entry: _Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
         rule = entry.rule
-        sizes = {**self.sizes, **numbers}
-        after = self.sizes.get("num_hidden_layers", 0) + numbers.get("layer", 0)
+        sizes = _Numbers({**self.sizes, **numbers})
+        after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
             return (entry.prefix + name).format(**numbers, after=after)
@@ -189,31 +179,50 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_e
 """What configurations call the number of experts of a layer."""
 
 
-def sizes_of(config: Mapping[str, object]) -> dict[str, int]:
-    """The numbers of a configuration that shapes depend on."""
-    sizes = {key: value for key, value in config.items() if type(value) is int}
-    sizes.setdefault("num_key_value_heads", sizes.get("num_attention_heads", 0))
+class _Numbers(dict[str, int]):
+    """Numbers of a configuration; one that is missed is told."""
+
+    def __missing__(self, key: str) -> int:
+        raise BadInput(
+            f"The configuration does not say {key}, on which shapes depend.",
+            hint="Give the whole config.json of the published model.",
+        )
+
+
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size", "num_experts")
+
+
+def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
+    """The numbers of a configuration that shapes depend on. BadInput for one that is no count."""
+    sizes = _Numbers({key: value for key, value in config.items() if type(value) is int})
+    if "num_attention_heads" in sizes:
+        sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
     for name in EXPERTS:
         if name in sizes:
             sizes.setdefault("num_experts", sizes[name])
+    for name in _COUNTS:
+        if sizes.get(name, 1) < 1:
+            raise BadInput(f"{where} says {name}={sizes[name]}, which no model has.")
     return sizes
 
 
-def view_of(config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None) -> View:
+def view_of(
+    config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None, inner: bool = True
+) -> View:
     """The view of a published model by its `config.json`. BadInput if its family is not known.
 
     where: the file, for errors. has: does the model have a tensor of this name? None: what it says itself.
+    inner: may the language model of a model of several kinds of input be meant?
     """
-    kind = config.get("model_type")
-    inner = config.get("text_config")
-    if kind not in families() and isinstance(inner, dict) and isinstance(inner.get("model_type"), str):
-        config, kind = inner, inner["model_type"]
+    kind, text = config.get("model_type"), config.get("text_config")
+    if inner and isinstance(text, dict) and not (isinstance(kind, str) and kind in families()):
+        config, kind = text, text.get("model_type")
     if not isinstance(kind, str):
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    said = config.get("tie_word_embeddings")
-    return View(family_of(kind), sizes_of(config), said if isinstance(said, bool) else None, has)
+    # These families are not tied where nothing is said.
+    return View(family_of(kind), sizes_of(config, where), config.get("tie_word_embeddings") is True, has)
 
 
 @cache

@@ -49,7 +49,36 @@ def break_a_tie(folder: Path) -> None:
     edit_config(folder, tie_word_embeddings=False)
 
 
+def in_another_dtype(dtype: torch.dtype) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = weights(folder)
+        rewrite(folder, {**tensors, FC1: tensors[FC1].to(dtype)})
+
+    return spoil
+
+
+def with_scales(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        tensors = weights(folder)
+        scales = {f"{FC1}_scale_inv": torch.ones(shape).to(dtype)}
+        rewrite(folder, {**tensors, FC1: tensors[FC1].to(torch.float8_e4m3fn), **scales})
+
+    return spoil
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "whole numbers": (in_another_dtype(torch.int8), "Holdfast does not convert between these"),
+    "other 8 bits": (in_another_dtype(torch.float8_e5m2), "Holdfast does not convert between these"),
+    "a scale a row": (with_scales((16, 1)), "holds scales of shape [16, 1]"),
+    "one scale": (with_scales(()), "holds scales of shape []"),
+    "scales that are no numbers": (with_scales((1, 1), torch.uint8), "in uint8"),
+    "no words": (lambda folder: edit_config(folder, vocab_size=0), "says vocab_size=0, which no model has"),
+    "no groups": (lambda folder: edit_config(folder, num_key_value_heads=0), "num_key_value_heads=0"),
+    "a type that is a list": (lambda folder: edit_config(folder, model_type=["qwen3"]), "which model_type"),
+    "a config in another code": (
+        lambda folder: (folder / "config.json").write_bytes(b'{"a": "\xff"}'),
+        "config.json can't be read",
+    ),
     "the output is missing": (break_a_tie, "does not hold 'lm_head.weight', of which 'output_layer.weight'"),
     "an expert is missing": (drop_an_expert, "does not hold 'model.layers.0.mlp.experts.5.gate_proj.weight'"),
     "a tensor is cut": (cut_a_tensor, "'model.layers.2.mlp.experts.5.gate_proj.weight' with shape [8, 32]"),

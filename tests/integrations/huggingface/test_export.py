@@ -248,3 +248,72 @@ def test_all_ranks_write_files_and_none_enters_a_collective(model: tuple[Path, P
         for sentence in world.run(jobs.export_together, *how, -1, steps, timeout=100):
             assert "failed on rank 3" in sentence, sentence
             assert "it does not exist" in sentence, sentence
+
+
+def test_a_folder_without_weights_can_tell_nothing_of_what_is_missing(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    only_config = tmp_path / "config"
+    only_config.mkdir()
+    shutil.copy(folder / "config.json", only_config)
+    with pytest.raises(BadInput, match="holds no weights"):
+        export(step, tmp_path / "out", like=only_config)
+    export(step, tmp_path / "out", like=only_config, strict=False)
+    assert weights(tmp_path / "out").keys() == weights(folder).keys()
+
+
+def test_an_output_beside_a_tied_embedding_is_not_dropped(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    shutil.copytree(folder, tmp_path / "tied")
+    edit_config(tmp_path / "tied", tie_word_embeddings=True)
+    with pytest.raises(BadInput, match=r"the published model's output is its embedding"):
+        export(step, tmp_path / "out", like=tmp_path / "tied")
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "complex64", "float64"])
+def test_weights_are_converted_to_what_models_are_published_in(
+    dtype: str, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    with pytest.raises(BadInput, match="is none of bfloat16, float16, float32"):
+        export(step, tmp_path / "out", like=folder, dtype=dtype)
+
+
+def test_a_configuration_says_nothing_of_scales_that_are_not_written(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    shutil.copytree(folder, tmp_path / "like")
+    edit_config(tmp_path / "like", quantization_config={"quant_method": "fp8"})
+    export(step, tmp_path / "out", like=tmp_path / "like")
+    before = json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == before
+
+
+def test_what_is_carried_along_neither_leaves_its_folder_nor_goes_elsewhere(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    shutil.copytree(folder, tmp_path / "like")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "like" / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(HoldfastError, match="a link that leaves its folder"):
+        export(step, tmp_path / "out", like=tmp_path / "like")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").symlink_to(tmp_path / "victim")
+    with pytest.raises(HoldfastError, match="a link that leaves its folder"):
+        export(step, tmp_path / "other", like=folder)
+    assert not (tmp_path / "victim").exists()
+
+
+def test_files_of_another_configuration_are_not_gone_on_with(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    export(step, tmp_path / "out", like=folder, file_bytes=40_000)
+    (tmp_path / "out" / "model.safetensors.index.json").unlink()
+    tensors = tensors_of(step)
+    again = saved({**tensors, FC1: tensors[FC1] + 1}, tmp_path / "step")
+    with pytest.raises(BadInput, match="which is not of this export"):
+        export(again, tmp_path / "out", like=folder, file_bytes=40_000)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -22,10 +21,12 @@ import torch
 from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
 from holdfast.format import hugging_face as hf
 from holdfast.format.container import encode_header
+from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.hugging_face import HuggingFaceFolder, read_config
 from holdfast.io.open_checkpoint import open_index
+from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
@@ -53,6 +54,10 @@ _NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_
 """Names in a training checkpoint that are no weights of the model."""
 _CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
 """Files that are copied from the folder that the model came from: configuration, tokenizer, code."""
+WRITTEN_AS = ("bfloat16", "float16", "float32")
+_NOT_COMPARED = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
+"""Names in a published folder that are no weights: scales, and what old versions of transformers wrote."""
+_PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
 _PARTS = re.compile(r"(\d+)")
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes of the whole."""
@@ -164,8 +169,8 @@ def _view(base: LocalStore) -> View:
     config = read_config(base)
     if config is None:
         raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
-    has = HuggingFaceFolder(base).has if HuggingFaceFolder.is_one(base) else None
-    return view_of(config, f"{base.url}/{hf.CONFIG}", has)
+    # The language model alone is not what the configuration of one with several kinds of input describes.
+    return view_of(config, f"{base.url}/{hf.CONFIG}", inner=False)
 
 
 # -- what is to be written ------------------------------------------------------------------------
@@ -191,9 +196,13 @@ def _tensors(index: Index, view: View, dtype: str | None) -> list[_Tensor]:
             continue
         spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
         if view.is_tied and name == "output_layer.weight":
-            continue  # the published model has the embedding only
+            raise BadInput(
+                f"{index.where} holds {name!r}, and the published model's output is its embedding "
+                f"(tie_word_embeddings).",
+                hint="If the model was trained so, set tie_word_embeddings to false in like='s config.json.",
+            )
         for segment in view.segments(name, spec.shape, whole(spec.shape)):
-            code = _code(spec.dtype, dtype)
+            code = _code(spec, dtype)
             tensor = found.setdefault(segment.name, _Tensor(segment.name, code, segment.published))
             tensor.pieces.append(_Piece(spec, segment))
     tensors = sorted(found.values(), key=lambda tensor: _natural(tensor.name))
@@ -202,11 +211,16 @@ def _tensors(index: Index, view: View, dtype: str | None) -> list[_Tensor]:
     return tensors
 
 
-def _code(stored: int, dtype: str | None) -> int:
-    if dtype is None or not DTYPES[stored].name.startswith(("float", "bfloat")):
-        return stored
-    if dtype not in CODE_OF:
-        raise BadInput(f"dtype {dtype!r} is none that Holdfast writes; say bfloat16, float16 or float32.")
+def _code(spec: TensorSpec, dtype: str | None) -> int:
+    """The dtype that weights are written in."""
+    name = DTYPES[spec.dtype].name
+    if dtype is not None and dtype not in WRITTEN_AS:
+        raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
+    if hf.CODE_OF_TAG.get(DTYPES[spec.dtype].tag) != spec.dtype or DTYPES[spec.dtype].extra != 1:
+        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
+    # A router's bias decides between experts by small differences; transformers keeps it as it is, too.
+    if dtype is None or name not in WRITTEN_AS or spec.name.endswith("expert_bias"):
+        return spec.dtype
     return CODE_OF[dtype]
 
 
@@ -239,14 +253,18 @@ def _check_covered(tensor: _Tensor, where: str) -> None:
 def _compare(tensors: Sequence[_Tensor], base: LocalStore, strict: bool) -> list[str]:
     """With the names and shapes of the folder that the model came from, if it has weights."""
     if not HuggingFaceFolder.is_one(base):
+        if strict:
+            raise BadInput(
+                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
+                hint="Give a folder with weights, or strict=False (--partial).",
+            )
         return []
     folder = HuggingFaceFolder(base)
-    wanted = {name for name in folder.names() if not name.endswith(("_scale_inv", "_scales", "_blocks"))}
+    names = {name.removesuffix("_blocks") for name in folder.names() if not _NOT_COMPARED.search(name)}
     mine = {tensor.name for tensor in tensors}
-    extra, missing = sorted(mine - set(folder.names())), sorted(wanted - mine, key=_natural)
-    quantised = any(name.endswith("_blocks") for name in folder.names())
-    if extra and not quantised:
-        near = nearest(extra[0], sorted(missing) or folder.names())
+    extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
+    if extra:
+        near = nearest(extra[0], missing or sorted(names))
         raise BadInput(
             f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
@@ -345,7 +363,13 @@ class _Export(CollectiveTask):
 
     def finish(self, reports: dict[int, Message]) -> Message:
         """Once all files are there: what makes a model of them, the weights' index last."""
-        _carry(self.base, Path(self.out.url))
+        for name, tensors in self._files:
+            if not self._is_finished(name, tensors):
+                raise BadInput(f"{self.out.url}/{name} was changed or removed by somebody else meanwhile.")
+        for name in self.out.list():
+            if _PARTIAL.fullmatch(name):
+                self.out.delete(name)
+        _carry(self.base, self.out)
         if len(self._files) > 1:  # one file needs none
             where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
             total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
@@ -382,8 +406,8 @@ class _Export(CollectiveTask):
         if self._is_finished(name, tensors):
             self._advance(sum(tensor.nbytes for tensor in tensors))
             return
-        hidden = f".{name}.partial"
-        self.out.delete(hidden)
+        # A name of its own: a rank that was given up may still write, or another export.
+        hidden = f".{name}.{secrets.token_hex(4)}.partial"
         file = self.out.create(hidden)
         try:
             file.write_at(0, [header])
@@ -411,7 +435,11 @@ class _Export(CollectiveTask):
         for tensor in tensors:
             rows.append((tensor.name, DTYPES[tensor.code].tag, tensor.shape, start, start + tensor.nbytes))
             start += tensor.nbytes
-        return encode_header(rows, {"format": "pt", "holdfast.source": self._identity})
+        # What the parts are made of, too: a rerun with another configuration must not go on with these files.
+        made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
+        return encode_header(
+            rows, {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
+        )
 
     def _is_finished(self, name: str, tensors: Sequence[_Tensor]) -> bool:
         """Is a file there that this export would write? Its header says of which checkpoint it is."""
@@ -501,10 +529,15 @@ def _parts(tensor: _Tensor) -> Iterator[Box]:
         yield Box((low, *(0,) * len(rest)), (min(step, tensor.shape[0] - low), *rest))
 
 
-def _carry(base: LocalStore, out: Path) -> None:
-    """Configuration, tokenizer and code."""
-    with storage_errors("Copying from", base.url):
-        for name in base.list():
-            is_weights = name in (hf.WEIGHTS_INDEX,) or name.endswith(hf.SUFFIX)
-            if name.endswith(_CARRIED) and not is_weights and not name.startswith("."):
-                shutil.copyfile(Path(base.url) / name, out / name)
+def _carry(base: LocalStore, out: LocalStore) -> None:
+    """Configuration, tokenizer and code. Weights are written as they are, so nothing is said of scales."""
+    for name in base.list():
+        if not name.endswith(_CARRIED) or name == hf.WEIGHTS_INDEX or name.startswith("."):
+            continue
+        data = read_file(base, name, hf.WEIGHTS_INDEX_BYTES)
+        if data is not None and name == hf.CONFIG:
+            config = read_config(base) or {}
+            if config.pop("quantization_config", None) is not None:
+                data = msgspec.json.format(msgspec.json.encode(config), indent=2)
+        if data is not None:
+            replace_file(out, name, data)
