@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
-from holdfast.views.family import Family, View, families
+from holdfast.views.family import Family, View, families, view_of
 from holdfast.views.mapping import WAYS, Segment
 
 FAMILIES = {family.name: family for family in families().values()}
@@ -142,3 +142,17 @@ def test_numbers_that_do_not_fit_are_told() -> None:
         list(view.segments(fc1, (4, 8, 5, 4), whole((4, 8, 5, 4))))
     with pytest.raises(BadInput, match=r"has no .*linear_fc3.*The nearest of its names"):
         list(view.segments(fc1.replace("fc1", "fc3"), (4, 8, 4, 4), whole((4, 8, 4, 4))))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("mtp.layers.0.enorm.weight", (8,), "does not say num_hidden_layers"),
+        ("output_layer.weight", (8, 8), "does not say vocab_size"),
+        ("decoder.final_layernorm.weight", (), "has too few axes"),
+    ],
+)
+def test_what_a_configuration_or_a_shape_lacks_is_named(name: str, shape: tuple[int, ...], words: str) -> None:
+    view = view_of({"model_type": "deepseek_v3", "num_attention_heads": 4}, "config.json")
+    with pytest.raises(BadInput, match=words):
+        list(view.segments(name, shape, whole(shape)))

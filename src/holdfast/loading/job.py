@@ -450,7 +450,8 @@ def load(
 
     state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
         layout.
-    path, checkpoint_id: the folder of one checkpoint, of Holdfast, torch DCP or megatron-core.
+    path, checkpoint_id: the folder of one checkpoint, of Holdfast, torch DCP or megatron-core, or of a model
+        that Hugging Face publishes.
     participants: ranks of the default process group that take part, ascending or not; default all. Other
         ranks must not call.
     process_group: the same, as a group of torch.distributed.

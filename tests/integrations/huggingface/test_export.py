@@ -100,7 +100,7 @@ def test_weights_that_are_not_all_there_are_not_exported(
     other = saved(spoil(tensors_of(step)), tmp_path / "step")
     with pytest.raises(kind, match=words):
         export(other, tmp_path / "out", like=folder)
-    assert not list((tmp_path / "out").glob("*")) if (tmp_path / "out").exists() else True
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_an_expert_under_a_number_of_its_own_is_missed(model: tuple[Path, Path], tmp_path: Path) -> None:
@@ -317,3 +317,18 @@ def test_files_of_another_configuration_are_not_gone_on_with(
     again = saved({**tensors, FC1: tensors[FC1] + 1}, tmp_path / "step")
     with pytest.raises(BadInput, match="which is not of this export"):
         export(again, tmp_path / "out", like=folder, file_bytes=40_000)
+
+
+def test_a_finished_file_that_somebody_takes_away_is_missed(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    out = tmp_path / "out"
+
+    def take_away(done: int, total: int) -> None:
+        if done == total:
+            min(out.glob("model-*.safetensors")).unlink()
+
+    with pytest.raises(BadInput, match="was changed or removed by somebody else"):
+        export(step, out, like=folder, file_bytes=30_000, progress=take_away)
+    assert not (out / "model.safetensors.index.json").exists()
+    export(step, out, like=folder, file_bytes=30_000)
+    assert weights(out).keys() == weights(folder).keys()

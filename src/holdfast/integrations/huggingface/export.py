@@ -11,25 +11,29 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import torch
 
-from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
+from holdfast.errors import BadInput, HoldfastError
 from holdfast.format import hugging_face as hf
 from holdfast.format.container import encode_header
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
+from holdfast.integrations.huggingface.published_tensors import (
+    PublishedTensor,
+    missing_tensors,
+    published_tensors,
+    share_among_files,
+)
 from holdfast.io.file_reader import plan_read, read_into
-from holdfast.io.hugging_face import HuggingFaceFolder, read_config
+from holdfast.io.hugging_face import read_config
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.small_files import read_file
-from holdfast.layout.box import Box, Dims, whole
-from holdfast.layout.coverage import first_problem
-from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.operation import read_state
@@ -50,38 +54,11 @@ SLAB = 64 << 20
 _ALIGN = 16
 FILE_BYTES = 5_000_000_000
 """Of weights in a file, as transformers shards them."""
-_NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_state")
-"""Names in a training checkpoint that are no weights of the model."""
 _CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
 """Files that are copied from the folder that the model came from: configuration, tokenizer, code."""
-WRITTEN_AS = ("bfloat16", "float16", "float32")
-_NOT_COMPARED = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
-"""Names in a published folder that are no weights: scales, and what old versions of transformers wrote."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
-_PARTS = re.compile(r"(\d+)")
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes of the whole."""
-
-
-class _Piece(NamedTuple):
-    """A segment of one of the checkpoint's tensors."""
-
-    spec: TensorSpec
-    segment: Segment
-
-
-@dataclass
-class _Tensor:
-    """A published tensor, and what it is made of."""
-
-    name: str
-    code: int
-    shape: Dims
-    pieces: list[_Piece] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
 
 
 class ExportReport(msgspec.Struct, frozen=True):
@@ -153,8 +130,8 @@ def export_huggingface(
 
     def plan() -> None:
         with open_index(store) as index:
-            tensors = _tensors(index, _view(base), dtype)
-            export.plan(index, _files(tensors, file_bytes), _compare(tensors, base, strict))
+            tensors = published_tensors(index, _view(base), dtype)
+            export.plan(index, share_among_files(tensors, file_bytes), missing_tensors(tensors, base, strict))
 
     export.trouble = read_state(plan, call.rank)
     export.run()
@@ -173,136 +150,6 @@ def _view(base: LocalStore) -> View:
     return view_of(config, f"{base.url}/{hf.CONFIG}", inner=False)
 
 
-# -- what is to be written ------------------------------------------------------------------------
-
-
-def _tensors(index: Index, view: View, dtype: str | None) -> list[_Tensor]:
-    """The published tensors that the checkpoint's weights make up, in the natural order of their names."""
-    names = [name for name in index.names() if not _NO_WEIGHTS.match(name)]
-    columns = index.select(index.find(names))
-    unknown = [
-        name for row, name in enumerate(columns.names) if columns.kind[row] == TENSOR and not view.knows(name)
-    ]
-    if unknown:
-        raise BadInput(
-            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
-            f"for: {listed(unknown)}.",
-            hint="An adapter must be merged into the weights first; another model needs another like=.",
-            details={"unknown": unknown[:100]},
-        )
-    found: dict[str, _Tensor] = {}
-    for row, name in enumerate(columns.names):
-        if columns.kind[row] != TENSOR:
-            continue
-        spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
-        if view.is_tied and name == "output_layer.weight":
-            raise BadInput(
-                f"{index.where} holds {name!r}, and the published model's output is its embedding "
-                f"(tie_word_embeddings).",
-                hint="If the model was trained so, set tie_word_embeddings to false in like='s config.json.",
-            )
-        for segment in view.segments(name, spec.shape, whole(spec.shape)):
-            code = _code(spec, dtype)
-            tensor = found.setdefault(segment.name, _Tensor(segment.name, code, segment.published))
-            tensor.pieces.append(_Piece(spec, segment))
-    tensors = sorted(found.values(), key=lambda tensor: _natural(tensor.name))
-    for tensor in tensors:
-        _check_covered(tensor, index.where)
-    return tensors
-
-
-def _code(spec: TensorSpec, dtype: str | None) -> int:
-    """The dtype that weights are written in."""
-    name = DTYPES[spec.dtype].name
-    if dtype is not None and dtype not in WRITTEN_AS:
-        raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
-    if hf.CODE_OF_TAG.get(DTYPES[spec.dtype].tag) != spec.dtype or DTYPES[spec.dtype].extra != 1:
-        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
-    # A router's bias decides between experts by small differences; transformers keeps it as it is, too.
-    if dtype is None or name not in WRITTEN_AS or spec.name.endswith("expert_bias"):
-        return spec.dtype
-    return CODE_OF[dtype]
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Layer 2 before layer 10."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
-
-
-def _check_covered(tensor: _Tensor, where: str) -> None:
-    """Each element comes from exactly one place."""
-    first = tensor.pieces[0].segment
-    if any(piece.segment.whole != first.whole for piece in tensor.pieces):
-        raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
-    boxes = [piece.segment.theirs(piece.segment.box) for piece in tensor.pieces]
-    problem = first_problem(
-        np.asarray([first.whole], np.int64).reshape(1, -1),
-        np.zeros(len(boxes), np.int64),
-        np.asarray([box.offset for box in boxes], np.int64).reshape(len(boxes), -1),
-        np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), -1),
-    )
-    if problem is not None:
-        raise CoverageError(
-            f"{where} does not make up {tensor.name!r} of shape {list(tensor.shape)}: {problem.kind} from "
-            f"index {list(problem.place)} on.",
-            hint="Layers or experts are missing from the checkpoint, or like= is another model's.",
-            details={"tensor": tensor.name},
-        )
-
-
-def _compare(tensors: Sequence[_Tensor], base: LocalStore, strict: bool) -> list[str]:
-    """With the names and shapes of the folder that the model came from, if it has weights."""
-    if not HuggingFaceFolder.is_one(base):
-        if strict:
-            raise BadInput(
-                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
-                hint="Give a folder with weights, or strict=False (--partial).",
-            )
-        return []
-    folder = HuggingFaceFolder(base)
-    names = {name.removesuffix("_blocks") for name in folder.names() if not _NOT_COMPARED.search(name)}
-    mine = {tensor.name for tensor in tensors}
-    extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
-    if extra:
-        near = nearest(extra[0], missing or sorted(names))
-        raise BadInput(
-            f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
-            hint=f"The nearest there is {near!r}." if near else "",
-        )
-    if missing and strict:
-        raise MissingTensors(
-            f"The checkpoint has nothing for {len(missing)} tensors of {base.url}: {listed(missing)}.",
-            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
-            details={"missing": missing[:100]},
-        )
-    for tensor in tensors:
-        place = folder.place(tensor.name)
-        if place is not None and place.shape != tensor.shape:
-            raise BadInput(
-                f"{tensor.name!r} has shape {list(place.shape)} in {base.url}, and the checkpoint's weights "
-                f"make {list(tensor.shape)} of it."
-            )
-    return missing
-
-
-def _files(tensors: Sequence[_Tensor], limit: int) -> list[tuple[str, list[_Tensor]]]:
-    """Which tensors go into which file, named as transformers does."""
-    parts: list[list[_Tensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if parts[-1] and size + tensor.nbytes > limit:
-            parts.append([])
-            size = 0
-        parts[-1].append(tensor)
-        size += tensor.nbytes
-    if len(parts) == 1:
-        return [(hf.WEIGHTS, parts[0])]
-    return [(f"model-{at:05d}-of-{len(parts):05d}.safetensors", part) for at, part in enumerate(parts, 1)]
-
-
-# -- writing --------------------------------------------------------------------------------------
-
-
 class _Export(CollectiveTask):
     """The files of one export; each rank writes some of them."""
 
@@ -316,12 +163,12 @@ class _Export(CollectiveTask):
         self.trouble: HoldfastError | None = None
         """What planning met; all ranks hear of it."""
         self._call, self._progress = call, progress
-        self._files: list[tuple[str, list[_Tensor]]] = []
+        self._files: list[tuple[str, list[PublishedTensor]]] = []
         self._missing: tuple[str, ...] = ()
         self._done = self._total = self._written = 0
         self._slab = torch.empty(0, dtype=torch.uint8)
 
-    def plan(self, index: Index, files: list[tuple[str, list[_Tensor]]], missing: list[str]) -> None:
+    def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
         """Note what is to be written: all of it, of which this rank does its share."""
         self._files, self._missing = files, tuple(missing)
         self._identity = index.identity
@@ -381,7 +228,7 @@ class _Export(CollectiveTask):
 
     # -- this rank's share ------------------------------------------------------------------------
 
-    def _mine(self) -> list[tuple[str, list[_Tensor]]]:
+    def _mine(self) -> list[tuple[str, list[PublishedTensor]]]:
         ranks = self._call.participants
         return self._files[ranks.index(self._call.rank) :: len(ranks)]
 
@@ -400,7 +247,7 @@ class _Export(CollectiveTask):
         if hf.WEIGHTS_INDEX in names:
             raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
 
-    def _write(self, name: str, tensors: Sequence[_Tensor]) -> None:
+    def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
         """One file, unless an earlier export has finished it."""
         header = self._header(tensors)
         if self._is_finished(name, tensors):
@@ -430,7 +277,7 @@ class _Export(CollectiveTask):
         self.doing(f"writing, {self._done} of {self._total} bytes")
         self._progress(self._done, self._total)
 
-    def _header(self, tensors: Sequence[_Tensor]) -> bytes:
+    def _header(self, tensors: Sequence[PublishedTensor]) -> bytes:
         rows, start = [], 0
         for tensor in tensors:
             rows.append((tensor.name, DTYPES[tensor.code].tag, tensor.shape, start, start + tensor.nbytes))
@@ -441,7 +288,7 @@ class _Export(CollectiveTask):
             rows, {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
         )
 
-    def _is_finished(self, name: str, tensors: Sequence[_Tensor]) -> bool:
+    def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
         """Is a file there that this export would write? Its header says of which checkpoint it is."""
         header = self._header(tensors)
         entry = self.out.stat(name)
@@ -453,9 +300,9 @@ class _Export(CollectiveTask):
         finally:
             reader.close()
 
-    def _slabs(self, tensors: Sequence[_Tensor]) -> Iterator[list[memoryview]]:
+    def _slabs(self, tensors: Sequence[PublishedTensor]) -> Iterator[list[memoryview]]:
         """The bytes of tensors one after another: several small ones at a time, or a part of a large one."""
-        batch: list[tuple[_Tensor, Box]] = []
+        batch: list[tuple[PublishedTensor, Box]] = []
         size = 0
         for tensor in tensors:
             for part in _parts(tensor):
@@ -468,7 +315,7 @@ class _Export(CollectiveTask):
         if batch:
             yield self._read(batch)
 
-    def _target(self, tensor: _Tensor, part: Box, before: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _target(self, tensor: PublishedTensor, part: Box, before: Sequence[torch.Tensor]) -> torch.Tensor:
         """Memory for a part behind those `before`; always the same, as fresh memory costs like a copy."""
         dtype = DTYPES[tensor.code]
         start = sum(_aligned(other.nbytes) for other in before)
@@ -479,7 +326,7 @@ class _Export(CollectiveTask):
             self._slab = torch.empty(max(stop, SLAB), dtype=torch.uint8)
         return self._slab[start:stop].view(getattr(torch, dtype.name)).view(part.shape)
 
-    def _read(self, batch: Sequence[tuple[_Tensor, Box]]) -> list[memoryview]:
+    def _read(self, batch: Sequence[tuple[PublishedTensor, Box]]) -> list[memoryview]:
         """The parts of published tensors, put together."""
         table = ShardTable()
         buffers: list[torch.Tensor] = []
@@ -517,7 +364,7 @@ def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Te
     table.add(spec, ours, (0, 1), False, memory)
 
 
-def _parts(tensor: _Tensor) -> Iterator[Box]:
+def _parts(tensor: PublishedTensor) -> Iterator[Box]:
     """A tensor in parts along its first axis, each of at most `SLAB` bytes if a row is no larger."""
     if not tensor.shape:
         yield Box((), ())

@@ -1,0 +1,177 @@
+"""What an export writes: the published tensors that a checkpoint's weights make up, whether that is all of
+the model, and which file each goes into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.errors import BadInput, CoverageError, MissingTensors
+from holdfast.format import hugging_face as hf
+from holdfast.format.index import Index
+from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.layout.box import Dims, whole
+from holdfast.layout.coverage import first_problem
+from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
+from holdfast.store.local import LocalStore
+from holdfast.views.family import View
+from holdfast.views.mapping import Segment
+
+_NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_state")
+"""Names in a training checkpoint that are no weights of the model."""
+WRITTEN_AS = ("bfloat16", "float16", "float32")
+"""What weights may be converted to."""
+_NOT_COMPARED = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
+"""Names in a published folder that are no weights: scales, and what old versions of transformers wrote."""
+_PARTS = re.compile(r"(\d+)")
+
+
+class Piece(NamedTuple):
+    """A segment of one of the checkpoint's tensors."""
+
+    spec: TensorSpec
+    segment: Segment
+
+
+@dataclass
+class PublishedTensor:
+    """A published tensor, and what it is made of."""
+
+    name: str
+    code: int
+    shape: Dims
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
+
+
+def published_tensors(index: Index, view: View, dtype: str | None) -> list[PublishedTensor]:
+    """The published tensors that the checkpoint's weights make up, in the natural order of their names."""
+    names = [name for name in index.names() if not _NO_WEIGHTS.match(name)]
+    columns = index.select(index.find(names))
+    unknown = [
+        name for row, name in enumerate(columns.names) if columns.kind[row] == TENSOR and not view.knows(name)
+    ]
+    if unknown:
+        raise BadInput(
+            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
+            f"for: {listed(unknown)}.",
+            hint="An adapter must be merged into the weights first; another model needs another like=.",
+            details={"unknown": unknown[:100]},
+        )
+    found: dict[str, PublishedTensor] = {}
+    for row, name in enumerate(columns.names):
+        if columns.kind[row] != TENSOR:
+            continue
+        spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
+        if view.is_tied and name == "output_layer.weight":
+            raise BadInput(
+                f"{index.where} holds {name!r}, and the published model's output is its embedding "
+                f"(tie_word_embeddings).",
+                hint="If the model was trained so, set tie_word_embeddings to false in like='s config.json.",
+            )
+        for segment in view.segments(name, spec.shape, whole(spec.shape)):
+            code = _code(spec, dtype)
+            tensor = found.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
+            tensor.pieces.append(Piece(spec, segment))
+    tensors = sorted(found.values(), key=lambda tensor: _natural(tensor.name))
+    for tensor in tensors:
+        _check_covered(tensor, index.where)
+    return tensors
+
+
+def _code(spec: TensorSpec, dtype: str | None) -> int:
+    """The dtype that weights are written in."""
+    name = DTYPES[spec.dtype].name
+    if dtype is not None and dtype not in WRITTEN_AS:
+        raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
+    if hf.CODE_OF_TAG.get(DTYPES[spec.dtype].tag) != spec.dtype or DTYPES[spec.dtype].extra != 1:
+        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
+    # A router's bias decides between experts by small differences; transformers keeps it as it is, too.
+    if dtype is None or name not in WRITTEN_AS or spec.name.endswith("expert_bias"):
+        return spec.dtype
+    return CODE_OF[dtype]
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Layer 2 before layer 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
+
+
+def _check_covered(tensor: PublishedTensor, where: str) -> None:
+    """Each element comes from exactly one place."""
+    first = tensor.pieces[0].segment
+    if any(piece.segment.whole != first.whole for piece in tensor.pieces):
+        raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
+    boxes = [piece.segment.theirs(piece.segment.box) for piece in tensor.pieces]
+    problem = first_problem(
+        np.asarray([first.whole], np.int64).reshape(1, -1),
+        np.zeros(len(boxes), np.int64),
+        np.asarray([box.offset for box in boxes], np.int64).reshape(len(boxes), -1),
+        np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), -1),
+    )
+    if problem is not None:
+        raise CoverageError(
+            f"{where} does not make up {tensor.name!r} of shape {list(tensor.shape)}: {problem.kind} from "
+            f"index {list(problem.place)} on.",
+            hint="Layers or experts are missing from the checkpoint, or like= is another model's.",
+            details={"tensor": tensor.name},
+        )
+
+
+def missing_tensors(tensors: Sequence[PublishedTensor], base: LocalStore, strict: bool) -> list[str]:
+    """With the names and shapes of the folder that the model came from, if it has weights."""
+    if not HuggingFaceFolder.is_one(base):
+        if strict:
+            raise BadInput(
+                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
+                hint="Give a folder with weights, or strict=False (--partial).",
+            )
+        return []
+    folder = HuggingFaceFolder(base)
+    names = {name.removesuffix("_blocks") for name in folder.names() if not _NOT_COMPARED.search(name)}
+    mine = {tensor.name for tensor in tensors}
+    extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
+    if extra:
+        near = nearest(extra[0], missing or sorted(names))
+        raise BadInput(
+            f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
+            hint=f"The nearest there is {near!r}." if near else "",
+        )
+    if missing and strict:
+        raise MissingTensors(
+            f"The checkpoint has nothing for {len(missing)} tensors of {base.url}: {listed(missing)}.",
+            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
+            details={"missing": missing[:100]},
+        )
+    for tensor in tensors:
+        place = folder.place(tensor.name)
+        if place is not None and place.shape != tensor.shape:
+            raise BadInput(
+                f"{tensor.name!r} has shape {list(place.shape)} in {base.url}, and the checkpoint's weights "
+                f"make {list(tensor.shape)} of it."
+            )
+    return missing
+
+
+def share_among_files(
+    tensors: Sequence[PublishedTensor], limit: int
+) -> list[tuple[str, list[PublishedTensor]]]:
+    """Which tensors go into which file, named as transformers does."""
+    parts: list[list[PublishedTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if parts[-1] and size + tensor.nbytes > limit:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += tensor.nbytes
+    if len(parts) == 1:
+        return [(hf.WEIGHTS, parts[0])]
+    return [(f"model-{at:05d}-of-{len(parts):05d}.safetensors", part) for at, part in enumerate(parts, 1)]
