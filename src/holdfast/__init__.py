@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from holdfast.integrations.install import install, installed, uninstall
     from holdfast.layout.grid import Grid
     from holdfast.loading.job import LoadReport, load
+    from holdfast.maintenance.fingerprints import fingerprint
+    from holdfast.maintenance.same import same
     from holdfast.options import Options
     from holdfast.run.checkpoints import Checkpoints
     from holdfast.run.preemption import Preemption
@@ -56,6 +58,7 @@ _WHERE = {
     "__version__": "holdfast.version",
     "async_save": "holdfast.background.async_save",
     "audit": "holdfast.groups.audit.audit",
+    "fingerprint": "holdfast.maintenance.fingerprints",
     "get_state_dict": "holdfast.state.optimizer",
     "guarded": "holdfast.integrations.guard",
     "install": "holdfast.integrations.install",
@@ -63,6 +66,7 @@ _WHERE = {
     "latest": "holdfast.store.run_folder",
     "load": "holdfast.loading.job",
     "open_groups": "holdfast.groups.lifecycle.open",
+    "same": "holdfast.maintenance.same",
     "save": "holdfast.saving.job",
     "session": "holdfast.groups.session.session",
     "set_state_dict": "holdfast.state.optimizer",
@@ -88,6 +92,7 @@ __all__ = [
     "dcp",
     "errors",
     "events",
+    "fingerprint",
     "get_state_dict",
     "guarded",
     "install",
@@ -95,6 +100,7 @@ __all__ = [
     "latest",
     "load",
     "open_groups",
+    "same",
     "save",
     "session",
     "set_state_dict",

@@ -62,6 +62,7 @@ def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0,
     position = np.cumsum(nbytes) - nbytes + 64
     late = [at for at, row in enumerate(rows) if row[3] and row[2] != OBJECT][::2]
     number = {row: at for at, row in enumerate(late)}
+    told = len(tensor) * int(random.integers(0, 2))  # an index has fingerprints or it has none
     return Columns(
         names=[row[0] for row in rows],
         dtype=dtype,
@@ -84,6 +85,8 @@ def build(rows: list[tuple[str, int, int, tuple[int, ...], int]], seed: int = 0,
         witness_size=np.ones((1 if rows else 0, dims), "<i8"),
         witness_block=np.full(1 if rows else 0, -1, "<i8"),
         witness_digest=np.full(1 if rows else 0, 7, "<u8"),
+        fingerprint_first=random.integers(0, 2**64 - 1, told, "<u8"),
+        fingerprint_second=random.integers(0, 2**64 - 1, told, "<u8"),
         late_tensor=np.asarray(late, "<i8"),
         late_axis=np.asarray([len(rows[at][3]) - 1 for at in late], "<i8"),
         late_lane=np.asarray([at % 3 for at in late], "<i8"),
@@ -119,7 +122,7 @@ def content(columns: Columns) -> list[Any]:
         "digest_end", "digests", "file_size", "file_rank",
         "witness_tensor", "witness_offset", "witness_size", "witness_block", "witness_digest",
         "late_tensor", "late_axis", "late_lane", "late_position", "late_length", "late_start",
-        "chunk_late", "witness_late",
+        "chunk_late", "witness_late", "fingerprint_first", "fingerprint_second",
     )  # fmt: skip
     return found + [getattr(columns, name).tolist() for name in numbers]
 

@@ -235,6 +235,11 @@ LIES: list[tuple[str, Any, str]] = [
     ("chunk of no late shard", put("chunk_late", 0, 99), "late-bound shards that can't be"),
     ("late columns that disagree", cut("late_axis"), "late_axis"),
     (
+        "fingerprints of some chunks",
+        lambda c: setattr(c, "fingerprint_first", c.position[1:].astype("<u8")),
+        "fingerprint_first",
+    ),
+    (
         "file above",
         lambda c: c.file_names.__setitem__(0, "../data/x.safetensors"),
         "not inside its data folder",

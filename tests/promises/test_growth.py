@@ -88,13 +88,14 @@ def link(fd: str) -> str:
 def test_close_gives_everything_back(tmp_path: Path) -> None:
     holdfast.save({"w": torch.ones(4)}, tmp_path / "before", no_dist=True)
     gc.collect()
-    before = footprint()
+    before, threads = footprint(), set(threading.enumerate())
     checkpoints = holdfast.Checkpoints(tmp_path / "run", in_flight=2, keep=2)
     for step in range(4):
         checkpoints.save(step, {"w": torch.ones(1 << 16)})
     checkpoints.close()
     assert footprint() == before
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("holdfast")]
+    more = set(threading.enumerate()) - threads
+    assert not [thread.name for thread in more if thread.name.startswith("holdfast")]
     checkpoints.save(9, {"w": torch.ones(1 << 16)})  # it begins anew
     checkpoints.close()
     assert checkpoints.steps() == [3, 9]

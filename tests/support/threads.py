@@ -6,10 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from holdfast.errors import HoldfastError
 from holdfast.roster.memory import Board, MemoryRoster
+from holdfast.threads import start_thread
 
 TOO_LARGE = 1 << 47
 """Bytes of stack that no thread can have: the system refuses to start one."""
@@ -25,9 +27,18 @@ def on_ranks(world: int, job: Callable[[MemoryRoster], Any], board: Board | None
 
 @contextmanager
 def no_more_threads() -> Iterator[None]:
-    """Python starts no thread in this process, as at a limit of processes."""
+    """Python starts no thread in this process, as at a limit of processes; threads that Holdfast has kept for
+    then are at work."""
     before = threading.stack_size(TOO_LARGE)
+    over = threading.Event()
+    spares: list[threading.Thread] = []
     try:
+        with suppress(HoldfastError):
+            while True:
+                spares.append(start_thread(over.wait, "spare"))
         yield
     finally:
         threading.stack_size(before)
+        over.set()
+        for spare in spares:
+            spare.join()

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -76,8 +77,10 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
-    def __del__(self) -> None:
-        self.close()
+    # As a default, since the module may be empty already when the interpreter is finalised.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # the system takes everything back then
+            self.close()
 
 
 class ArenaMemory:

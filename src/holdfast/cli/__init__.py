@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "Re-read a checkpoint and report all damage.",
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
+    "same": "Say whether two places hold the same weights.",
     "import": "Convert a torch DCP or megatron-core checkpoint to Holdfast.",
     "export": "Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.",
     "reindex": "Rebuild a lost index from the data files.",

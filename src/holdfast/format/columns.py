@@ -82,6 +82,9 @@ class Columns:
     late_start: Array = _column("L")
     """Shards whose offset others' lengths may tell, as `layout.deferred_offset.DeferredOffset`; only in the
     index of a data file."""
+    fingerprint_first: Array = _column("C", "<u8")
+    fingerprint_second: Array = _column("C", "<u8")
+    """If they were asked for: the two sums of each chunk's fingerprint (`format.fingerprint`)."""
     chunk_late: Array = _column("C")
     witness_late: Array = _column("W")
     """If L is not 0: the shard that each chunk, or witness, is of, or -1."""
@@ -113,6 +116,8 @@ SPECS: dict[str, ColumnSpec] = {f.name: f.metadata["spec"] for f in fields(Colum
 """How each column is stored; names of tensors and of files are stored as text (`index`)."""
 LATE = tuple(name for name in SPECS if "late" in name)
 """Columns that a file has only if there are such shards."""
+FINGERPRINTS = ("fingerprint_first", "fingerprint_second")
+"""Columns that a file has only if they were asked for."""
 ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
 
 

@@ -7,6 +7,7 @@ such a folder tells digests, so its bytes are read as they are. No torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,9 @@ MOST_AXES = 32
 BLOCK = 4 << 20
 """Bytes that are read at once."""
 
+SCALES = "_scale_inv"
+"""After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
+_NO_WEIGHT = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
 CODE_OF_TAG = {dtype.tag: code for code, dtype in reversed(list(enumerate(DTYPES))) if dtype.extra == 1}
 """By safetensors' name of a dtype: its code. Those that it has no name for are stored as bytes."""
 
@@ -127,6 +131,11 @@ def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
         file_size=np.asarray([sizes[name] for name in files], "<i8"),
         file_rank=np.zeros(len(files), "<i4"),
     )
+
+
+def is_weight(name: str) -> bool:
+    """Is it a weight by its name? Scales are none, nor is what old versions of transformers wrote besides."""
+    return _NO_WEIGHT.search(name) is None
 
 
 def weights_files(names: Iterable[str]) -> list[str]:

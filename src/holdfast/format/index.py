@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.format.columns import LATE, SPECS, Array, Columns, ColumnSpec, runs
+from holdfast.format.columns import FINGERPRINTS, LATE, SPECS, Array, Columns, ColumnSpec, runs
 from holdfast.format.container import Header, Read, encode_header, read_header
 from holdfast.format.digest import digest, digest_many, hex_digest
 from holdfast.format.index_checks import ascending, check_rows, possible_late
@@ -47,7 +47,7 @@ def _heap(names: Sequence[str]) -> tuple[Array, Array]:
     return np.frombuffer(b"".join(coded), "u1"), ends
 
 
-_PLAIN = tuple(name for name in SPECS if name not in LATE)
+_PLAIN = tuple(name for name in SPECS if name not in (*LATE, *FINGERPRINTS))
 _TEXT, _ENDS = ColumnSpec("", np.dtype("u1"), False), ColumnSpec("", np.dtype("<i8"), False)
 _STORED = SPECS | {
     "names": _TEXT,
@@ -75,7 +75,8 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     arrays["names"], arrays["name_end"] = _heap(columns.names)
     arrays["fence"], arrays["fence_end"] = _heap(columns.names[::FENCE])
     arrays["file_names"], arrays["file_end"] = _heap(columns.file_names)
-    for name in (*_PLAIN, *(LATE if len(columns.late_tensor) else ())):
+    late = LATE if len(columns.late_tensor) else ()
+    for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
     # Widest elements first keeps every column aligned without holes, which safetensors forbids.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
@@ -211,10 +212,11 @@ class Index:
         self._late = LATE if any(name in rows for name in LATE) else ()
         if self._late:
             counts["L"] = rows["late_tensor"]
+        self._fingerprints = FINGERPRINTS if any(name in rows for name in FINGERPRINTS) else ()
         # Other columns may be there, and are ignored: a later version may add some
         # (docs/format.md, Versions).
         for name, spec in _STORED.items():
-            if name in LATE and not self._late:
+            if name in (*LATE, *FINGERPRINTS) and name not in (*self._late, *self._fingerprints):
                 continue
             entry = self._header.entries[name]
             count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
@@ -381,6 +383,20 @@ class Index:
         return found
 
     @in_bounded_memory
+    def fingerprints(self) -> dict[str, Array]:
+        """The two sums of every tensor, by name; empty if the save was not asked for them."""
+        if not self._fingerprints:
+            return {}
+        sums = np.stack([self.column(name) for name in self._fingerprints])
+        counts, _ = self._below("chunk", "chunk_end", np.arange(self.tensors), self.chunks)
+        # Sums of stretches that may be empty: the difference of running sums, modulo 2^64 as these are.
+        running = np.concatenate(
+            [np.zeros((2, 1), np.uint64), np.cumsum(sums, axis=1, dtype=np.uint64)], axis=1
+        )
+        ends = np.cumsum(counts)
+        return dict(zip(self.names(), (running[:, ends] - running[:, ends - counts]).T, strict=True))
+
+    @in_bounded_memory
     def embedded(self) -> Columns:
         """All columns, also those that only the index of a data file has."""
         columns = self.select()
@@ -389,7 +405,7 @@ class Index:
         at = columns.witness_tensor
         if len(at) and (at.min() < 0 or at.max() >= len(columns.names)):
             raise CorruptCheckpoint(f"{self.where} has witnesses of tensors that it does not list.")
-        for name in self._late:
+        for name in (*self._late, *self._fingerprints):
             setattr(columns, name, self.column(name))
         if self._late and not possible_late(columns):
             raise CorruptCheckpoint(f"{self.where} has late-bound shards that can't be.")

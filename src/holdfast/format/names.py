@@ -72,6 +72,15 @@ def without_offset(entry: str) -> str:
     return entry.partition("@")[0]
 
 
+_NO_WEIGHT = re.compile(r"(.*\.)?optimizer\.|chained_|rng_state|common_state|.*_extra_state")
+
+
+def is_weight(name: str) -> bool:
+    """Can it be one of a model's weights, by its name in a training checkpoint? State of optimizers is none,
+    nor that of random numbers."""
+    return _NO_WEIGHT.match(name) is None
+
+
 # -- checkpoints of torch DCP and megatron-core ---------------------------------------------------
 
 METADATA = ".metadata"

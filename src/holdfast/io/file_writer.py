@@ -102,6 +102,10 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     name = data_file(request.about["attempt"], table.rank, part)
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     columns, order = embedded_columns(table, plan, chunks, name, first)
+    # Without its offset the place of an element is not known yet, and so not its weight.
+    if request.options.fingerprint and not any(table.deferred):
+        columns.fingerprint_first = np.zeros(len(order), "<u8")
+        columns.fingerprint_second = np.zeros(len(order), "<u8")
     # Encoded once without positions and digests, because its size decides where everything lies.
     embedded_size = len(encode(columns, about))
     entries, end = _entries(table, chunks, embedded_size)
@@ -112,7 +116,11 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     columns.file_size[:] = data_start + end
 
     writer.write_at(0, [header])
-    digests = stream_chunks(writer, table, chunks, starts, request.options.writer_threads, request.progress)
+    sums = np.zeros((len(order), 2), np.uint64) if len(columns.fingerprint_first) else None
+    threads, progress = request.options.writer_threads, request.progress
+    digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums)
+    if sums is not None:
+        columns.fingerprint_first[:], columns.fingerprint_second[:] = sums[order].T
     digest_ends = np.cumsum(block_counts(chunks.nbytes, chunks.block))
     columns.digests[:] = _ragged(digests, digest_ends, order)
     if first:

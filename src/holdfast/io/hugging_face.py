@@ -86,6 +86,10 @@ class HuggingFaceFolder:
         """The model as megatron-core names and shapes it. BadInput if that is not known."""
         return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
 
+    def is_scaled(self, name: str) -> bool:
+        """Does the folder have scales that a tensor's elements are to be multiplied by?"""
+        return self.has(name + hf.SCALES)
+
     def place(self, name: str) -> hf.Place | None:
         """Where a tensor lies, its dtype and shape; None if there is none of that name."""
         return self._place(name) if name in self._row else None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from holdfast.buffers import Buffer
 from holdfast.format.columns import Array, unpad
 from holdfast.format.digest import block_counts, digest
+from holdfast.format.fingerprint import Sums, box_sums
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.save import Planned
@@ -55,13 +57,15 @@ class ScratchBuffer:
 class ChunkSource:
     """Where the bytes of one planned chunk are."""
 
-    __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes")
+    __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes", "whole")
 
     def __init__(self, table: ShardTable, plan: Planned, at: int, nbytes: int, block: int) -> None:
         row = int(plan.row[at])
         spec, outer, self._memory = table.specs[row], table.boxes[row], table.memory[row]
         ndim = len(spec.shape)
-        self._box = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim)).relative_to(outer.offset)
+        self.whole = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim))
+        """The chunk's place in the tensor."""
+        self._box = self.whole.relative_to(outer.offset)
         self._itemsize = DTYPES[spec.dtype].size
         self.nbytes, self.block = nbytes, block
         start = contiguous_at(outer.shape, self._box) if self._memory.address else None
@@ -71,6 +75,10 @@ class ChunkSource:
         """Bytes where they lie; only with an address."""
         # No copy, and cheaper than an array; the shard table keeps the memory alive.
         return (ctypes.c_ubyte * length).from_address(self.address + low)
+
+    def sums(self, low: int, data: Buffer) -> Sums:
+        """What bytes from `low` on add to the fingerprint."""
+        return box_sums(data, self._itemsize, self.whole, low // self._itemsize)
 
     def gather(self, low: int, out: memoryview) -> None:
         """Copy bytes from `low` on into a buffer."""
@@ -96,8 +104,11 @@ class ChunkSource:
 class Stream:
     """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
 
-    def __init__(self, writer: Writer, position: int, progress: Progress) -> None:
+    def __init__(self, writer: Writer, position: int, progress: Progress, beside: Executor) -> None:
+        """beside: takes the sums of a batch, while this thread writes it."""
         self._writer, self._position, self._progress = writer, position, progress
+        self._beside = beside
+        self._unsummed: list[_Unsummed] = []
         self._batch: list[Buffer] = []
         self._size = 0
         self._scratch = ScratchBuffer()
@@ -112,13 +123,27 @@ class Stream:
 
     def flush(self) -> None:
         if self._batch:
+            summing = self._begin_sums()
             self._writer.write_at(self._position, self._batch)
+            if summing is not None:
+                summing.result()
             self._position += self._size
             self._progress(self._size)
             self._batch, self._size = [], 0
         self._scratch.reset()
 
-    def chunk(self, source: ChunkSource) -> None:
+    def _begin_sums(self) -> Future[None] | None:
+        unsummed, self._unsummed = self._unsummed, []
+        if not unsummed:
+            return None
+        try:
+            return self._beside.submit(_sum, unsummed)
+        except RuntimeError:  # no more threads, or the process is about to end
+            _sum(unsummed)
+            return None
+
+    def chunk(self, source: ChunkSource, sums: Sums | None) -> None:
+        """Add a chunk; its fingerprint is added to `sums`, if wanted."""
         nbytes, block = source.nbytes, source.block
         step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
         if source.address:
@@ -126,17 +151,22 @@ class Stream:
                 length = min(step, nbytes - low)
                 if self._size + length > BATCH:
                     self.flush()
-                self.add_blocks(memoryview(source.direct(low, length)), block)
+                view = memoryview(source.direct(low, length))
+                if sums is not None:
+                    self._unsummed.append(_Unsummed(sums, source, low, view))
+                self.add_blocks(view, block)
             return
         for low in range(0, nbytes, step):
             length = min(step, nbytes - low)
-            view = self._scratch.take(length)
-            if view is None:
+            room = self._scratch.take(length)
+            if room is None:
                 self.flush()
-                view = self._scratch.take(length)
-                assert view is not None
-            source.gather(low, view)
-            self.add_blocks(view, block)
+                room = self._scratch.take(length)
+                assert room is not None
+            source.gather(low, room)
+            if sums is not None:
+                self._unsummed.append(_Unsummed(sums, source, low, room))
+            self.add_blocks(room, block)
             if self._size >= BATCH:
                 self.flush()
 
@@ -147,16 +177,37 @@ class Stream:
         self._size += len(view)
 
 
+class _Unsummed(NamedTuple):
+    """Bytes of a batch whose sums are to be added."""
+
+    sums: Sums
+    source: ChunkSource
+    low: int
+    data: memoryview
+
+
+def _sum(unsummed: Sequence[_Unsummed]) -> None:
+    for sums, source, low, data in unsummed:
+        sums += source.sums(low, data)
+
+
 def stream_chunks(
-    writer: Writer, table: ShardTable, chunks: Planned, starts: Array, threads: int, progress: Progress
+    writer: Writer,
+    table: ShardTable,
+    chunks: Planned,
+    starts: Array,
+    threads: int,
+    progress: Progress,
+    sums: Array | None = None,
 ) -> Array:
-    """Hash and write all chunks; returns the block digests in file order."""
+    """Hash and write all chunks; returns the block digests in file order. The fingerprint of each is added to
+    `sums`, (chunks, 2), if wanted."""
     counts = block_counts(chunks.nbytes, chunks.block)
     ends = np.cumsum(counts)
     digests = np.zeros(int(counts.sum()), "<u8")
     lock = threading.Lock()
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
-    simple = _simple(table, chunks)
+    simple = _simple(table, chunks) if sums is None else [0] * len(chunks.row)
 
     # Threads share the file, not a position in it: each writes its stretch of chunks by positioned writes,
     # and its stretch of digests, so they need no other lock.
@@ -165,21 +216,30 @@ def stream_chunks(
             progress(size)
 
     def work(start: int, stop: int) -> None:
-        stream = Stream(writer, int(starts[start]), moved)
+        stream = Stream(writer, int(starts[start]), moved, beside)
         for at in range(start, stop):
             if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
                 stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
             else:
-                stream.chunk(ChunkSource(table, chunks, at, nbytes[at], blocks[at]))
+                source = ChunkSource(table, chunks, at, nbytes[at], blocks[at])
+                stream.chunk(source, None if sums is None else sums[at])
         stream.flush()
         first = int(ends[start] - counts[start])
         digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
 
     if not len(chunks.row):
         return digests
-    if threads == 1:
-        work(0, len(chunks.row))
-        return digests
+    # It starts no thread until it is given something.
+    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-sums") as beside:
+        if threads == 1:
+            work(0, len(chunks.row))
+        else:
+            _share(work, chunks, threads)
+    return digests
+
+
+def _share(work: Callable[[int, int], None], chunks: Planned, threads: int) -> None:
+    """Have stretches of chunks, from the first to before the last, done by several threads."""
     # Four pieces a thread, equal in bytes: chunks differ by orders of magnitude, and the last one decides.
     bytes_before = np.cumsum(chunks.nbytes)
     cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
@@ -187,7 +247,6 @@ def stream_chunks(
     with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-write") as pool:
         for done in [pool.submit(work, a, b) for a, b in pairwise(edges)]:
             done.result()
-    return digests
 
 
 def _simple(table: ShardTable, chunks: Planned) -> list[int]:

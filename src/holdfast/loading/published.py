@@ -14,7 +14,7 @@ import torch
 
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
-from holdfast.format.hugging_face import Place
+from holdfast.format.hugging_face import SCALES, Place
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Box, Dims, whole
@@ -26,8 +26,6 @@ from holdfast.views.mapping import MINUS_ONE, Segment
 
 _QUANTISED = CODE_OF["float8_e4m3fn"]
 _FLOATS = {CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")}
-_SCALES = "_scale_inv"
-"""After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
 _SIDE = 128
 """Rows and columns of a block, if the configuration does not say."""
 
@@ -49,6 +47,26 @@ def see_published(
         look.add(table.specs[row], table.boxes[row], table, row)
         owners += [leaf] * (len(seen) - len(owners))
     return seen, owners
+
+
+def published_dtype(source: HuggingFaceFolder, spec: TensorSpec) -> int:
+    """The dtype of what a tensor of megatron-core's is made of; its own, if that has 8 bits and scales.
+
+    Raises MissingTensors if the first part is not there.
+    """
+    segment = next(source.view.segments(spec.name, spec.shape, whole(spec.shape)), None)
+    place = source.place(segment.name) if segment is not None else None
+    if place is None:
+        raise _not_there(source, segment.name if segment is not None else spec.name, spec)
+    return spec.dtype if place.code == _QUANTISED else place.code
+
+
+def _not_there(source: HuggingFaceFolder, name: str, spec: TensorSpec) -> MissingTensors:
+    return MissingTensors(
+        f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
+        hint="A file of the model is missing, or config.json is of another one.",
+        details={"missing": [name]},
+    )
 
 
 @dataclass
@@ -104,11 +122,7 @@ class _Look:
     def _add_segment(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> None:
         place = self.source.place(segment.name)
         if place is None:
-            raise MissingTensors(
-                f"{self.source.where} does not hold {segment.name!r}, of which {spec.name!r} is made.",
-                hint="A file of the model is missing, or config.json is of another one.",
-                details={"missing": [segment.name]},
-            )
+            raise _not_there(self.source, segment.name, spec)
         self._check(segment, place, spec)
         self._check_dtype(place, spec)
         theirs = segment.theirs(part)
@@ -145,7 +159,7 @@ class _Look:
             )
 
     def _scales(self, place: Place) -> torch.Tensor:
-        name = place.name + _SCALES
+        name = place.name + SCALES
         scales = self.source.place(name)
         if scales is None:
             raise MissingTensors(

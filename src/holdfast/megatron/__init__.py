@@ -7,6 +7,7 @@
 """
 
 from holdfast.integrations.megatron.checkpointing import load, load_plain_tensors, save
+from holdfast.integrations.megatron.fingerprints import fingerprint
 from holdfast.integrations.megatron.iterations import Checkpoints
 from holdfast.integrations.megatron.metadata import (
     check_is_distributed_checkpoint,
@@ -21,6 +22,7 @@ from holdfast.integrations.megatron.optimizer import sharded_state_dict as optim
 __all__ = [
     "Checkpoints",
     "check_is_distributed_checkpoint",
+    "fingerprint",
     "load",
     "load_common_state_dict",
     "load_content_metadata",

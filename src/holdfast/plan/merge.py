@@ -39,6 +39,8 @@ class _Part(NamedTuple):
     block: Array
     digest_count: Array
     digests: Array
+    fingerprint_first: Array
+    fingerprint_second: Array
     rank: Array
     witness_tensor: Array
     witness_offset: Array
@@ -93,6 +95,8 @@ class Merger:
                 # Counts, not ends: `finish` puts chunks into another order.
                 digest_count=np.diff(columns.digest_end, prepend=0),
                 digests=columns.digests,
+                fingerprint_first=columns.fingerprint_first,
+                fingerprint_second=columns.fingerprint_second,
                 rank=np.full(len(columns.file), rank, "<i4"),
                 witness_tensor=place[columns.witness_tensor],
                 witness_offset=columns.witness_offset,
@@ -180,6 +184,8 @@ class Merger:
         check_witnesses(sorted_names, joined)
         tick()
         kinds = np.asarray(self._kind, "u1")[by_name]
+        # All chunks or none: a rank whose offsets are not known when it writes can't tell its sums.
+        told = len(joined.fingerprint_first) == len(order)
         return Columns(
             names=sorted_names,
             dtype=np.asarray(self._dtype, "u1")[by_name],
@@ -194,6 +200,8 @@ class Merger:
             block=joined.block[order],
             digest_end=np.cumsum(counts, dtype="<i8"),
             digests=joined.digests[gather],
+            fingerprint_first=joined.fingerprint_first[order] if told else joined.fingerprint_first[:0],
+            fingerprint_second=joined.fingerprint_second[order] if told else joined.fingerprint_second[:0],
             file_names=self._file_names,
             file_size=np.asarray(self._file_size, "<i8"),
             file_rank=np.asarray(self._file_rank, "<i4"),
@@ -218,7 +226,8 @@ class Merger:
             return out
 
         def flat(name: str) -> Array:
-            empty = np.zeros(0, "<u8" if "digest" in name and "count" not in name else "<i8")
+            is_sum = name.startswith("fingerprint") or ("digest" in name and "count" not in name)
+            empty = np.zeros(0, "<u8" if is_sum else "<i8")
             return np.concatenate([getattr(part, name) for part in parts]) if parts else empty
 
         found = {}

@@ -32,7 +32,7 @@ from holdfast.format.names import OWNER
 from holdfast.options import read_environment
 from holdfast.roster.presence import Identity
 from holdfast.store.base import VERSION_BYTES, NotFound, Store
-from holdfast.threads import start_thread, within
+from holdfast.threads import drop_spares, keep_spares, start_thread, within
 
 log = logging.getLogger("holdfast")
 BEAT = 10.0
@@ -108,6 +108,7 @@ class Lease:
                     "Checkpoints take the folder back.",
                 )
             self._mine = None
+            keep_spares(self)  # the folder is given back on a thread, at the end of the process, too
             if found is not None and not takeover and not _may_take(found, job, self.store.url):
                 self._wait_for_silence(found, tick)
                 found, tail = self._read()
@@ -134,6 +135,7 @@ class Lease:
 
     def _give_up(self) -> None:
         self._mine = None
+        drop_spares(self)
         self._calls.put(None)
         with suppress(HoldfastError):  # its process will be seen to have ended
             found, _ = self._read()

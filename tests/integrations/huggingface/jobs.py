@@ -45,18 +45,42 @@ def logits(rank: int, name: str, folder: str) -> tuple[float, float]:
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
-def load_and_save(rank: int, name: str, folder: str, layout: Layout, out: str) -> int:
+def load_and_save(
+    rank: int, name: str, folder: str, layout: Layout, out: str, fingerprint: bool = False
+) -> int:
     """Into a layout of eight ranks, and from there into a checkpoint. Returns how many bytes this rank has of
     the model."""
-    from holdfast import megatron
+    from holdfast import Options, megatron
 
     use_cpu()
     recipe = TINY[name].recipe
     with parallel(layout):
         chunks = build(config_of(layout, recipe), layout, recipe)
         load_into(chunks, folder)
-        megatron.save(describe(chunks), out, content_metadata=metadata(), timeout=60, stall_timeout=30)
+        megatron.save(
+            describe(chunks),
+            out,
+            content_metadata=metadata(),
+            timeout=60,
+            stall_timeout=30,
+            options=Options(fingerprint=fingerprint),
+        )
         return sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+
+
+def fingerprints(rank: int, name: str, folder: str, layout: Layout) -> Any:
+    """Those of a model that was loaded from a folder."""
+    from holdfast import megatron
+    from tests.support.collectives import counted
+
+    use_cpu()
+    recipe = TINY[name].recipe
+    with parallel(layout):
+        chunks = build(config_of(layout, recipe), layout, recipe)
+        load_into(chunks, folder)
+        state, found = describe(chunks), []
+        assert counted(lambda: found.append(megatron.fingerprint(state, timeout=60, stall_timeout=30))) == []
+        return found[0]
 
 
 def try_to_load(rank: int, name: str, folders: list[str]) -> list[str]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 import torch
 
 from holdfast.errors import BadInput, HoldfastError
@@ -28,12 +27,12 @@ from holdfast.integrations.huggingface.published_tensors import (
     published_tensors,
     share_among_files,
 )
-from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.hugging_face import read_config
 from holdfast.io.open_checkpoint import open_index
 from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, TensorSpec
+from holdfast.loading.boxes import fill_rows
 from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.operation import read_state
@@ -340,11 +339,7 @@ class _Export(CollectiveTask):
                     (*part.shape[:1], *segment.whole[1:]),
                 )
                 _add(table, spec, segment, target.view(cut.shape), cut)
-        rows = self._index.find([spec.name for spec in table.specs])
-        chosen, position = np.unique(rows, return_inverse=True)
-        columns = self._index.select(chosen)
-        plan = plan_read(table, position, columns, self._index.where)
-        read_into(self.store, table, columns, plan, 1, lambda moved: None)
+        fill_rows(self.store, self._index, table, lambda moved: None)
         return [target.view(-1).view(torch.uint8).numpy().data for target in buffers]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from holdfast.errors import BadInput, CoverageError, MissingTensors
 from holdfast.format import hugging_face as hf
 from holdfast.format.index import Index
+from holdfast.format.names import is_weight
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.layout.box import Dims, whole
 from holdfast.layout.coverage import first_problem
@@ -21,12 +22,8 @@ from holdfast.store.local import LocalStore
 from holdfast.views.family import View
 from holdfast.views.mapping import Segment
 
-_NO_WEIGHTS = re.compile(r"optimizer\.|chained_|rng_state|common_state|.*_extra_state")
-"""Names in a training checkpoint that are no weights of the model."""
 WRITTEN_AS = ("bfloat16", "float16", "float32")
 """What weights may be converted to."""
-_NOT_COMPARED = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
-"""Names in a published folder that are no weights: scales, and what old versions of transformers wrote."""
 _PARTS = re.compile(r"(\d+)")
 
 
@@ -53,7 +50,7 @@ class PublishedTensor:
 
 def published_tensors(index: Index, view: View, dtype: str | None) -> list[PublishedTensor]:
     """The published tensors that the checkpoint's weights make up, in the natural order of their names."""
-    names = [name for name in index.names() if not _NO_WEIGHTS.match(name)]
+    names = [name for name in index.names() if is_weight(name)]
     columns = index.select(index.find(names))
     unknown = [
         name for row, name in enumerate(columns.names) if columns.kind[row] == TENSOR and not view.knows(name)
@@ -135,7 +132,7 @@ def missing_tensors(tensors: Sequence[PublishedTensor], base: LocalStore, strict
             )
         return []
     folder = HuggingFaceFolder(base)
-    names = {name.removesuffix("_blocks") for name in folder.names() if not _NOT_COMPARED.search(name)}
+    names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
     extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
     if extra:

@@ -41,7 +41,7 @@ def read_state_dict(
     told = _Told(Comparison(state.preprocess) if state.validate and len(everyone) > 1 else None)
 
     def collect(rank: int) -> Flat:
-        parts, common = _take_apart(state)
+        parts, common = take_apart(state)
         # Only the lowest participant's is stored; on other ranks it may hold anything.
         if rank == everyone[0]:
             _check_storable(common)
@@ -64,7 +64,7 @@ def read_state_dict(
         return SaveJob(request)
 
 
-def _take_apart(state: State) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
+def take_apart(state: State) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
     """The ShardedTensors and ShardedObjects in a state dict, and its common state."""
     # megatron-core changes containers in place, and they are the caller's.
     copied = own_containers(state.sharded_state_dict)

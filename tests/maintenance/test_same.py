@@ -1,0 +1,256 @@
+"""Are these the same weights: across layouts, formats and dtypes, with fingerprints and without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import holdfast
+from holdfast.cli import cli
+from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, NotCommitted, ReplicaMismatch
+from tests.support.threads import on_ranks
+
+MARKED = holdfast.Options(fingerprint=True)
+
+
+def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {
+        "experts": torch.randn(6, 10, 14, generator=random).to(dtype),
+        "head": torch.randn(33, 7, generator=random).to(dtype),
+        "norm": torch.randn(19, generator=random).to(dtype),
+        "scale": torch.randn((), generator=random).to(dtype),
+        "none": torch.empty(0, 4, dtype=dtype),
+    }
+
+
+def spread(state: dict[str, torch.Tensor], folder: Path, ranks: int, **how: Any) -> Path:
+    """Saved by several ranks, each tensor cut along its longest axis, unevenly."""
+
+    def job(roster: Any) -> None:
+        mine: dict[str, object] = {}
+        for name, tensor in state.items():
+            if not tensor.dim() or not tensor.numel():
+                mine[name] = tensor
+                continue
+            axis = int(np.argmax(tensor.shape))
+            cuts = [
+                0,
+                *sorted((7 * rank + 3) % tensor.shape[axis] for rank in range(1, ranks)),
+                tensor.shape[axis],
+            ]
+            low, high = cuts[roster.rank], cuts[roster.rank + 1]
+            offset = tuple(low if at == axis else 0 for at in range(tensor.dim()))
+            part = tensor.narrow(axis, low, high - low)
+            mine[name] = holdfast.Shard(part, offset=offset, global_shape=tuple(tensor.shape))
+        mine["optimizer"] = {"step": roster.rank, "w": torch.full((2,), float(ranks))}
+        holdfast.save(mine, folder, roster=roster, exclude=["optimizer.step"], **how)
+
+    on_ranks(ranks, job)
+    return folder
+
+
+def changed(state: dict[str, torch.Tensor], name: str, *place: int) -> dict[str, torch.Tensor]:
+    other = {key: value.clone() for key, value in state.items()}
+    other[name][place] += 1
+    return other
+
+
+@pytest.mark.parametrize("options", [MARKED, holdfast.Options()], ids=["fingerprints", "read"])
+@pytest.mark.parametrize("marked", ["a", "both"])
+def test_layouts_do_not_matter(tmp_path: Path, options: holdfast.Options, marked: str) -> None:
+    state = weights()
+    a = spread(state, tmp_path / "a", 1, options=MARKED)
+    b = spread(state, tmp_path / "b", 3, options=options)
+    found = holdfast.same(a, b)
+    assert found.same
+    assert found.equal == len(state)
+    size = sum(tensor.nbytes for tensor in state.values())
+    assert found.bytes_read == (0 if options.fingerprint else size)  # of the one that has none
+
+
+@pytest.mark.parametrize("options", [MARKED, holdfast.Options()], ids=["fingerprints", "read"])
+@pytest.mark.parametrize(
+    ("name", "place"), [("experts", (4, 9, 13)), ("head", (0, 0)), ("norm", (18,)), ("scale", ())]
+)
+def test_one_element_is_found(
+    tmp_path: Path, name: str, place: tuple[int, ...], options: holdfast.Options
+) -> None:
+    state = weights()
+    a = spread(state, tmp_path / "a", 2, options=options)
+    b = spread(changed(state, name, *place), tmp_path / "b", 3, options=options)
+    found = holdfast.same(a, b)
+    assert not found.same
+    assert [one.name for one in found.different] == [name]
+    assert found.equal == len(state) - 1
+    found = holdfast.same(a, b, where=True)
+    assert found.different[0].boxes == ((place, (1,) * len(place)),)
+    said = CliRunner().invoke(cli, ["same", str(a), str(b), "--where"])
+    assert said.exit_code == 1
+    assert name in said.output
+
+
+def test_experts_that_changed_places_are_two_boxes(tmp_path: Path) -> None:
+    state = weights()
+    other = dict(state, experts=state["experts"][[0, 3, 2, 1, 4, 5]])
+    a, b = spread(state, tmp_path / "a", 2), spread(other, tmp_path / "b", 1)
+    (found,) = holdfast.same(a, b, where=True).different
+    assert found.boxes == (((1, 0, 0), (1, 10, 14)), ((3, 0, 0), (1, 10, 14)))
+
+
+def test_what_is_in_one_only_or_has_another_shape(tmp_path: Path) -> None:
+    state = weights()
+    other = {**state, "head": state["head"][:30], "more": state["norm"]}
+    del other["norm"]
+    a, b = spread(state, tmp_path / "a", 2, options=MARKED), spread(other, tmp_path / "b", 2, options=MARKED)
+    found = holdfast.same(a, b)
+    assert (found.only_a, found.only_b) == (("norm",), ("more",))
+    (head,) = found.different
+    assert (head.a, head.b) == ("bfloat16[33, 7]", "bfloat16[30, 7]")
+    assert not found.same
+    assert holdfast.same(a, b, exclude=["head", "norm", "more"]).same
+    assert holdfast.same(a, b, include=["experts"]).equal == 1
+
+
+def test_another_dtype_is_compared_in_the_less_exact_one(tmp_path: Path) -> None:
+    exact = weights(dtype=torch.float32)
+    rounded = {name: tensor.bfloat16() for name, tensor in exact.items()}
+    a, b = (
+        spread(exact, tmp_path / "a", 1, options=MARKED),
+        spread(rounded, tmp_path / "b", 2, options=MARKED),
+    )
+    found = holdfast.same(a, b)
+    assert found.same
+    assert sorted(found.converted) == sorted(exact)
+    other = spread(changed(rounded, "norm", 3), tmp_path / "c", 2)
+    assert [one.name for one in holdfast.same(other, a).different] == ["norm"]
+
+
+def test_a_checkpoint_of_torch_dcp_and_a_folder_of_safetensors(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in weights().items() if name != "none"}
+    a = spread(state, tmp_path / "a", 3, options=MARKED)
+    dcp.save(dict(state), checkpoint_id=tmp_path / "b", no_dist=True)
+    (tmp_path / "c").mkdir()
+    save_file(changed(state, "head", 32, 6), tmp_path / "c" / "model.safetensors")
+    assert holdfast.same(a, tmp_path / "b").same
+    found = holdfast.same(tmp_path / "c", tmp_path / "b", where=True)
+    assert [(one.name, one.boxes) for one in found.different] == [("head", (((32, 6), (1, 1)),))]
+    assert [one.name for one in holdfast.same(tmp_path / "c", a).different] == ["head"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_live_state_has_the_fingerprints_of_its_checkpoints(tmp_path: Path, ranks: int) -> None:
+    state = weights()
+    a = spread(state, tmp_path / "a", 2, options=MARKED)
+    plain = spread(state, tmp_path / "plain", 2)
+
+    def job(roster: Any) -> Any:
+        whole = state["experts"]
+        cut = [0, 1, 4, 6][: ranks + 1] if ranks == 3 else [0, 2, 6] if ranks == 2 else [0, 6]
+        low, high = cut[roster.rank], cut[roster.rank + 1]
+        mine = dict(state) | {
+            "experts": holdfast.Shard(whole[low:high], offset=(low, 0, 0), global_shape=tuple(whole.shape)),
+            # On no rank row-major, and of two ranks the same part.
+            "head": holdfast.Shard(
+                state["head"].t().contiguous().t(),
+                offset=(0, 0),
+                global_shape=(33, 7),
+                replica=(roster.rank, ranks),
+            ),
+            "optimizer": {"x": torch.full((3,), float(roster.rank))},
+        }
+        return holdfast.fingerprint(mine, roster=roster, timeout=30, stall_timeout=10)
+
+    told = on_ranks(ranks, job)
+    assert all(one == told[0] for one in told)
+    assert told[0]["experts"].shape == (6, 10, 14)
+    assert told[0].keys() == state.keys()
+    found = holdfast.same(told[0], a)
+    assert found.same
+    assert found.bytes_read == 0
+    assert holdfast.same(plain, told[0]).same
+    other = dict(told[0], norm=told[0]["norm"].__class__("bfloat16", (19,), "0" * 32))
+    assert [one.name for one in holdfast.same(other, plain, where=True).different] == ["norm"]
+
+
+def test_ranks_that_hold_different_things_are_told() -> None:
+    def uneven(roster: Any) -> Any:
+        return holdfast.fingerprint({"w": torch.full((4,), float(roster.rank))}, roster=roster, timeout=30)
+
+    def differing(roster: Any) -> Any:
+        state = {"w": torch.full((4,), float(roster.rank)), f"own {roster.rank}": torch.ones(1)}
+        return holdfast.fingerprint(state, roster=roster, timeout=30)
+
+    def partial(roster: Any) -> Any:
+        return holdfast.fingerprint(
+            {"w": holdfast.Shard(torch.ones(2), offset=(2 * roster.rank,), global_shape=(6,))},
+            roster=roster,
+            timeout=30,
+        )
+
+    def shapes(roster: Any) -> Any:
+        return holdfast.fingerprint({"w": torch.ones(4 + roster.rank)}, roster=roster, timeout=30)
+
+    with pytest.raises(ReplicaMismatch, match="Ranks 0 and 1 hold different elements of 'w'"):
+        on_ranks(2, differing)
+    with pytest.raises(CoverageError, match="hold 4 elements of 'w', which has 6"):
+        on_ranks(2, partial)
+    with pytest.raises(ReplicaMismatch, match=r"rank 0 holds float32\[4\], rank 1 float32\[5\]"):
+        on_ranks(2, shapes)
+    with pytest.raises(ReplicaMismatch, match="Ranks 0 and 1 hold different elements of 'w'"):
+        on_ranks(2, uneven)
+
+
+def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
+    a = spread(weights(), tmp_path / "a", 1)
+    with pytest.raises(NotCommitted, match="nothing"):
+        holdfast.same(a, tmp_path / "nothing")
+    holdfast.save({"optimizer": {"w": torch.ones(2)}}, tmp_path / "b", no_dist=True)
+    with pytest.raises(BadInput, match="holds no weights"):
+        holdfast.same(a, tmp_path / "b")
+    told = [holdfast.fingerprint(weights(dtype=dtype), no_dist=True) for dtype in (torch.float32, torch.half)]
+    with pytest.raises(BadInput, match="are of one dtype"):
+        holdfast.same(*told)
+    (file,) = (tmp_path / "a" / "data").iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpoint):
+        holdfast.same(a, spread(weights(), tmp_path / "c", 2))
+
+
+def test_the_command(tmp_path: Path) -> None:
+    a = spread(weights(), tmp_path / "run" / "step-00000001", 1, options=MARKED)
+    b = spread(weights(), tmp_path / "b", 2, options=MARKED)
+    said = CliRunner().invoke(cli, ["same", str(a.parent), str(b)])
+    assert (said.exit_code, said.output) == (0, "The same: 5 tensors, by fingerprints, nothing read.\n")
+    said = CliRunner().invoke(cli, ["same", str(a), str(b), "--json"])
+    assert json.loads(said.output)["equal"] == 5
+    c = spread(weights(1), tmp_path / "c", 2)
+    said = CliRunner().invoke(cli, ["same", str(a), str(c), "--exclude", "none"])
+    assert said.exit_code == 1
+    assert "Different: 4; equal: 0" in said.output
+
+
+def test_large_tensors_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.io.raw_read.slabs.__defaults__", (256,))
+    state = weights()
+    a = spread(state, tmp_path / "a", 2, options=MARKED)
+    b = spread(changed(state, "experts", 5, 9, 13), tmp_path / "b", 3)
+    found = holdfast.same(a, b, where=True)
+    assert [(one.name, one.boxes) for one in found.different] == [("experts", (((5, 9, 13), (1, 1, 1)),))]
+
+
+def test_asynchronous_saves_note_fingerprints_too(tmp_path: Path) -> None:
+    state = weights()
+    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, options=MARKED)
+    pending.committed(60)
+    found = holdfast.same(tmp_path / "a", holdfast.fingerprint(state, no_dist=True))
+    assert found.same
+    assert found.bytes_read == 0
