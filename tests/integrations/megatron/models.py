@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integrations.megatron import delta
 from tests.integrations.megatron.fused import importable
 
 VOCAB, LENGTH, BATCH = 104, 16, 8
@@ -53,6 +54,8 @@ class Recipe:
     """Fraction of the optimizer that stays on the CPU (HybridDeviceOptimizer, precision-aware)."""
     latent: bool = False
     """Multi-latent attention, as DeepSeek has it."""
+    delta: bool = False
+    """Gated delta nets in most layers (tests/integrations/megatron/delta.py)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More settings of the model."""
     fused: bool = False
@@ -285,6 +288,8 @@ def config_of(layout: Layout, recipe: Recipe) -> Any:
 def spec_of(config: Any, recipe: Recipe, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
+    if recipe.delta:
+        return delta.block(config, stage)
     if recipe.per_layer:
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=stage
