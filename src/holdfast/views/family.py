@@ -2,7 +2,7 @@
 
 A table (`families/*.toml`) has a section for each kind of layer. A section's key is our prefix, `published`
 the prefix there, and each entry a name of ours and what it is made of (`mapping.parse`). `extends` names a
-table that is read first; `within` a section whose entries are taken over, with megatron-core's
+table that is read first, or several; `within` a section whose entries are taken over, with megatron-core's
 `transformer_layer` or `mtp_model_layer` before them.
 """
 
@@ -263,8 +263,9 @@ def family_of(model_type: str) -> Family:
 def _read(name: str) -> _Table:
     values = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     about, kinds = values.pop("about"), values.pop("model_types", ())
-    base = values.pop("extends", None)
-    sections = {key: dict(rules) for key, rules in _read(base).sections.items()} if base else {}
-    for key, rules in values.items():
-        sections[key] = {**sections.get(key, {}), **rules}
+    bases = values.pop("extends", [])
+    sections: dict[str, dict[str, str]] = {}
+    for more in [*(_read(base).sections for base in ([bases] if isinstance(bases, str) else bases)), values]:
+        for key, rules in more.items():
+            sections[key] = {**sections.get(key, {}), **rules}
     return _Table(about, sections, tuple(kinds))

@@ -131,6 +131,17 @@ TINY = {
     "qwen3_5_moe_text": Tiny(
         "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}, delta_net(moe_shared_expert_gate=True), 1e-4
     ),
+    "minimax_m2": Tiny(
+        "MiniMaxM2Config",
+        {
+            "intermediate_size": 16,
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            **WHOLE_ROPE,
+        },
+        Recipe(extra=SIGMOID, norm_of_all_heads=True),
+    ),
     "deepseek_v3": Tiny(
         "DeepseekV3Config",
         {**EXPERTS, **ROUTED, **LATENT},
