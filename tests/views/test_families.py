@@ -97,7 +97,27 @@ def boxes_of(segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:  # type:
 @settings(max_examples=300)
 @given(models())
 def test_both_sides_are_covered_exactly_once(model: tuple[View, str, tuple[int, ...]]) -> None:
-    view, name, shape = model
+    check_covered(*model)
+
+
+@pytest.mark.parametrize(("family", "way"), [("qwen3_5", "stacked"), ("qwen3_next", "delta")])
+def test_parts_of_a_published_tensor_make_up_all_of_it(family: str, way: str) -> None:
+    """Each of them, whatever examples the test above draws."""
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    sizes = {"num_hidden_layers": 1, **heads, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
+    view = View(Family(family), sizes)
+    rows = rows_of_delta_nets(sizes)
+    seen = 0
+    for name in view.family.names():
+        found = view.family.find(name)
+        assert found is not None
+        if found[0].rule.way.startswith(way) and name.startswith("decoder"):
+            check_covered(view, name, (1, rows[found[0].rule.way], 4))
+            seen += 1
+    assert seen == 6
+
+
+def check_covered(view: View, name: str, shape: tuple[int, ...]) -> None:
     segments = list(view.segments(name, shape, whole(shape)))
     covered = shape
     if view.is_padded(name):

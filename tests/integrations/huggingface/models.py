@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,20 @@ TINY = {
     "qwen3": Tiny("Qwen3Config", {"head_dim": 8}, Recipe(extra=DENSE)),
     "qwen3 tied": Tiny(
         "Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}, Recipe(extra=DENSE, tied=True)
+    ),
+    "starcoder2": Tiny(
+        "Starcoder2Config",
+        {"tie_word_embeddings": True, "use_bias": True},
+        Recipe(
+            extra=dense(
+                qk_layernorm=False,
+                normalization="LayerNorm",
+                add_bias_linear=True,
+                gated_linear_unit=False,
+                activation_func=partial(torch.nn.functional.gelu, approximate="tanh"),
+            ),
+            tied=True,
+        ),
     ),
     "qwen3_moe": Tiny("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 8, **EXPERTS}),
     "mixtral": Tiny(

@@ -22,6 +22,7 @@ LAYOUTS = [
     ("qwen3 tied", Layout(tp=2, pp=2)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
     ("glm4_moe", Layout(tp=2, ep=4, etp=1)),
+    ("starcoder2", Layout(tp=2, pp=2)),
     ("minimax_m2", Layout(pp=2, ep=4)),
     ("qwen3_next", Layout(tp=2, pp=2, ep=2)),
     ("qwen3_5_moe_text", Layout(tp=2, pp=2, ep=2)),
