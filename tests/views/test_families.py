@@ -13,11 +13,43 @@ from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.layout.box import Box, whole
 from holdfast.layout.coverage import tiles
 from holdfast.views.family import Family, View, families, view_of
-from holdfast.views.mapping import WAYS, Segment
+from holdfast.views.mapping import WAYS, Segment, Sizes
 
 FAMILIES = {family.name: family for family in families().values()}
 LAYERS, EXPERTS = 3, 4
 MOST_AXES = 2
+
+
+PARTS = ("delta_query", "delta_key", "delta_value", "delta_gate")
+PARTS += ("delta_beta", "delta_alpha", "stacked_query", "stacked_key", "stacked_value")
+"""Ways that take a part of a published tensor; other names of ours are made of the rest."""
+
+
+def rows_of_delta_nets(sizes: Sizes) -> dict[str, int]:
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    queries, all_values = keys * sizes["linear_key_head_dim"], values * sizes["linear_value_head_dim"]
+    return {
+        **dict.fromkeys(("delta_query", "delta_key", "stacked_query", "stacked_key"), queries),
+        **dict.fromkeys(("delta_value", "delta_gate", "stacked_value"), all_values),
+        **dict.fromkeys(("delta_beta", "delta_alpha"), values),
+    }
+
+
+def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
+    """Segments of the other names that are made of the same published tensor, if `name` is of a part."""
+    found = view.family.find(name)
+    assert found is not None
+    entry, _, axes = found
+    rest: list[Segment] = []
+    for other in view.family.names() if entry.rule.way in PARTS else ():
+        same = view.family.find(other)
+        assert same is not None
+        siblings = other.rpartition(".")[0] == name.rpartition(".")[0] and other != name
+        if siblings and same[0].rule.names == entry.rule.names:
+            rows = rows_of_delta_nets(view.sizes)[same[0].rule.way]
+            its = (*shape[: len(axes)], rows, *shape[len(axes) + 1 :])
+            rest += view.segments(other, its, whole(its))
+    return rest
 
 
 @st.composite
@@ -25,7 +57,13 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
     """A family with sizes, a name of it, and the global shape that it has then."""
     family = FAMILIES[draw(st.sampled_from(sorted(FAMILIES)))]
     groups, heads, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    keys, values = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    key, value = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     sizes = {
+        "linear_num_key_heads": keys,
+        "linear_num_value_heads": keys * values,
+        "linear_key_head_dim": key,
+        "linear_value_head_dim": value,
         "num_hidden_layers": LAYERS,
         "num_experts": EXPERTS,
         "num_key_value_heads": groups,
@@ -41,6 +79,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
         "grouped": groups * (heads + 2) * head,
         "gated": groups * (2 * heads + 2) * head,
         "padded": sizes["vocab_size"] + draw(st.integers(0, 4)),
+        **rows_of_delta_nets(sizes),
     }.get(entry.rule.way, 2 * draw(st.integers(1, 4)))
     is_vector = name.endswith("bias") or "norm" in name or entry.rule.way == "lowered"
     tail = (rows,) if is_vector else (rows, draw(st.integers(1, 4)))
@@ -58,14 +97,34 @@ def boxes_of(segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:  # type:
 @settings(max_examples=300)
 @given(models())
 def test_both_sides_are_covered_exactly_once(model: tuple[View, str, tuple[int, ...]]) -> None:
-    view, name, shape = model
+    check_covered(*model)
+
+
+@pytest.mark.parametrize(("family", "way"), [("qwen3_5", "stacked"), ("qwen3_next", "delta")])
+def test_parts_of_a_published_tensor_make_up_all_of_it(family: str, way: str) -> None:
+    """Each of them, whatever examples the test above draws."""
+    heads = {"linear_num_key_heads": 3, "linear_num_value_heads": 6}
+    sizes = {"num_hidden_layers": 1, **heads, "linear_key_head_dim": 5, "linear_value_head_dim": 7}
+    view = View(Family(family), sizes)
+    rows = rows_of_delta_nets(sizes)
+    seen = 0
+    for name in view.family.names():
+        found = view.family.find(name)
+        assert found is not None
+        if found[0].rule.way.startswith(way) and name.startswith("decoder"):
+            check_covered(view, name, (1, rows[found[0].rule.way], 4))
+            seen += 1
+    assert seen == 6
+
+
+def check_covered(view: View, name: str, shape: tuple[int, ...]) -> None:
     segments = list(view.segments(name, shape, whole(shape)))
     covered = shape
     if view.is_padded(name):
         covered = (view.sizes["vocab_size"], *shape[1:])
     assert tiles(covered, *boxes_of(segments))
     published: dict[str, list[Segment]] = defaultdict(list)
-    for segment in segments:
+    for segment in [*segments, *of_the_rest(view, name, shape)]:
         published[segment.name].append(segment)
     for parts in published.values():
         theirs = [part.theirs(part.box) for part in parts]
@@ -104,28 +163,45 @@ def test_a_cut_takes_its_own_part_and_finds_it_back(
     assert seen == len(inside)
 
 
-def test_every_way_is_used_or_proven_here() -> None:
+def test_every_way_is_used() -> None:
     used = {
         found[0].rule.way
         for family in FAMILIES.values()
         for name in family.names()
         if (found := family.find(name)) is not None
     }
-    assert set(WAYS) - used == {"gated", "lowered"}
+    assert set(WAYS) == used
 
 
-@pytest.mark.parametrize("way", ["gated", "lowered"])
-def test_ways_that_no_table_has_yet(way: str) -> None:
-    sizes = {"num_key_value_heads": 2, "num_attention_heads": 6}
-    names = {"gated": ["q", "k", "v"], "lowered": ["norm"]}[way]
-    shape = (2 * (2 * 3 + 2) * 4, 5) if way == "gated" else (7,)
-    segments = WAYS[way](names, shape, sizes)
-    assert tiles(shape, *boxes_of(segments))
-    for name in names:
-        theirs = [segment.theirs(segment.box) for segment in segments if segment.name == name]
-        expected = next(segment.whole for segment in segments if segment.name == name)
-        offsets = np.asarray([box.offset for box in theirs], np.int64)
-        assert tiles(expected, offsets, np.asarray([box.shape for box in theirs], np.int64))
+@pytest.mark.parametrize("name", ["in_proj.weight.query", "in_proj.weight.beta", "conv1d.weight.value"])
+def test_rows_of_a_gated_delta_net_that_the_configuration_does_not_say_are_told(name: str) -> None:
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    view = View(
+        Family("qwen3_next"),
+        {"num_hidden_layers": 4, **heads, "linear_key_head_dim": 8, "linear_value_head_dim": 16},
+    )
+    name, shape = f"decoder.layers.0.self_attention.{name}", (30, 32)
+    with pytest.raises(BadInput, match=r"30 rows can't be the \d+ that 'model.layers.0.linear_attn"):
+        list(view.segments(name, shape, whole(shape)))
+
+
+def test_a_rule_takes_its_other_one_where_the_folder_has_that() -> None:
+    """Experts of one tensor; and the layers of a language model inside of another model."""
+    sizes = {"num_hidden_layers": 1, "num_experts": 2}
+    name, shape = "decoder.layers.0.mlp.experts.experts.1.linear_fc2.weight", (4, 6)
+    layer = "layers.0.mlp.experts."
+    for has, expected in [
+        ({f"model.{layer}1.down_proj.weight"}, f"model.{layer}1.down_proj.weight"),
+        ({f"model.{layer}down_proj"}, f"model.{layer}down_proj"),
+        (set(), f"model.{layer}1.down_proj.weight"),
+        (
+            {"model.language_model.embed_tokens.weight", f"model.language_model.{layer}down_proj"},
+            f"model.language_model.{layer}down_proj",
+        ),
+    ]:
+        view = View(Family("qwen3_5_moe"), sizes, has=has.__contains__)
+        (segment,) = view.segments(name, shape, whole(shape))
+        assert segment.name == expected
 
 
 def test_numbers_that_do_not_fit_are_told() -> None:

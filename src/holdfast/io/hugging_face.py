@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -48,6 +49,7 @@ class HuggingFaceFolder:
             self._files = dict.fromkeys(self._places[hf.WEIGHTS], hf.WEIGHTS)
         self.identity = hex_digest(digest(data))
         self._read_as: dict[str, Dims] = {}
+        self._lock = Lock()
         self._names = sorted(self._files)
         self._row = {name: row for row, name in enumerate(self._names)}
         self.tensors = len(self._names)
@@ -98,17 +100,20 @@ class HuggingFaceFolder:
         """Give a tensor another shape, of the same elements in the same order."""
         self._read_as[name] = shape
 
-    def read_whole(self, name: str) -> bytes:
-        """The bytes of a small tensor."""
+    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
+        """The bytes of a small tensor, or of `(first, how many)` of its rows along the last axis. Safe to
+        call from several threads at once."""
         place = self._place(name)
-        nbytes = math.prod(place.shape) * int(ITEMSIZE[place.code])
+        row = math.prod(place.shape[-1:]) * int(ITEMSIZE[place.code])
+        first, count = rows or (0, math.prod(place.shape[:-1]))
         where = f"{name!r} of {self._store.url}"
-        check_size(where, nbytes, SMALL)
+        check_size(where, count * row, SMALL)
         with closing(self._store.open(place.file)) as reader, bounded_memory(where):
-            data = reader.read(place.position, nbytes)
-        if len(data) != nbytes:
+            data = reader.read(place.position + first * row, count * row)
+        if len(data) != count * row:
             raise CorruptCheckpoint(f"{self._store.url}/{place.file} ends before {name!r} does.")
-        self.bytes_read += nbytes
+        with self._lock:
+            self.bytes_read += len(data)
         return data
 
     def _place(self, name: str) -> hf.Place:

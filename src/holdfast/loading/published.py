@@ -12,22 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.buffers import Buffer
-from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
-from holdfast.format.hugging_face import SCALES, Place
+from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
+from holdfast.format.hugging_face import Place
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.io.open_checkpoint import Source
-from holdfast.layout.box import Box, Dims, whole
-from holdfast.layout.tensor import CODE_OF, DTYPES, OBJECT, TensorSpec
-from holdfast.plan.shard_table import ShardTable
+from holdfast.layout.box import Box, whole
+from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
+from holdfast.loading.scaled import FLOATS, IN_8_BITS, Packed, in_blocks
+from holdfast.plan.shard_table import Memory, ShardTable
 from holdfast.state.memory import ShiftedMemory, TensorMemory, check_is_view
 from holdfast.state.reordered import as_published
 from holdfast.views.mapping import MINUS_ONE, Segment
-
-_QUANTISED = CODE_OF["float8_e4m3fn"]
-_FLOATS = {CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")}
-_SIDE = 128
-"""Rows and columns of a block, if the configuration does not say."""
 
 
 def see_published(
@@ -50,15 +45,17 @@ def see_published(
 
 
 def published_dtype(source: HuggingFaceFolder, spec: TensorSpec) -> int:
-    """The dtype of what a tensor of megatron-core's is made of; its own, if that has 8 bits and scales.
+    """The dtype of what a tensor of megatron-core's is made of; its own, if that has scales.
 
     Raises MissingTensors if the first part is not there.
     """
     segment = next(source.view.segments(spec.name, spec.shape, whole(spec.shape)), None)
     place = source.place(segment.name) if segment is not None else None
+    if segment is not None and place is None and Packed(source, segment.name).is_there:
+        return spec.dtype
     if place is None:
         raise _not_there(source, segment.name if segment is not None else spec.name, spec)
-    return spec.dtype if place.code == _QUANTISED else place.code
+    return spec.dtype if place.code == IN_8_BITS else place.code
 
 
 def _not_there(source: HuggingFaceFolder, name: str, spec: TensorSpec) -> MissingTensors:
@@ -82,20 +79,21 @@ class _Look:
                 self._as_it_is(table, row)
             return
         place = self.source.place(spec.name)
-        if place is not None and not (place.code == _QUANTISED != spec.dtype):
+        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
             self._as_it_is(table, row)
             return
-        if place is None and (not self.source.config or not self.source.view.knows(spec.name)):
+        is_named = place is not None or Packed(self.source, spec.name).is_there
+        if not is_named and (not self.source.config or not self.source.view.knows(spec.name)):
             self._as_it_is(table, row)  # which is missing then
             return
-        if place is not None:
+        if is_named:
             axes = tuple(range(len(spec.shape)))
             segments = [Segment(whole(spec.shape), spec.name, (0,) * len(axes), axes, spec.shape)]
         else:
             segments = list(self.source.view.segments(spec.name, spec.shape, box))
         parts = [(segment, segment.box.intersect(box)) for segment in segments]
         covered = sum(part.volume for _, part in parts if part is not None)
-        if covered < box.volume and place is None and self.source.view.is_padded(spec.name):
+        if covered < box.volume and not is_named and self.source.view.is_padded(spec.name):
             self.blank.append(memory.tensor)
         elif covered != box.volume:
             raise LoadFailed(
@@ -120,17 +118,21 @@ class _Look:
         )
 
     def _add_segment(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> None:
-        place = self.source.place(segment.name)
+        place, packed = self.source.place(segment.name), Packed(self.source, segment.name)
+        theirs = segment.theirs(part)
+        view = as_published(target, segment.axes, len(theirs.shape))
+        if place is None and packed.is_there:
+            some = packed.part(segment, part, spec, view)
+            self.seen.add(some.spec, some.box, (0, 1), False, some)
+            return
         if place is None:
             raise _not_there(self.source, segment.name, spec)
         self._check(segment, place, spec)
         self._check_dtype(place, spec)
-        theirs = segment.theirs(part)
         stored = getattr(torch, DTYPES[place.code].name)
-        view = as_published(target, segment.axes, len(theirs.shape))
-        memory = TensorMemory(view, stored)
-        if place.code == _QUANTISED != spec.dtype:
-            memory = _Scaled(view, stored, theirs.offset, self._scales(place), self._sides())
+        memory: Memory = TensorMemory(view, stored)
+        if place.code == IN_8_BITS != spec.dtype:
+            memory = in_blocks(self.source, place, view, theirs.offset)
         elif segment.change == MINUS_ONE:
             memory = ShiftedMemory(view, stored, -1)
         shape = segment.whole or place.shape
@@ -149,64 +151,11 @@ class _Look:
 
     def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
         """Only floating-point elements are converted: others mean nothing without what they were made by."""
-        scaled = place.code == _QUANTISED and spec.dtype in _FLOATS
-        if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= _FLOATS:
+        scaled = place.code == IN_8_BITS and spec.dtype in FLOATS
+        if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= FLOATS:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
                 f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
-                hint="Of quantised models those in float8_e4m3fn with scales of blocks are read.",
+                hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
                 details={"tensor": spec.name},
             )
-
-    def _scales(self, place: Place) -> torch.Tensor:
-        name = place.name + SCALES
-        scales = self.source.place(name)
-        if scales is None:
-            raise MissingTensors(
-                f"{self.source.where} holds {place.name!r} in 8 bits, and no {name!r}: its elements mean "
-                f"nothing without their scales.",
-                details={"missing": [name]},
-            )
-        sides = self._sides()
-        blocks = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=False))
-        if len(sides) != len(place.shape) or scales.shape != blocks or scales.code not in _FLOATS:
-            raise ShapeMismatch(
-                f"{self.source.where} holds scales of shape {list(scales.shape)} in "
-                f"{DTYPES[scales.code].name} for {place.name!r} of shape {list(place.shape)}; "
-                f"blocks of {list(sides)} need {list(blocks)} in floating point.",
-                hint="Scales of blocks are read, whose sides are weight_block_size in quantization_config.",
-                details={"tensor": name},
-            )
-        data = bytearray(self.source.read_whole(name))
-        dtype = getattr(torch, DTYPES[scales.code].name)
-        return torch.frombuffer(data, dtype=dtype).view(scales.shape).float()
-
-    def _sides(self) -> Dims:
-        """Rows and columns of the blocks that have a scale each."""
-        said = self.source.config.get("quantization_config")
-        sides = said.get("weight_block_size") if isinstance(said, dict) else None
-        if sides is None:
-            return (_SIDE, _SIDE)
-        if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
-            raise BadInput(f"{self.source.where}: weight_block_size={sides!r} in config.json is no shape.")
-        return tuple(sides)
-
-
-class _Scaled(TensorMemory):
-    """Elements in 8 bits, to be multiplied by the scale of their block."""
-
-    def __init__(
-        self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
-    ) -> None:
-        super().__init__(tensor, stored)
-        self.address = 0
-        self._origin, self._scales, self._sides = origin, scales, sides
-
-    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()].float()
-        scales = self._scales
-        for axis, side in enumerate(self._sides):
-            first = self._origin[axis] + box.offset[axis]
-            scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
-        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-            self.tensor[box.slices()].copy_(values * scales)

@@ -2,7 +2,7 @@
 
 A table (`families/*.toml`) has a section for each kind of layer. A section's key is our prefix, `published`
 the prefix there, and each entry a name of ours and what it is made of (`mapping.parse`). `extends` names a
-table that is read first; `within` a section whose entries are taken over, with megatron-core's
+table that is read first, or several; `within` a section whose entries are taken over, with megatron-core's
 `transformer_layer` or `mtp_model_layer` before them.
 """
 
@@ -27,6 +27,8 @@ _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
 _HOLES = re.compile(r"\.\{(layer|expert)\}")
 _INNER = ("transformer_layer.", "mtp_model_layer.")
 """What megatron-core puts before a layer that predicts further tokens: 0.16, and since 0.19."""
+_MODEL, _INNER_MODEL = "model.", "model.language_model."
+"""Where the layers of a language model are, and those of the one inside a model of several kinds of input."""
 
 
 class _Table(msgspec.Struct):
@@ -100,6 +102,7 @@ class View:
     ) -> None:
         self.family, self.sizes = family, sizes
         self.is_tied, self._has = is_tied, has
+        self._is_inner = has is not None and has(f"{_INNER_MODEL}embed_tokens.weight")
 
     def knows(self, name: str) -> bool:
         return self.family.find(name) is not None
@@ -142,17 +145,23 @@ class View:
             )
 
     def _of_one(self, entry: _Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
-        rule = entry.rule
-        sizes = _Numbers({**self.sizes, **numbers})
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
-            return (entry.prefix + name).format(**numbers, after=after)
+            found = (entry.prefix + name).format(**numbers, after=after)
+            return found.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else found
 
-        names = [published(name) for name in rule.names]
-        if rule.otherwise and self.is_tied and not (self._has is not None and self._has(names[0])):
-            names = [published(rule.otherwise)]
-        return WAYS[rule.way](names, shape, sizes)
+        rule, other = entry.rule, entry.rule.otherwise
+        if other is not None and self._has_other(published(rule.names[0]), published(other.names[0]), rule):
+            rule = other
+        sizes = _Numbers({**self.sizes, **numbers})
+        return WAYS[rule.way]([published(name) for name in rule.names], shape, sizes)
+
+    def _has_other(self, name: str, other: str, rule: Rule) -> bool:
+        """Is a rule's other one to be taken, for the names that they begin with?"""
+        if self._has is None:
+            return rule.if_tied and self.is_tied
+        return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
 
 
 def _each(
@@ -254,8 +263,9 @@ def family_of(model_type: str) -> Family:
 def _read(name: str) -> _Table:
     values = tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
     about, kinds = values.pop("about"), values.pop("model_types", ())
-    base = values.pop("extends", None)
-    sections = {key: dict(rules) for key, rules in _read(base).sections.items()} if base else {}
-    for key, rules in values.items():
-        sections[key] = {**sections.get(key, {}), **rules}
+    bases = values.pop("extends", [])
+    sections: dict[str, dict[str, str]] = {}
+    for more in [*(_read(base).sections for base in ([bases] if isinstance(bases, str) else bases)), values]:
+        for key, rules in more.items():
+            sections[key] = {**sections.get(key, {}), **rules}
     return _Table(about, sections, tuple(kinds))

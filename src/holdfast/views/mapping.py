@@ -133,6 +133,56 @@ def lowered(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     return [segment._replace(change=MINUS_ONE) for segment in same(names, shape, sizes)]
 
 
+def delta_query(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The queries of a gated delta net. Published, rows go by key heads: of each its query, its key, its
+    values, their gates."""
+    return _of_heads(names[0], shape, _delta_rows(sizes), 0, sizes["linear_num_key_heads"])
+
+
+def delta_key(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `delta_query`: the keys."""
+    return _of_heads(names[0], shape, _delta_rows(sizes), 1, sizes["linear_num_key_heads"])
+
+
+def delta_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `delta_query`: the values."""
+    return _of_heads(names[0], shape, _delta_rows(sizes), 2, sizes["linear_num_key_heads"])
+
+
+def delta_gate(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `delta_query`: the gates."""
+    return _of_heads(names[0], shape, _delta_rows(sizes), 3, sizes["linear_num_key_heads"])
+
+
+def delta_beta(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """One row for each value head. Published, of each key head those of its value heads, then as many
+    others."""
+    many = sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
+    return _of_heads(names[0], shape, (many, many), 0, sizes["linear_num_key_heads"])
+
+
+def delta_alpha(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `delta_beta`: the others."""
+    many = sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
+    return _of_heads(names[0], shape, (many, many), 1, sizes["linear_num_key_heads"])
+
+
+def stacked_query(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """The queries of a gated delta net. Published, all queries stand above all keys, these above all
+    values."""
+    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 0)
+
+
+def stacked_key(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `stacked_query`: the keys."""
+    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 1)
+
+
+def stacked_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
+    """As `stacked_query`: the values."""
+    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 2)
+
+
 def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's part of all experts' in one tensor."""
     whole, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
@@ -167,6 +217,15 @@ WAYS: dict[str, Way] = {
     "gated": gated,
     "padded": padded,
     "lowered": lowered,
+    "delta_query": delta_query,
+    "delta_key": delta_key,
+    "delta_value": delta_value,
+    "delta_gate": delta_gate,
+    "delta_beta": delta_beta,
+    "delta_alpha": delta_alpha,
+    "stacked_query": stacked_query,
+    "stacked_key": stacked_key,
+    "stacked_value": stacked_value,
     "of_experts": of_experts,
     "of_experts_turned": of_experts_turned,
     "of_experts_mixed": of_experts_mixed,
@@ -180,20 +239,53 @@ class Rule(NamedTuple):
 
     way: str
     names: tuple[str, ...]
-    otherwise: str = ""
-    """What is taken if the folder has no tensor of the first name: of a model whose output is tied."""
+    otherwise: Rule | None = None
+    """What is taken if the folder has no tensor of the first name."""
+    if_tied: bool = False
+    """Is that so only if the model's output is its embedding?"""
 
 
 def parse(entry: str, where: str) -> Rule:
-    """`name`, `way(name, name)`, each with ` or name` behind it."""
-    text, _, otherwise = entry.partition(" or ")
+    """`name`, `way(name, name)`, each with ` or ` or ` or tied ` and another one behind it."""
+    text, _, other = entry.partition(" or ")
     found = _ENTRY.fullmatch(text.strip())
     way = found["way"] or "same" if found else ""
     if found is None or way not in WAYS:
         raise BadInput(
             f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
         )
-    return Rule(way, tuple(name.strip() for name in found["names"].split(",")), otherwise.strip())
+    otherwise = parse(other.removeprefix("tied "), where) if other else None
+    names = tuple(name.strip() for name in found["names"].split(","))
+    return Rule(way, names, otherwise, other.startswith("tied "))
+
+
+def _delta_rows(sizes: Sizes, all_heads: bool = False) -> Dims:
+    """How many rows of queries, keys, values and gates a key head of a gated delta net has; or of queries,
+    keys and values all of them."""
+    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
+    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
+    if all_heads:
+        return keys * key, keys * key, values * value
+    return key, key, values // keys * value, values // keys * value
+
+
+def _of_heads(name: str, shape: Dims, parts: Dims, at: int, heads: int = 1) -> list[Segment]:
+    """Of each head the part `at`, of so many rows. Published, a head has all parts, one below the other."""
+    if shape[0] != parts[at] * heads:
+        raise BadInput(
+            f"{shape[0]} rows can't be the {parts[at] * heads} that {name!r} has of them.",
+            hint="Build the model with the sizes of config.json.",
+        )
+    return [
+        _rows(
+            name,
+            shape,
+            (head * parts[at], parts[at]),
+            head * sum(parts) + sum(parts[:at]),
+            heads * sum(parts),
+        )
+        for head in range(heads)
+    ]
 
 
 def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, whole: int) -> Segment:

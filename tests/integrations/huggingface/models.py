@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,29 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 WHOLE_ROPE = {"rope_parameters": {**COMMON["rope_parameters"], "partial_rotary_factor": 1.0}}
+DELTA = {
+    "head_dim": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    **WHOLE_ROPE,
+}
+SHARED = {"shared_expert_intermediate_size": 16, "num_experts": 8, **EXPERTS}
+
+
+def delta_net(**extra: Any) -> Recipe:
+    """megatron-core's settings for gated delta nets in three layers of four."""
+    sizes = {name: value for name, value in DELTA.items() if name.startswith("linear_")}
+    named = {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 4,
+        "linear_conv_kernel_dim": 4,
+        "attention_output_gate": True,
+        "layernorm_zero_centered_gamma": True,
+        "deterministic_mode": True,
+    }
+    return Recipe(extra={**named, **sizes, **extra}, delta=True, shared_expert="num_moe_experts" not in extra)
 
 
 @dataclass(frozen=True)
@@ -60,6 +84,8 @@ class Tiny:
     config: str
     published: dict[str, Any]
     recipe: Recipe = field(default_factory=Recipe)
+    rounding: float = 1e-5
+    """What logits may differ by, of the largest."""
 
     def configuration(self, **more: Any) -> Any:
         import transformers
@@ -81,6 +107,20 @@ TINY = {
     "qwen3 tied": Tiny(
         "Qwen3Config", {"head_dim": 8, "tie_word_embeddings": True}, Recipe(extra=DENSE, tied=True)
     ),
+    "starcoder2": Tiny(
+        "Starcoder2Config",
+        {"tie_word_embeddings": True, "use_bias": True},
+        Recipe(
+            extra=dense(
+                qk_layernorm=False,
+                normalization="LayerNorm",
+                add_bias_linear=True,
+                gated_linear_unit=False,
+                activation_func=partial(torch.nn.functional.gelu, approximate="tanh"),
+            ),
+            tied=True,
+        ),
+    ),
     "qwen3_moe": Tiny("Qwen3MoeConfig", {"head_dim": 8, "num_experts": 8, **EXPERTS}),
     "mixtral": Tiny(
         "MixtralConfig",
@@ -91,6 +131,31 @@ TINY = {
         "Glm4MoeConfig",
         {"head_dim": 8, "use_qk_norm": True, **EXPERTS, **ROUTED, **WHOLE_ROPE},
         Recipe(extra=SIGMOID, per_layer=True, shared_expert=True),
+    ),
+    "qwen2_moe": Tiny(
+        "Qwen2MoeConfig",
+        {**SHARED, "norm_topk_prob": True},
+        Recipe(
+            extra={"qk_layernorm": False, "add_qkv_bias": True, "moe_shared_expert_gate": True},
+            shared_expert=True,
+        ),
+    ),
+    # The last bit of the weights moves logits of these by as much.
+    "qwen3_next": Tiny("Qwen3NextConfig", {**DELTA, **SHARED}, delta_net(moe_shared_expert_gate=True), 1e-4),
+    "qwen3_5_text": Tiny("Qwen3_5TextConfig", DELTA, delta_net(**DENSE)),
+    "qwen3_5_moe_text": Tiny(
+        "Qwen3_5MoeTextConfig", {**DELTA, **SHARED}, delta_net(moe_shared_expert_gate=True), 1e-4
+    ),
+    "minimax_m2": Tiny(
+        "MiniMaxM2Config",
+        {
+            "intermediate_size": 16,
+            "head_dim": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            **WHOLE_ROPE,
+        },
+        Recipe(extra=SIGMOID, norm_of_all_heads=True),
     ),
     "deepseek_v3": Tiny(
         "DeepseekV3Config",

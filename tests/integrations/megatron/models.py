@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integrations.megatron import delta
 from tests.integrations.megatron.fused import importable
 
 VOCAB, LENGTH, BATCH = 104, 16, 8
@@ -53,6 +54,10 @@ class Recipe:
     """Fraction of the optimizer that stays on the CPU (HybridDeviceOptimizer, precision-aware)."""
     latent: bool = False
     """Multi-latent attention, as DeepSeek has it."""
+    delta: bool = False
+    """Gated delta nets in most layers (tests/integrations/megatron/delta.py)."""
+    norm_of_all_heads: bool = False
+    """Of queries, and of keys; megatron-core itself has one of each head."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More settings of the model."""
     fused: bool = False
@@ -284,7 +289,10 @@ def config_of(layout: Layout, recipe: Recipe) -> Any:
 
 def spec_of(config: Any, recipe: Recipe, stage: int | None) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
+    if recipe.delta:
+        return delta.block(config, stage)
     if recipe.per_layer:
         block = get_gpt_decoder_block_spec(
             config, use_transformer_engine=False, normalization="RMSNorm", qk_l2_norm=False, vp_stage=stage
@@ -293,12 +301,28 @@ def spec_of(config: Any, recipe: Recipe, stage: int | None) -> Any:
             for layer in block.layer_specs:
                 layer.submodules.self_attention.submodules.core_attention = _latent_attention()
         return block
-    return get_gpt_layer_local_spec(
+    spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
         normalization="RMSNorm",
     )
+    if recipe.norm_of_all_heads:
+        attention = spec.submodules.self_attention.submodules
+        queries, keys = {"heads": config.num_attention_heads}, {"heads": config.num_query_groups}
+        attention.q_layernorm = ModuleSpec(_NormOfAllHeads, queries)
+        attention.k_layernorm = ModuleSpec(_NormOfAllHeads, keys)
+    return spec
+
+
+class _NormOfAllHeads(torch.nn.RMSNorm):
+    """Of `[..., heads, size]`, as one; without tensor parallelism."""
+
+    def __init__(self, heads: int, hidden_size: int, config: Any, eps: float) -> None:
+        super().__init__(heads * hidden_size, eps)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return super().forward(values.flatten(-2)).view(values.shape)
 
 
 def _predicting(config: Any, spec: Any, stage: int | None) -> Any:

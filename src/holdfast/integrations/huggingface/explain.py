@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.errors import BadInput
 from holdfast.layout.tensor import nearest
 from holdfast.views import family as tables
-from holdfast.views.mapping import WAYS
+from holdfast.views.mapping import WAYS, Rule
 
 
 def families() -> dict[str, str]:
@@ -33,11 +33,15 @@ def explain(model_type: str, name: str) -> str:
     entry, numbers, _ = found
     places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
     places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
-    names = [(entry.prefix + published).format(**places) for published in entry.rule.names]
-    text = f"{name} is {', '.join(names)}"
-    if entry.rule.otherwise:
-        text += f" (or {entry.rule.otherwise}, if the model has no such tensor)"
-    if entry.rule.way != "same":
-        about = " ".join((WAYS[entry.rule.way].__doc__ or "").split())
-        text += f"\n{entry.rule.way}: {about}"
+
+    def said(rule: Rule) -> str:
+        return ", ".join((entry.prefix + published).format(**places) for published in rule.names)
+
+    rule, other = entry.rule, entry.rule.otherwise
+    text = f"{name} is {said(rule)}"
+    if other is not None:
+        text += f" (or {said(other)}, if the model has no such tensor)"
+    for way in dict.fromkeys((rule.way, other.way if other is not None else "same")):
+        if way != "same":
+            text += f"\n{way}: {' '.join((WAYS[way].__doc__ or '').split())}"
     return text
