@@ -15,7 +15,7 @@ import torch
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, LoadFailed, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import Place
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import PublishedModel
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import CODE_OF, DTYPES, OBJECT, TensorSpec
@@ -41,7 +41,7 @@ def see_published(
 
     Raises MissingTensors for a part that is not there, ShapeMismatch for one that does not fit the state.
     """
-    if not isinstance(source, HuggingFaceFolder):
+    if not isinstance(source, PublishedModel):
         return table, list(owner)
     seen, owners = ShardTable(table.rank), list[int]()
     look = _Look(source, seen, blank)
@@ -53,7 +53,7 @@ def see_published(
 
 @dataclass
 class _Look:
-    source: HuggingFaceFolder
+    source: PublishedModel
     seen: ShardTable
     blank: list[torch.Tensor]
 

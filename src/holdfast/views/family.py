@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import msgspec
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import nearest
-from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse
+from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse, shape_made
 
 _FOLDER = files("holdfast.views") / "families"
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
@@ -35,7 +35,9 @@ class _Table(msgspec.Struct):
     model_types: tuple[str, ...] = ()
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    name: str
+    """Ours, with `{layer}` and `{expert}` in it."""
     pattern: re.Pattern[str]
     """Of names; a number may be missing, and is an axis of the tensor then."""
     holes: tuple[str, ...]
@@ -51,7 +53,7 @@ class Family:
     def __init__(self, name: str) -> None:
         table = _read(name)
         self.name, self.about = name, table.about
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         """By name without numbers."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
@@ -66,15 +68,19 @@ class Family:
         pattern = re.escape(_HOLES.sub(r".<\1>", ours))
         pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
         holes = tuple(_HOLES.findall(ours))
-        self._entries[_HOLES.sub("", ours)] = _Entry(
-            re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
+        self._entries[_HOLES.sub("", ours)] = Entry(
+            ours, re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
         )
 
     def names(self) -> list[str]:
         """Names of ours that the family has, without numbers of layers and experts."""
         return list(self._entries)
 
-    def find(self, name: str) -> tuple[_Entry, dict[str, int], list[str]] | None:
+    def entries(self) -> list[Entry]:
+        """All that the family has."""
+        return list(self._entries.values())
+
+    def find(self, name: str) -> tuple[Entry, dict[str, int], list[str]] | None:
         """The entry of a name, the numbers in it, and the holes that are axes of the tensor instead."""
         entry = self._entries.get(_NUMBER.sub("", name))
         match = entry.pattern.fullmatch(name) if entry is not None else None
@@ -131,6 +137,29 @@ class View:
                 if part is not None:
                     yield _with_lead(segment, len(place), whole, part)
 
+    def parts(
+        self,
+        entry: Entry,
+        name: str,
+        numbers: dict[str, int],
+        shapes: Sequence[Dims],
+        boxes: Callable[[str, Dims, int], Sequence[Box]],
+    ) -> Iterator[tuple[Segment, Box]]:
+        """Of a tensor of ours, whose published ones have `shapes`: the parts of segments that lie in boxes.
+
+        boxes: which ones are wanted, by name, shape, and how many tensors are one below the other in it.
+        """
+        shape = shape_made(entry.rule.way, shapes)
+        stacked = {"concat": len(shapes), "of_experts_mixed": 2}.get(entry.rule.way, 1)
+        wanted = boxes(name, shape, stacked)
+        if not wanted:
+            return
+        for segment in self._of_one(entry, numbers, shape):
+            for box in wanted:
+                part = segment.box.intersect(box)
+                if part is not None:
+                    yield segment, part
+
     def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
         """A model with fewer layers or experts than were published would take some of them in silence."""
         said = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
@@ -141,9 +170,9 @@ class View:
                 details={"tensor": name},
             )
 
-    def _of_one(self, entry: _Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+    def published(self, entry: Entry, numbers: dict[str, int]) -> list[str]:
+        """The names of the published tensors that one of ours is made of; numbers: its layer, its expert."""
         rule = entry.rule
-        sizes = _Numbers({**self.sizes, **numbers})
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
@@ -152,7 +181,11 @@ class View:
         names = [published(name) for name in rule.names]
         if rule.otherwise and self.is_tied and not (self._has is not None and self._has(names[0])):
             names = [published(rule.otherwise)]
-        return WAYS[rule.way](names, shape, sizes)
+        return names
+
+    def _of_one(self, entry: Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+        sizes = _Numbers({**self.sizes, **numbers})
+        return WAYS[entry.rule.way](self.published(entry, numbers), shape, sizes)
 
 
 def _each(

@@ -62,6 +62,14 @@ class Segment(NamedTuple):
                 shape[at] = common.shape[axis]
         return Box(tuple(offset), tuple(shape))
 
+    def joined(self, part: Box) -> Box:
+        """A part of the published tensor, if its last axis is cut into two, without that cut: all of each
+        pair, as readers cut between pairs only."""
+        if not self.split:
+            return part
+        inner = self.whole[-1]
+        return Box((*part.offset[:-2], part.offset[-2] * inner), (*part.shape[:-2], part.shape[-2] * inner))
+
     @property
     def published(self) -> Dims:
         """The shape of the published tensor."""
@@ -158,6 +166,23 @@ def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Se
             Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
         )
     return found
+
+
+def shape_made(way: str, shapes: Sequence[Dims]) -> Dims:
+    """The shape of a tensor of ours by those of the published ones that it is made of."""
+    first = shapes[0]
+    if way in ("concat", "grouped", "gated"):
+        return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
+    least = {"of_experts": 1, "of_experts_turned": 3, "of_experts_mixed": 2}.get(way, 0)
+    if len(first) < least:
+        raise BadInput(f"A published tensor of shape {list(first)} holds no experts.")
+    if way == "of_experts":
+        return first[1:]
+    if way == "of_experts_turned":
+        return (first[2], first[1])
+    if way == "of_experts_mixed":
+        return (first[-1], *first[1:-1])
+    return first
 
 
 WAYS: dict[str, Way] = {
