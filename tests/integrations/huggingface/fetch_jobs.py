@@ -12,6 +12,7 @@ from holdfast.layout.tensor import TENSOR
 from tests.integrations.huggingface.jobs import load_into
 from tests.integrations.huggingface.models import TINY
 from tests.integrations.megatron.cpu import use_cpu
+from tests.integrations.megatron.jobs import state_of
 from tests.integrations.megatron.models import Layout, Training, build, config_of, parallel
 
 Wanted = dict[str, list[Box]]
@@ -90,9 +91,9 @@ def train_and_save(rank: int, layout: Layout, out: str) -> None:
     with parallel(layout):
         training = Training(layout, TINY["qwen3_moe"].recipe)
         training.step()
-        state = _state(training, is_loading=False)
-        state["iteration"] = 1
-        megatron.save(state, out, content_metadata=training.metadata(), timeout=60, stall_timeout=30)
+        megatron.save(
+            state_of(training), out, content_metadata=training.metadata(), timeout=60, stall_timeout=30
+        )
 
 
 def resume(rank: int, layout: Layout, folders: list[str], weights_only: bool) -> tuple[str, dict[str, str]]:
@@ -128,7 +129,7 @@ def resume(rank: int, layout: Layout, folders: list[str], weights_only: bool) ->
     try:
         with parallel(layout):
             training = Training(layout, TINY["qwen3_moe"].recipe, seed=7)
-            state = training.model_state() if weights_only else _state(training, is_loading=True)
+            state = training.model_state() if weights_only else state_of(training, is_loading=True)
             try:
                 look(megatron.load(state, "/local/step", timeout=60, stall_timeout=30), "")
             except HoldfastError as error:
@@ -136,11 +137,3 @@ def resume(rank: int, layout: Layout, folders: list[str], weights_only: bool) ->
             return "loaded", found
     finally:
         checkpointing.open_store = original
-
-
-def _state(training: Training, is_loading: bool) -> dict[str, Any]:
-    state = training.model_state()
-    state["optimizer"] = training.optimizer.sharded_state_dict(
-        dict(state), metadata=training.metadata(), is_loading=is_loading
-    )
-    return state
