@@ -8,7 +8,7 @@ import torch
 import holdfast
 from holdfast.layout.box import Box, union, whole
 from holdfast.layout.grid import Grid
-from holdfast.layout.tensor import CODE_OF, TensorSpec
+from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
 from holdfast.views.family import View, families, view_of
 from holdfast.views.needs import Needs, of_published, of_stored, sizes_published, sizes_stored, together
 from holdfast.views.rank_share import how_cut, share_of, stages_of
@@ -147,3 +147,63 @@ def test_a_checkpoint_without_a_gate_is_cut_once() -> None:
     assert state not in of_stored(specs, share, 1, True).boxes
     assert "rng@1.state" not in of_stored(specs, share, 0, False).boxes
     assert union(needs.boxes["decoder.layers.mlp.strange.weight"]) == [whole((2, 8, 16))]
+
+
+def test_eight_ranks_of_256_need_little_of_a_large_model() -> None:
+    """By the sizes of DeepSeek V3: 61 layers of which the first 3 are dense, 256 experts, one layer more."""
+    hidden, sizes = 7168, {"n_routed_experts": 256, "num_hidden_layers": 61, "vocab_size": 129280}
+    specs: dict[str, TensorSpec] = {}
+
+    def add(name: str, *shape: int) -> None:
+        specs[name] = TensorSpec(name, CODE_OF["bfloat16"], shape)
+
+    def scaled(name: str, rows: int, columns: int) -> None:
+        specs[f"{name}.weight"] = TensorSpec(f"{name}.weight", CODE_OF["float8_e4m3fn"], (rows, columns))
+        scales = f"{name}.weight_scale_inv"
+        specs[scales] = TensorSpec(scales, CODE_OF["float32"], (-(-rows // 128), -(-columns // 128)))
+
+    def mlp(name: str, rows: int) -> None:
+        for part in ("gate_proj", "up_proj"):
+            scaled(f"{name}.{part}", rows, hidden)
+        scaled(f"{name}.down_proj", hidden, rows)
+
+    add("model.embed_tokens.weight", 129280, hidden)
+    add("lm_head.weight", 129280, hidden)
+    add("model.norm.weight", hidden)
+    for layer in range(62):
+        name = f"model.layers.{layer}"
+        add(f"{name}.input_layernorm.weight", hidden)
+        add(f"{name}.post_attention_layernorm.weight", hidden)
+        add(f"{name}.self_attn.q_a_layernorm.weight", 1536)
+        add(f"{name}.self_attn.kv_a_layernorm.weight", 512)
+        for part, shape in {
+            "q_a_proj": (1536, hidden),
+            "q_b_proj": (24576, 1536),
+            "kv_a_proj_with_mqa": (576, hidden),
+            "kv_b_proj": (32768, 512),
+            "o_proj": (hidden, 16384),
+        }.items():
+            scaled(f"{name}.self_attn.{part}", *shape)
+        if layer < 3:
+            mlp(f"{name}.mlp", 18432)
+            continue
+        add(f"{name}.mlp.gate.weight", 256, hidden)
+        mlp(f"{name}.mlp.shared_experts", 2048)
+        for expert in range(256):
+            mlp(f"{name}.mlp.experts.{expert}", 2048)
+
+    def nbytes(needs: Needs) -> int:
+        return sum(
+            box.volume * DTYPES[specs[name].dtype].size
+            for name, boxes in needs.boxes.items()
+            for box in boxes
+        )
+
+    view = view_of({**CONFIG, **sizes, "model_type": "deepseek_v3"}, "config.json")
+    grid = Grid(256, pp=16, ep=16)
+    stages = stages_of(grid, 61, [4] * 15 + [1])
+    share = sizes_published(view, specs, 0)
+    host = together(of_published(view, specs, share_of(grid, rank, share, stages)) for rank in range(8, 16))
+    every = Needs({name: [whole(spec.shape)] for name, spec in specs.items()}, frozenset())
+    assert round(nbytes(host) / 1e9, 1) == 9.5
+    assert round(nbytes(every) / 1e9) == 685
