@@ -37,6 +37,8 @@ CUTS = {
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+MOST_CHUNKS = 1 << 16
+"""Of a model, over all stages: more than there are layers of any."""
 VOCABULARY = 128
 """Frameworks pad the vocabulary to a multiple of this times `tp` at most, unless they are told otherwise."""
 
@@ -177,6 +179,8 @@ def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[rang
     split: how many layers each has; None: all the same. BadInput if they are not all shared out.
     """
     chunks = grid.pp * grid.vpp
+    if chunks > MOST_CHUNKS:
+        raise BadInput(f"pp={grid.pp} and vpp={grid.vpp} make more than {MOST_CHUNKS} model chunks.")
     if split is None:
         if layers % chunks:
             raise BadInput(
