@@ -44,6 +44,7 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("verify", checkpoint),
         ("explain", checkpoint, "wide", "--box", "0:4,500:520"),
         ("diff", checkpoint, kept, "--values"),
+        ("fetch", kept, "--ranks", "0", "--grid", "world=1", "--to", checkpoint.parent / "fetched"),
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
         ("doctor",),
@@ -108,7 +109,7 @@ def test_unknown_commands_and_options_are_bad_usage(run: Run) -> None:
     assert run("verify", "--fast", "x").exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "diff", "reindex"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "explain", "diff", "fetch", "reindex"])
 @pytest.mark.parametrize("place", ["missing", "empty", "file"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_place_that_is_no_checkpoint_ends_in_one_sentence(
@@ -119,7 +120,7 @@ def test_a_place_that_is_no_checkpoint_ends_in_one_sentence(
         path.mkdir()
     elif place == "file":
         path.write_text("hello")
-    more = {"explain": ["w"], "diff": [path]}.get(command, [])
+    more = {"explain": ["w"], "diff": [path], "fetch": ["--ranks", 0, "--grid", "world=1"]}.get(command, [])
     result = run(command, path, *more, *(["--json"] if as_json else []))
     assert result.exit_code == 2
     assert result.stdout == ""

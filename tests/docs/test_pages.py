@@ -115,7 +115,18 @@ def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["save", "load", "Checkpoints", "Options", "session", "open_groups", "warm_up", "audit", "install"],
+    [
+        "save",
+        "load",
+        "Checkpoints",
+        "Options",
+        "fetch",
+        "session",
+        "open_groups",
+        "warm_up",
+        "audit",
+        "install",
+    ],
 )
 def test_tables_of_arguments(name: str) -> None:
     rows = table(text("docs/api.md"), name)

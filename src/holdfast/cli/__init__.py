@@ -23,6 +23,7 @@ COMMANDS = {
     "same": "Say whether two places hold the same weights.",
     "import": "Convert a torch DCP or megatron-core checkpoint to Holdfast.",
     "export": "Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.",
+    "fetch": "Show or copy just what some ranks need of a checkpoint or a published model.",
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",

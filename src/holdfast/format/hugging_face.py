@@ -26,6 +26,8 @@ WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 """What the model is: its type and its sizes."""
 SUFFIX = ".safetensors"
+CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
+"""Ends of the names of files that go with a model: configuration, tokenizer, code."""
 WEIGHTS_INDEX_BYTES = 256 << 20
 """More than the index of any model: that of 100,000 tensors has 10 MB."""
 CONFIG_BYTES = 64 << 20
@@ -141,3 +143,12 @@ def is_weight(name: str) -> bool:
 def weights_files(names: Iterable[str]) -> list[str]:
     """The safetensors files among the names in a folder."""
     return sorted(name for name in names if is_weights_file(name))
+
+
+def carried_files(names: Iterable[str]) -> list[str]:
+    """Files that go with a model, but for indexes of weights, among the names in a folder."""
+    return [
+        name
+        for name in names
+        if name.endswith(CARRIED) and not name.endswith(".index.json") and not name.startswith(".")
+    ]

@@ -109,6 +109,7 @@ class Index:
     """An index file opened for reading; verifies every page before it believes it."""
 
     object_prefix = b""
+    fetched_for = ""
 
     def __init__(self, read: Read, size: int, where: str) -> None:
         self.where = where

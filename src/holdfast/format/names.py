@@ -18,6 +18,9 @@ INDEX = "index.safetensors"
 """A folder that holds it is a committed checkpoint."""
 DATA = "data"
 """The folder of the data files, inside of a checkpoint's."""
+SLICE = "slice.holdfast"
+"""The index of what `holdfast fetch` took of a checkpoint or a published model. No other tool takes a folder
+that holds it for a whole one, so its name ends like that of no weights."""
 OWNER = ".holdfast-owner.json"
 """In a run folder: which job saves there."""
 EMBEDDED = "__holdfast__"
@@ -27,6 +30,8 @@ EMBEDDED = "__holdfast__"
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
 # What `data_file` gives. Ranks of 100,000 and more have more than five digits.
 _OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
+
+_FETCHED = "fetch-"
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:
@@ -39,6 +44,16 @@ def data_file(attempt: str, rank: int, part: int) -> str:
 def is_data_file(path: str) -> bool:
     """Is a path inside of a checkpoint one that a data file may have? Others could lead out of the folder."""
     return _DATA_FILE.match(path) is not None
+
+
+def name_of_fetch(fetch: str, number: int) -> str:
+    """Stands for the attempt in the names of a slice's data files. `fetch` says what was fetched."""
+    return f"{_FETCHED}{fetch}-{number:05d}"
+
+
+def is_fetched(name: str, fetch: str = "") -> bool:
+    """Is a file's name, without its folder, that of a data file of a slice, finished or not?"""
+    return name.removeprefix(".").startswith(_FETCHED + fetch)
 
 
 def is_named_by_save(name: str) -> bool:

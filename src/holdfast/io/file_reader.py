@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.buffers import Buffer
-from holdfast.errors import CorruptCheckpoint
+from holdfast.errors import CorruptCheckpoint, MissingTensors
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest
 from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
@@ -38,10 +38,15 @@ class ReadPlan(NamedTuple):
     bytes_needed: int
 
 
-def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> ReadPlan:
+def plan_read(
+    table: ShardTable, rows: Array, columns: Columns, where: str, fetched_for: str = ""
+) -> ReadPlan:
     """Which chunks fill which rows of the shard table; `rows` gives each one's tensor in `columns`.
 
-    Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once.
+    fetched_for: for whom a slice was fetched; "" for what is whole.
+
+    Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once, and a slice that does not hold
+    all of a row.
     """
     arrays = table.arrays()
     dims = max(arrays.dims, columns.dims)
@@ -53,7 +58,7 @@ def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> R
     tensor = columns.tensor_of_chunk()
     # Before a byte is read. Chunks that tile a tensor exactly once fill every element of a target, so nothing
     # that was there before is left in it.
-    problem = first_problem(shape, tensor, offset, size)
+    problem = None if fetched_for else first_problem(shape, tensor, offset, size)
     if problem is not None:
         name = columns.names[problem.tensor]
         raise CorruptCheckpoint(
@@ -70,6 +75,20 @@ def plan_read(table: ShardTable, rows: Array, columns: Columns, where: str) -> R
         offset,
         size,
     )
+    if fetched_for:
+        # Of a slice chunks have gaps between them; only what is wanted must be there, exactly once.
+        origin = _widen(arrays.offset, dims, 0)
+        problem = first_problem(
+            _widen(arrays.size, dims, 1), found.wanted, found.offset - origin[found.wanted], found.size
+        )
+        if problem is not None:
+            name = table.specs[problem.tensor].name
+            raise MissingTensors(
+                f"{where} was fetched for {fetched_for}, and does not hold all of {name!r} that rank "
+                f"{table.rank} asks for.",
+                hint="Fetch for this rank, with the grid that it runs in, or load from the whole folder.",
+                details={"missing": [name]},
+            )
     volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
     return ReadPlan(found, int((volume * arrays.itemsize[found.wanted]).sum()))
 

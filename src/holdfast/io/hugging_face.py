@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import closing
 from functools import cached_property
@@ -27,14 +28,56 @@ SMALL = 1 << 30
 """Bytes of a tensor that is read whole: scales, of which there is one for 16,384 elements."""
 
 
-class HuggingFaceFolder:
+class PublishedModel(ABC):
+    """A published model, whole or in part, and what its configuration says."""
+
+    where: str
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read_as: dict[str, Dims] = {}
+
+    @abstractmethod
+    def place(self, name: str) -> hf.Place | None:
+        """Where a tensor lies, its dtype and shape; None if there is none of that name."""
+
+    @abstractmethod
+    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
+        """The bytes of a small tensor, or of `(first, how many)` of its rows along the last axis. Safe to
+        call from several threads at once."""
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Is there a tensor of this name?"""
+
+    @cached_property
+    def config(self) -> dict[str, object]:
+        """What `config.json` says; nothing if there is none."""
+        return read_config(self._store) or {}
+
+    @cached_property
+    def view(self) -> View:
+        """The model as megatron-core names and shapes it. BadInput if that is not known."""
+        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+
+    def is_scaled(self, name: str) -> bool:
+        """Are there scales that a tensor's elements are to be multiplied by?"""
+        return self.has(name + hf.SCALES)
+
+    def read_as(self, name: str, shape: Dims) -> None:
+        """Give a tensor another shape, of the same elements in the same order."""
+        self._read_as[name] = shape
+
+
+class HuggingFaceFolder(PublishedModel):
     """A folder of safetensors files with the names of the hub. Headers are read once; a selection opens only
     the files that its tensors lie in."""
 
     object_prefix = b""
+    fetched_for = ""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        super().__init__(store)
         data = read_file(store, hf.WEIGHTS_INDEX, hf.WEIGHTS_INDEX_BYTES)
         self.where = f"{store.url}/{hf.WEIGHTS_INDEX if data is not None else hf.WEIGHTS}"
         self.about: dict[str, Any] = {"step": None}
@@ -48,7 +91,6 @@ class HuggingFaceFolder:
             data = self._header(hf.WEIGHTS)
             self._files = dict.fromkeys(self._places[hf.WEIGHTS], hf.WEIGHTS)
         self.identity = hex_digest(digest(data))
-        self._read_as: dict[str, Dims] = {}
         self._lock = Lock()
         self._names = sorted(self._files)
         self._row = {name: row for row, name in enumerate(self._names)}
@@ -60,7 +102,6 @@ class HuggingFaceFolder:
         return any(store.stat(name) is not None for name in (hf.WEIGHTS_INDEX, hf.WEIGHTS))
 
     def has(self, name: str) -> bool:
-        """Is there a tensor of this name?"""
         return name in self._row
 
     def names(self) -> list[str]:
@@ -78,31 +119,10 @@ class HuggingFaceFolder:
         chosen = [place._replace(shape=self._read_as.get(place.name, place.shape)) for place in chosen]
         return hf.to_columns(chosen, self._sizes)
 
-    @cached_property
-    def config(self) -> dict[str, object]:
-        """What `config.json` says; nothing if there is none."""
-        return read_config(self._store) or {}
-
-    @cached_property
-    def view(self) -> View:
-        """The model as megatron-core names and shapes it. BadInput if that is not known."""
-        return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
-
-    def is_scaled(self, name: str) -> bool:
-        """Does the folder have scales that a tensor's elements are to be multiplied by?"""
-        return self.has(name + hf.SCALES)
-
     def place(self, name: str) -> hf.Place | None:
-        """Where a tensor lies, its dtype and shape; None if there is none of that name."""
         return self._place(name) if name in self._row else None
 
-    def read_as(self, name: str, shape: Dims) -> None:
-        """Give a tensor another shape, of the same elements in the same order."""
-        self._read_as[name] = shape
-
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
-        """The bytes of a small tensor, or of `(first, how many)` of its rows along the last axis. Safe to
-        call from several threads at once."""
         place = self._place(name)
         row = math.prod(place.shape[-1:]) * int(ITEMSIZE[place.code])
         first, count = rows or (0, math.prod(place.shape[:-1]))

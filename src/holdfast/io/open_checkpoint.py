@@ -1,5 +1,5 @@
 """What can be loaded from: a committed Holdfast checkpoint, one of torch DCP or megatron-core's `torch_dist`,
-or a folder that Hugging Face's libraries wrote."""
+a folder that Hugging Face's libraries wrote, or what was fetched of one of these."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.format.limits import METADATA_BYTES
 from holdfast.format.marker import is_marker
-from holdfast.format.names import INDEX, METADATA
+from holdfast.format.names import INDEX, METADATA, SLICE
+from holdfast.format.slice import CHECKPOINT
 from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.slice import Slice, slice_of
 from holdfast.io.small_files import read_file
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.absence import explain_absence
@@ -35,9 +37,15 @@ class Source(Protocol):
     identity: str
     about: dict[str, Any]
     tensors: int
-    bytes_read: int
     object_prefix: bytes
     """Goes before an object's bytes to make them what `objects.decode` takes."""
+    fetched_for: str
+    """Ranks and grid that a slice was fetched for; "" for what is whole."""
+
+    @property
+    def bytes_read(self) -> int:
+        """To find out what there is."""
+        ...
 
     def names(self) -> list[str]: ...
 
@@ -81,8 +89,11 @@ def open_source(store: Store) -> Iterator[Source]:
             # mark for tools of DCP.
             source = opened.enter_context(open_index(store))
         except NotCommitted:
-            metadata = read_file(store, METADATA, METADATA_BYTES)
-            if metadata is not None and not is_marker(metadata):
+            fetched = _open_slice(store, opened)
+            metadata = read_file(store, METADATA, METADATA_BYTES) if fetched is None else None
+            if fetched is not None:
+                source = fetched
+            elif metadata is not None and not is_marker(metadata):
                 source = opened.enter_context(closing(TorchDist(store, metadata)))
             elif HuggingFaceFolder.is_one(store):
                 source = HuggingFaceFolder(store)
@@ -91,10 +102,33 @@ def open_source(store: Store) -> Iterator[Source]:
         yield source
 
 
+def _open_slice(store: Store, opened: ExitStack) -> Slice | None:
+    try:
+        reader = opened.enter_context(closing(store.open(SLICE)))
+    except NotFound:
+        return None
+    return slice_of(store, Index(reader.read, reader.size, f"{store.url}/{SLICE}"))
+
+
+@contextmanager
+def open_own(store: Store) -> Iterator[Index | Slice]:
+    """What Holdfast has saved: a committed checkpoint, or what was fetched of one; NotCommitted if there is
+    neither."""
+    with ExitStack() as opened:
+        try:
+            yield opened.enter_context(open_index(store))
+        except NotCommitted:
+            fetched = _open_slice(store, opened)
+            if fetched is None or fetched.origin.kind != CHECKPOINT:
+                raise
+            yield fetched
+
+
 class TorchDist:
     """A `torch_dist` folder; reads of its data files what a selection needs to find its elements."""
 
     object_prefix = torch_dist.OBJECT_PREFIX
+    fetched_for = ""
 
     def __init__(self, store: Store, metadata: bytes) -> None:
         self.where = f"{store.url}/{METADATA}"

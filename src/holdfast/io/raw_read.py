@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
+from holdfast.io.host_memory import HostMemory
 from holdfast.io.open_checkpoint import open_source
 from holdfast.layout.box import Box, from_flat_range, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
@@ -21,26 +21,10 @@ SLAB = 64 << 20
 """Bytes that are compared or looked at in one go, so that memory stays bounded."""
 
 
-class _Bytes:
-    """The bytes of one box, row-major."""
-
-    def __init__(self, box: Box, itemsize: int) -> None:
-        # Bytes, with an element's as the last axis: NumPy has no bfloat16 and no float8.
-        self.array = np.zeros((*box.shape, itemsize), np.uint8)
-        self.address = self.array.ctypes.data
-
-    def gather(self, box: Box, out: Buffer) -> None:
-        memoryview(out).cast("B")[:] = self.array[box.slices()].tobytes()
-
-    def scatter(self, box: Box, data: Buffer, shape: tuple[int, ...], inside: Box) -> None:
-        part = np.frombuffer(data, np.uint8).reshape(*shape, self.array.shape[-1])
-        self.array[box.slices()] = part[inside.slices()]
-
-
 def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
     """The bytes of a box of the one tensor in `columns`, every block verified."""
     spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
-    memory = _Bytes(box, DTYPES[spec.dtype].size)
+    memory = HostMemory(box, DTYPES[spec.dtype].size)
     if box.volume:
         # As a rank's own shard: so what is looked at or compared goes through the reader that a load uses.
         table = ShardTable()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
@@ -80,3 +82,59 @@ def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
 
     walk((), tuple(shape), start, stop)
     return boxes
+
+
+def union(boxes: Sequence[Box]) -> list[Box]:
+    """Boxes that cover just what those given cover, each index once; few, and in row-major order."""
+    if not boxes or not boxes[0].shape:
+        return list(boxes[:1])
+    edges = sorted({edge for box in boxes for edge in (box.offset[0], box.stop[0])})
+    found: list[tuple[int, int, list[Box]]] = []
+    for low, high in pairwise(edges):
+        inner = union(
+            list(
+                dict.fromkeys(
+                    Box(box.offset[1:], box.shape[1:])
+                    for box in boxes
+                    if box.offset[0] <= low and high <= box.stop[0]
+                )
+            )
+        )
+        if inner and found and found[-1][1] == low and found[-1][2] == inner:
+            found[-1] = (found[-1][0], high, inner)
+        elif inner:
+            found.append((low, high, inner))
+    return [Box((low, *box.offset), (high - low, *box.shape)) for low, high, inner in found for box in inner]
+
+
+def cut(box: Box, most: int) -> Iterator[Box]:
+    """A box in pieces of at most `most` elements, cut along its first axes only, in row-major order."""
+    axis = next((at for at, side in enumerate(box.shape) if side > 1), None)
+    if box.volume <= most or axis is None:
+        yield box
+        return
+    row = box.volume // box.shape[axis]
+    step = max(most // row, 1)
+    for low in range(0, box.shape[axis], step):
+        offset, shape = list(box.offset), list(box.shape)
+        offset[axis] += low
+        shape[axis] = min(step, box.shape[axis] - low)
+        yield from cut(Box(tuple(offset), tuple(shape)), most)
+
+
+def reshaped(box: Box, before: Dims, after: Dims) -> Box | None:
+    """The same elements of a tensor that has another shape, with its elements in the same order; None if they
+    are no box there."""
+    if len(after) == len(before) + 1 and after[:-2] == before[:-1]:  # its last axis cut into two
+        inner, low, many = after[-1], box.offset[-1], box.shape[-1]
+        if low % inner == 0 and many % inner == 0:
+            return Box((*box.offset[:-1], low // inner, 0), (*box.shape[:-1], many // inner, inner))
+        return None
+    first = next((axis for axis, side in enumerate(box.shape) if side > 1), len(before))
+    if box.shape[first + 1 :] != before[first + 1 :]:  # not one stretch of elements
+        return None
+    start = 0
+    for index, side in zip(box.offset, before, strict=True):
+        start = start * side + index
+    parts = from_flat_range(after, start, start + box.volume)
+    return parts[0] if len(parts) == 1 else None

@@ -152,6 +152,16 @@ class Grid:
         members = self.group(rank, *axes)
         return members.index(rank), len(members)
 
+    def text(self) -> str:
+        """As `grid_of` takes it: what differs from the defaults."""
+        plain = Grid(self.world, tp=self.tp)
+        said = [f"world={self.world}"]
+        for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order", "first_rank"):
+            value = getattr(self, name)
+            if value != (1 if name == "tp" else getattr(plain, name)):
+                said.append(f"{name}={value}")
+        return ",".join(said)
+
     def describe(self) -> dict[str, int | str]:
         """Plain values for an index header or a message; equal layouts have equal descriptions."""
         sizes: dict[str, int | str] = {**self.dense, **self.expert}
@@ -162,3 +172,28 @@ class Grid:
             "order": self.order,
             "first_rank": self.first_rank,
         }
+
+
+_NUMBERS = ("world", "tp", "pp", "cp", "ep", "etp", "vpp", "first_rank")
+
+
+def grid_of(text: str) -> Grid:
+    """The grid in `world=64,tp=2,pp=4,ep=8`; names are those of `Grid`. BadInput says what is wrong."""
+    numbers: dict[str, int] = {}
+    order = "-".join(AXES)
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        if name in numbers:
+            raise BadInput(f"The grid {text!r} says {name} twice.")
+        if name == "order" and value:
+            order = value
+        elif name in _NUMBERS and value.isascii() and value.isdecimal() and len(value) < 10:
+            numbers[name] = int(value)
+        else:
+            raise BadInput(
+                f"The grid {text!r} has {part.strip()!r} in it, which is no size.",
+                hint=f"Write world=64,tp=2,pp=4,ep=8; known are {', '.join(_NUMBERS)} and order.",
+            )
+    if "world" not in numbers:
+        raise BadInput(f"The grid {text!r} does not say how many ranks there are.", hint="Write world=64,...")
+    return Grid(numbers.pop("world"), order=order, **numbers)

@@ -247,7 +247,7 @@ class LoadJob:
             self._take(wanted, row, columns, int(position[place]))
         # Whatever is wrong with the plan is found before the first byte goes into the state. Autograd is
         # told before it, too: a load that fails half way has changed the tensors as well.
-        plan = plan_read(wanted, position, columns, index.where)
+        plan = plan_read(wanted, position, columns, index.where, index.fetched_for)
         check_filled(wanted, plan)
         self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
         announce(wanted, [self.leaves[self.owner[row]] for row in keep])

@@ -14,7 +14,7 @@ import torch
 
 from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import Place
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import PublishedModel
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
@@ -34,7 +34,7 @@ def see_published(
 
     Raises MissingTensors for a part that is not there, ShapeMismatch for one that does not fit the state.
     """
-    if not isinstance(source, HuggingFaceFolder):
+    if not isinstance(source, PublishedModel):
         return table, list(owner)
     seen, owners = ShardTable(table.rank), list[int]()
     look = _Look(source, seen, blank)
@@ -44,7 +44,7 @@ def see_published(
     return seen, owners
 
 
-def published_dtype(source: HuggingFaceFolder, spec: TensorSpec) -> int:
+def published_dtype(source: PublishedModel, spec: TensorSpec) -> int:
     """The dtype of what a tensor of megatron-core's is made of; its own, if that has scales.
 
     Raises MissingTensors if the first part is not there.
@@ -58,7 +58,7 @@ def published_dtype(source: HuggingFaceFolder, spec: TensorSpec) -> int:
     return spec.dtype if place.code == IN_8_BITS else place.code
 
 
-def _not_there(source: HuggingFaceFolder, name: str, spec: TensorSpec) -> MissingTensors:
+def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
     return MissingTensors(
         f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
         hint="A file of the model is missing, or config.json is of another one.",
@@ -68,7 +68,7 @@ def _not_there(source: HuggingFaceFolder, name: str, spec: TensorSpec) -> Missin
 
 @dataclass
 class _Look:
-    source: HuggingFaceFolder
+    source: PublishedModel
     seen: ShardTable
     blank: list[torch.Tensor]
 

@@ -8,7 +8,7 @@ import torch
 from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import SCALES, Place
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import PublishedModel
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
 from holdfast.plan.shard_table import Memory
@@ -30,7 +30,7 @@ _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What 4 bits stand for (e2m1); the highest is the sign."""
 
 
-def in_blocks(source: HuggingFaceFolder, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
+def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
     """Memory for elements in 8 bits, to be multiplied by the scales of their blocks.
 
     target: has the published order of axes. origin: where it begins in the published tensor.
@@ -55,7 +55,7 @@ def in_blocks(source: HuggingFaceFolder, place: Place, target: torch.Tensor, ori
     return _InBlocks(target, getattr(torch, DTYPES[place.code].name), origin, values, sides)
 
 
-def _no_scales(source: HuggingFaceFolder, name: str, bits: str, missing: str) -> MissingTensors:
+def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:
     return MissingTensors(
         f"{source.where} holds {name!r} in {bits} bits, and no {missing!r}: its elements mean nothing "
         f"without their scales.",
@@ -63,7 +63,7 @@ def _no_scales(source: HuggingFaceFolder, name: str, bits: str, missing: str) ->
     )
 
 
-def _sides(source: HuggingFaceFolder) -> Dims:
+def _sides(source: PublishedModel) -> Dims:
     """Rows and columns of the blocks that have a scale each."""
     said = source.config.get("quantization_config")
     sides = said.get("weight_block_size") if isinstance(said, dict) else None
@@ -98,7 +98,7 @@ class Packed:
     """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, so
     turned, where the tensor that they stand for is `[experts, rows, columns]`."""
 
-    def __init__(self, source: HuggingFaceFolder, name: str) -> None:
+    def __init__(self, source: PublishedModel, name: str) -> None:
         self.source, self.name = source, name
 
     @property
@@ -137,7 +137,7 @@ class _PackedPart(TensorMemory):
 
     def __init__(
         self,
-        source: HuggingFaceFolder,
+        source: PublishedModel,
         blocks: Place,
         scales: Place,
         shape: Dims,

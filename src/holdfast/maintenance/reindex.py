@@ -19,7 +19,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, Holdfast
 from holdfast.format.columns import Columns
 from holdfast.format.container import read_header
 from holdfast.format.index import encode
-from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file
+from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched
 from holdfast.io.open_checkpoint import embedded_index, open_index
 from holdfast.maintenance.target import Place, about, number
 from holdfast.plan.merge import Merger
@@ -54,7 +54,7 @@ class Reindexed(msgspec.Struct, frozen=True):
     """Of the files that the index names."""
 
 
-class _Whole(NamedTuple):
+class WholeFile(NamedTuple):
     """A data file whose embedded index is good."""
 
     name: str
@@ -63,7 +63,7 @@ class _Whole(NamedTuple):
     columns: Columns
 
 
-class _Broken(NamedTuple):
+class BrokenFile(NamedTuple):
     """One that is not."""
 
     name: str
@@ -76,11 +76,16 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     if not force and (present := _good_index(store)) is not None:
         return present
     names = _data_files(store, only)
-    whole: list[_Whole] = []
-    broken: list[_Broken] = []
+    if any(is_fetched(name.removeprefix(f"{DATA}/")) for name in names):
+        raise BadInput(
+            f"{store.url} holds what `holdfast fetch` took of a checkpoint or a model, not all of it.",
+            hint="Run the same `holdfast fetch` again.",
+        )
+    whole: list[WholeFile] = []
+    broken: list[BrokenFile] = []
     for name in names:
-        found = _look(store, name)
-        whole.append(found) if isinstance(found, _Whole) else broken.append(found)
+        found = look(store, name)
+        whole.append(found) if isinstance(found, WholeFile) else broken.append(found)
     if not whole:
         why = f" ({broken[0].name}: {broken[0].why})" if broken else ""
         raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
@@ -127,12 +132,12 @@ def _data_files(store: Store, only: Sequence[str]) -> list[str]:
     return sorted(set(wanted))
 
 
-def _look(store: Store, name: str) -> _Whole | _Broken:
+def look(store: Store, name: str) -> WholeFile | BrokenFile:
     """A data file's index of itself, or what can still be said of the file."""
     try:
         reader = store.open(name)
     except HoldfastError as error:
-        return _Broken(name, error.message)
+        return BrokenFile(name, error.message)
     try:
         with closing(reader):
             # The header comes first in a file, so one that was cut short mostly still has it.
@@ -141,26 +146,26 @@ def _look(store: Store, name: str) -> _Whole | _Broken:
             # The embedded index is a file's end, so a file that is too short has none, and one that is
             # longer is another.
             if reader.size != stop:
-                return _Broken(name, f"it has {reader.size} bytes where its header announces {stop}")
+                return BrokenFile(name, f"it has {reader.size} bytes where its header announces {stop}")
             index = embedded_index(reader, start, stop, f"{store.url}/{name}")
             columns = index.embedded()
             # A copy under another name would stand beside the original, and cover everything twice.
             if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
-                return _Broken(
+                return BrokenFile(
                     name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
                 )
             if header.metadata.get("rank") != str(int(columns.file_rank[0])):
-                return _Broken(name, "its header and its embedded index name different ranks")
-            return _Whole(name, int(columns.file_rank[0]), about(index), columns)
+                return BrokenFile(name, "its header and its embedded index name different ranks")
+            return WholeFile(name, int(columns.file_rank[0]), about(index), columns)
     except KeyError:
-        return _Broken(name, "it carries no index of itself")
+        return BrokenFile(name, "it carries no index of itself")
     except HoldfastError as error:
-        return _Broken(name, error.message)
+        return BrokenFile(name, error.message)
 
 
-def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: bool) -> list[_Whole]:
+def _choose(store: Store, whole: list[WholeFile], broken: list[BrokenFile], named: bool) -> list[WholeFile]:
     """The files of the one attempt that all its ranks finished, or a refusal; or those that were named."""
-    attempts: dict[str, list[_Whole]] = {}
+    attempts: dict[str, list[WholeFile]] = {}
     for file in whole:
         attempts.setdefault(str(file.said.get("attempt")), []).append(file)
     # Files that were named are taken as they are; whether they tile everything is checked by the merge.
@@ -187,7 +192,7 @@ def _choose(store: Store, whole: list[_Whole], broken: list[_Broken], named: boo
     )
 
 
-def _lacks(files: list[_Whole]) -> int:
+def _lacks(files: list[WholeFile]) -> int:
     """How many data files an attempt wrote that are not among these."""
     # A rank of which no file is here lacks one at least; of the others each file says how many there were.
     ranks = {file.rank for file in files}
@@ -199,7 +204,7 @@ def _lacks(files: list[_Whole]) -> int:
     )
 
 
-def _merge(store: Store, files: list[_Whole]) -> Columns:
+def _merge(store: Store, files: list[WholeFile]) -> Columns:
     merger = Merger()
     # Coverage, replicas and shapes are checked again, as in a commit.
     for file in files:
@@ -212,7 +217,7 @@ def _merge(store: Store, files: list[_Whole]) -> Columns:
         raise
 
 
-def _about(files: list[_Whole]) -> dict[str, object]:
+def _about(files: list[WholeFile]) -> dict[str, object]:
     """What the new index says of itself: what the files know, and that it was rebuilt."""
     known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
     made = {"created": time.time(), "versions": versions(), "reindexed": True}

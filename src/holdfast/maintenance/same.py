@@ -22,7 +22,7 @@ from holdfast.format.columns import Array
 from holdfast.format.fingerprint import box_sums, nothing, text_of
 from holdfast.format.index import Index
 from holdfast.format.names import is_weight
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import PublishedModel
 from holdfast.io.open_checkpoint import Source, open_source
 from holdfast.io.raw_read import slabs
 from holdfast.layout.box import Box, Dims, whole
@@ -138,7 +138,7 @@ class _Side(Protocol):
     def where(self) -> str: ...
 
     @property
-    def published(self) -> HuggingFaceFolder | None: ...
+    def published(self) -> PublishedModel | None: ...
 
     def weights(self) -> dict[str, TensorSpec]:
         """By name, as they are read."""
@@ -185,8 +185,8 @@ class _Folder:
         return self.store.url
 
     @property
-    def published(self) -> HuggingFaceFolder | None:
-        return self.source if isinstance(self.source, HuggingFaceFolder) else None
+    def published(self) -> PublishedModel | None:
+        return self.source if isinstance(self.source, PublishedModel) else None
 
     def weights(self) -> dict[str, TensorSpec]:
         is_one = hf.is_weight if self.published is not None else is_weight

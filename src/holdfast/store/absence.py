@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from holdfast.errors import HoldfastError
-from holdfast.format.names import DATA, INDEX, METADATA
+from holdfast.format.names import DATA, INDEX, METADATA, SLICE, is_fetched
 from holdfast.store.base import FOLDERS, Store
 from holdfast.store.local import LocalStore
 from holdfast.store.run_folder import all_step_folders, is_only_marked, newest_steps, step_of
@@ -26,6 +26,11 @@ def _why(store: Store) -> tuple[str, str]:
     if found.kind not in FOLDERS:
         return "it is a file, not a folder", "Give the folder that the index lies in."
     names = store.list()
+    if SLICE in names:
+        return (
+            "it is what `holdfast fetch` took of one, or of a published model, for some ranks",
+            "holdfast.load and holdfast.megatron.load read it on these ranks; else give the whole folder.",
+        )
     if METADATA in names:
         if is_only_marked(store):
             return (
@@ -42,6 +47,11 @@ def _why(store: Store) -> tuple[str, str]:
     if all_step_folders(store):
         return _run(store)
     if f"{DATA}/" in names:
+        if any(is_fetched(name) for name in store.list(DATA)):
+            return (
+                "a fetch was begun here, and has not ended",
+                "Run the same `holdfast fetch` again: it goes on with what is there.",
+            )
         return (
             f"there are data files, but no {INDEX}, so a save failed, or is still under way",
             "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "

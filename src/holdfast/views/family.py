@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import NamedTuple
@@ -20,7 +20,7 @@ import msgspec
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.layout.box import Box, Dims
 from holdfast.layout.tensor import nearest
-from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse
+from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse, shape_made
 
 _FOLDER = files("holdfast.views") / "families"
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
@@ -37,7 +37,9 @@ class _Table(msgspec.Struct):
     model_types: tuple[str, ...] = ()
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
+    name: str
+    """Ours, with `{layer}` and `{expert}` in it."""
     pattern: re.Pattern[str]
     """Of names; a number may be missing, and is an axis of the tensor then."""
     holes: tuple[str, ...]
@@ -53,7 +55,7 @@ class Family:
     def __init__(self, name: str) -> None:
         table = _read(name)
         self.name, self.about = name, table.about
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         """By name without numbers."""
         for section, rules in table.sections.items():
             prefix = rules.get("published", "*").removesuffix("*")
@@ -68,15 +70,19 @@ class Family:
         pattern = re.escape(_HOLES.sub(r".<\1>", ours))
         pattern = re.sub(r"\\\.<(\w+)>", r"(?:\\.(?P<\1>\\d+))?", pattern)
         holes = tuple(_HOLES.findall(ours))
-        self._entries[_HOLES.sub("", ours)] = _Entry(
-            re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
+        self._entries[_HOLES.sub("", ours)] = Entry(
+            ours, re.compile(pattern), holes, parse(rule, f"families/{self.name}.toml, {ours!r}"), prefix
         )
 
     def names(self) -> list[str]:
         """Names of ours that the family has, without numbers of layers and experts."""
         return list(self._entries)
 
-    def find(self, name: str) -> tuple[_Entry, dict[str, int], list[str]] | None:
+    def entries(self) -> list[Entry]:
+        """All that the family has."""
+        return list(self._entries.values())
+
+    def find(self, name: str) -> tuple[Entry, dict[str, int], list[str]] | None:
         """The entry of a name, the numbers in it, and the holes that are axes of the tensor instead."""
         entry = self._entries.get(_NUMBER.sub("", name))
         match = entry.pattern.fullmatch(name) if entry is not None else None
@@ -134,6 +140,30 @@ class View:
                 if part is not None:
                     yield _with_lead(segment, len(place), whole, part)
 
+    def parts(
+        self,
+        entry: Entry,
+        name: str,
+        numbers: dict[str, int],
+        shapes: Sequence[Dims],
+        boxes: Callable[[str, Dims, int], Sequence[Box]],
+    ) -> Iterator[tuple[Segment, Box]]:
+        """Of a tensor of ours, whose published ones have `shapes`: the parts of segments that lie in boxes.
+
+        boxes: which ones are wanted, by name, shape, and how many tensors are one below the other in it.
+        """
+        way = self._rule(entry, numbers)[0].way
+        shape = shape_made(way, shapes, self._numbers(numbers))
+        stacked = {"concat": len(shapes), "of_experts_mixed": 2}.get(way, 1)
+        wanted = boxes(name, shape, stacked)
+        if not wanted:
+            return
+        for segment in self._of_one(entry, numbers, shape):
+            for box in wanted:
+                part = segment.box.intersect(box)
+                if part is not None:
+                    yield segment, part
+
     def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
         """A model with fewer layers or experts than were published would take some of them in silence."""
         said = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
@@ -144,18 +174,36 @@ class View:
                 details={"tensor": name},
             )
 
-    def _of_one(self, entry: _Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+    def published(self, entry: Entry, numbers: dict[str, int]) -> list[str]:
+        """The names of the published tensors that one of ours is made of; numbers: its layer, its expert."""
+        return self._rule(entry, numbers)[1]
+
+    def possible(self, entry: Entry) -> list[str]:
+        """The names that it may be made of in one model or another, with `{layer}` and `{expert}` in them."""
+        rule, other = entry.rule, entry.rule.otherwise
+        return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
+
+    def _place(self, name: str) -> str:
+        return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
+
+    def _rule(self, entry: Entry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
+        """The rule that is to be taken, with its names."""
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
-            found = (entry.prefix + name).format(**numbers, after=after)
-            return found.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else found
+            return self._place((entry.prefix + name).format(**numbers, after=after))
 
         rule, other = entry.rule, entry.rule.otherwise
         if other is not None and self._has_other(published(rule.names[0]), published(other.names[0]), rule):
             rule = other
-        sizes = _Numbers({**self.sizes, **numbers})
-        return WAYS[rule.way]([published(name) for name in rule.names], shape, sizes)
+        return rule, [published(name) for name in rule.names]
+
+    def _of_one(self, entry: Entry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
+        rule, names = self._rule(entry, numbers)
+        return WAYS[rule.way](names, shape, self._numbers(numbers))
+
+    def _numbers(self, numbers: dict[str, int]) -> Sizes:
+        return _Numbers({**self.sizes, **numbers})
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
         """Is a rule's other one to be taken, for the names that they begin with?"""

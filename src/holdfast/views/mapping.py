@@ -62,6 +62,14 @@ class Segment(NamedTuple):
                 shape[at] = common.shape[axis]
         return Box(tuple(offset), tuple(shape))
 
+    def joined(self, part: Box) -> Box:
+        """A part of the published tensor, if its last axis is cut into two, without that cut: all of each
+        pair, as readers cut between pairs only."""
+        if not self.split:
+            return part
+        inner = self.whole[-1]
+        return Box((*part.offset[:-2], part.offset[-2] * inner), (*part.shape[:-2], part.shape[-2] * inner))
+
     @property
     def published(self) -> Dims:
         """The shape of the published tensor."""
@@ -136,51 +144,49 @@ def lowered(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 def delta_query(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """The queries of a gated delta net. Published, rows go by key heads: of each its query, its key, its
     values, their gates."""
-    return _of_heads(names[0], shape, _delta_rows(sizes), 0, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_query"](sizes))
 
 
 def delta_key(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `delta_query`: the keys."""
-    return _of_heads(names[0], shape, _delta_rows(sizes), 1, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_key"](sizes))
 
 
 def delta_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `delta_query`: the values."""
-    return _of_heads(names[0], shape, _delta_rows(sizes), 2, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_value"](sizes))
 
 
 def delta_gate(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `delta_query`: the gates."""
-    return _of_heads(names[0], shape, _delta_rows(sizes), 3, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_gate"](sizes))
 
 
 def delta_beta(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One row for each value head. Published, of each key head those of its value heads, then as many
     others."""
-    many = sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
-    return _of_heads(names[0], shape, (many, many), 0, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_beta"](sizes))
 
 
 def delta_alpha(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `delta_beta`: the others."""
-    many = sizes["linear_num_value_heads"] // sizes["linear_num_key_heads"]
-    return _of_heads(names[0], shape, (many, many), 1, sizes["linear_num_key_heads"])
+    return _of_heads(names[0], shape, *_HEADS["delta_alpha"](sizes))
 
 
 def stacked_query(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """The queries of a gated delta net. Published, all queries stand above all keys, these above all
     values."""
-    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 0)
+    return _of_heads(names[0], shape, *_HEADS["stacked_query"](sizes))
 
 
 def stacked_key(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `stacked_query`: the keys."""
-    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 1)
+    return _of_heads(names[0], shape, *_HEADS["stacked_key"](sizes))
 
 
 def stacked_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `stacked_query`: the values."""
-    return _of_heads(names[0], shape, _delta_rows(sizes, all_heads=True), 2)
+    return _of_heads(names[0], shape, *_HEADS["stacked_value"](sizes))
 
 
 def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -208,6 +214,26 @@ def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Se
             Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
         )
     return found
+
+
+def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
+    """The shape of a tensor of ours by those of the published ones that it is made of."""
+    first = shapes[0]
+    if way in _HEADS:
+        parts, at, heads = _HEADS[way](sizes)
+        return (parts[at] * heads, *first[1:])
+    if way in ("concat", "grouped", "gated"):
+        return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
+    least = {"of_experts": 1, "of_experts_turned": 3, "of_experts_mixed": 2}.get(way, 0)
+    if len(first) < least:
+        raise BadInput(f"A published tensor of shape {list(first)} holds no experts.")
+    if way == "of_experts":
+        return first[1:]
+    if way == "of_experts_turned":
+        return (first[2], first[1])
+    if way == "of_experts_mixed":
+        return (first[-1], *first[1:-1])
+    return first
 
 
 WAYS: dict[str, Way] = {
@@ -259,17 +285,49 @@ def parse(entry: str, where: str) -> Rule:
     return Rule(way, names, otherwise, other.startswith("tied "))
 
 
-def _delta_rows(sizes: Sizes, all_heads: bool = False) -> Dims:
-    """How many rows of queries, keys, values and gates a key head of a gated delta net has; or of queries,
-    keys and values all of them."""
-    keys, values = sizes["linear_num_key_heads"], sizes["linear_num_value_heads"]
-    key, value = sizes["linear_key_head_dim"], sizes["linear_value_head_dim"]
-    if all_heads:
-        return keys * key, keys * key, values * value
-    return key, key, values // keys * value, values // keys * value
+def _by_key_heads(at: int) -> _Parts:
+    def parts(sizes: Sizes) -> tuple[Dims, int, int]:
+        keys, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
+        value = sizes["linear_num_value_heads"] // keys * sizes["linear_value_head_dim"]
+        return (key, key, value, value), at, keys
+
+    return parts
 
 
-def _of_heads(name: str, shape: Dims, parts: Dims, at: int, heads: int = 1) -> list[Segment]:
+def _by_value_heads(at: int) -> _Parts:
+    def parts(sizes: Sizes) -> tuple[Dims, int, int]:
+        keys = sizes["linear_num_key_heads"]
+        many = sizes["linear_num_value_heads"] // keys
+        return (many, many), at, keys
+
+    return parts
+
+
+def _stacked(at: int) -> _Parts:
+    def parts(sizes: Sizes) -> tuple[Dims, int, int]:
+        key = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
+        return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), at, 1
+
+    return parts
+
+
+_Parts = Callable[[Sizes], tuple[Dims, int, int]]
+"""How many rows the parts of a head have, which of them it is, and how many heads there are."""
+_HEADS: dict[str, _Parts] = {
+    "delta_query": _by_key_heads(0),
+    "delta_key": _by_key_heads(1),
+    "delta_value": _by_key_heads(2),
+    "delta_gate": _by_key_heads(3),
+    "delta_beta": _by_value_heads(0),
+    "delta_alpha": _by_value_heads(1),
+    "stacked_query": _stacked(0),
+    "stacked_key": _stacked(1),
+    "stacked_value": _stacked(2),
+}
+"""Of gated delta nets."""
+
+
+def _of_heads(name: str, shape: Dims, parts: Dims, at: int, heads: int) -> list[Segment]:
     """Of each head the part `at`, of so many rows. Published, a head has all parts, one below the other."""
     if shape[0] != parts[at] * heads:
         raise BadInput(

@@ -53,8 +53,6 @@ SLAB = 64 << 20
 _ALIGN = 16
 FILE_BYTES = 5_000_000_000
 """Of weights in a file, as transformers shards them."""
-_CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
-"""Files that are copied from the folder that the model came from: configuration, tokenizer, code."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes of the whole."""
@@ -373,9 +371,7 @@ def _parts(tensor: PublishedTensor) -> Iterator[Box]:
 
 def _carry(base: LocalStore, out: LocalStore) -> None:
     """Configuration, tokenizer and code. Weights are written as they are, so nothing is said of scales."""
-    for name in base.list():
-        if not name.endswith(_CARRIED) or name == hf.WEIGHTS_INDEX or name.startswith("."):
-            continue
+    for name in hf.carried_files(base.list()):
         data = read_file(base, name, hf.WEIGHTS_INDEX_BYTES)
         if data is not None and name == hf.CONFIG:
             config = read_config(base) or {}

@@ -24,7 +24,7 @@ from holdfast.integrations.megatron.per_rank import is_per_rank, nearest
 from holdfast.integrations.megatron.queue import Committed
 from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
 from holdfast.integrations.megatron.shards import take_data, to_load
-from holdfast.io.open_checkpoint import open_index, open_source
+from holdfast.io.open_checkpoint import open_own, open_source
 from holdfast.layout.tensor import listed
 from holdfast.loading.job import LoadRequest
 from holdfast.options import Options
@@ -266,7 +266,7 @@ class _Request:
     def look(self) -> None:
         """Into the checkpoint, at what must be known before it is read."""
         try:
-            with open_index(self.store) as index:
+            with open_own(self.store) as index:
                 notes = index.about.get("notes")
                 self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
                 per_rank = [item for item in self.asked if is_per_rank(item)]

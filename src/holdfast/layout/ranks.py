@@ -1,0 +1,38 @@
+"""Ranks as people write them: `8-15`, `0,4,8-11`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from holdfast.errors import BadInput
+
+_PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
+MOST = 1 << 20
+"""Ranks that one text may name."""
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """The ranks that a text names, ascending, each once. BadInput for what is none."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = _PART.fullmatch(part.strip()) if text.isascii() else None
+        low = int(match[1]) if match else 0
+        high = int(match[2] or match[1]) if match else -1
+        if high < low or high - low >= MOST:
+            raise BadInput(f"{part.strip()[:100]!r} names no ranks.", hint="Write 8-15, or 0,4,8-11.")
+        found.update(range(low, high + 1))
+        if len(found) > MOST:
+            raise BadInput(f"{text[:100]!r} names more than {MOST} ranks.")
+    return tuple(sorted(found))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as `ranks_of` takes them, as short as it goes."""
+    parts: list[tuple[int, int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1] = (parts[-1][0], rank)
+        else:
+            parts.append((rank, rank))
+    return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in parts)

@@ -1,0 +1,97 @@
+"""Which bytes of which files hold boxes of stored tensors. Pure.
+
+Where a chunk has digests, blocks are counted whole, as a reader verifies them; else just the bytes of the
+boxes, in runs that repeat at a fixed distance where columns are cut out of rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from holdfast.format.columns import Columns, unpad
+from holdfast.layout.box import Box, Dims
+from holdfast.plan.explain import touched_blocks
+from holdfast.plan.read import Overlaps
+
+
+class ByteRange(msgspec.Struct, frozen=True):
+    """Runs of bytes of a file at equal distances."""
+
+    start: int
+    """Of the first, from the start of the file."""
+    length: int
+    """Of each."""
+    step: int
+    """From the start of one to that of the next."""
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.count
+
+
+def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]:
+    """By file, ascending: the runs that hold the boxes in `pairs`, which do not overlap each other."""
+    tensor, nbytes, itemsizes = columns.tensor_of_chunk(), columns.chunk_bytes(), columns.itemsizes()
+    found: dict[str, list[ByteRange]] = {}
+    by_chunk = itertools.groupby(range(len(pairs.chunk)), key=lambda pair: int(pairs.chunk[pair]))
+    has_digests = len(columns.digests) > 0
+    for chunk, some in by_chunk:
+        row = int(tensor[chunk])
+        ndim, itemsize, position = int(columns.ndim[row]), int(itemsizes[row]), int(columns.position[chunk])
+        shape, origin = unpad(columns.size[chunk], ndim), unpad(columns.offset[chunk], ndim)
+        boxes = [
+            Box(unpad(pairs.offset[pair], ndim), unpad(pairs.size[pair], ndim)).relative_to(origin)
+            for pair in some
+        ]
+        mine = found.setdefault(columns.file_names[int(columns.file[chunk])], [])
+        if has_digests:
+            block = int(columns.block[chunk])
+            touched = {number for box in boxes for number in touched_blocks(shape, box, itemsize, block)}
+            for number in sorted(touched):
+                start = number * block
+                length = min(block, int(nbytes[chunk]) - start)
+                mine.append(ByteRange(position + start, length, length, 1))
+        else:
+            for box in boxes:
+                mine += _runs(shape, box, itemsize, position)
+    return {name: _joined(sorted(found[name], key=lambda run: run.start)) for name in sorted(found)}
+
+
+def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange]:
+    """The bytes of a box of a row-major tensor of `shape` that begins at `position`."""
+    axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
+    while axis > 0 and box.shape[axis] == shape[axis]:
+        axis -= 1
+    strides = [math.prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
+    start = position + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
+    if not shape:
+        return [ByteRange(position, itemsize, itemsize, 1)]
+    length = box.shape[axis] * strides[axis]
+    # Axes before that one repeat the run. Those of which all is wanted go on at the distance of the next.
+    step, count, lead = length, 1, axis
+    while lead > 0 and (count == 1 or box.shape[lead] == shape[lead]):
+        lead -= 1
+        step, count = (strides[lead], box.shape[lead]) if count == 1 else (step, count * box.shape[lead])
+    starts = np.asarray([start], np.int64)
+    for at in range(lead):
+        starts = (starts[:, None] + np.arange(box.shape[at]) * strides[at]).ravel()
+    return [ByteRange(at, length, step, count) for at in starts.tolist()]
+
+
+def _joined(runs: Iterable[ByteRange]) -> list[ByteRange]:
+    """Neighbouring runs as one."""
+    found: list[ByteRange] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last is not None and last.count == 1 == run.count and last.start + last.length == run.start:
+            length = last.length + run.length
+            found[-1] = ByteRange(last.start, length, length, 1)
+        else:
+            found.append(run)
+    return found
