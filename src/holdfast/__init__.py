@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from holdfast.integrations.install import install, installed, uninstall
     from holdfast.layout.grid import Grid
     from holdfast.loading.job import LoadReport, load
-    from holdfast.maintenance.fetch import fetch
     from holdfast.options import Options
     from holdfast.run.checkpoints import Checkpoints
     from holdfast.run.preemption import Preemption
@@ -57,7 +56,6 @@ _WHERE = {
     "__version__": "holdfast.version",
     "async_save": "holdfast.background.async_save",
     "audit": "holdfast.groups.audit.audit",
-    "fetch": "holdfast.maintenance.fetch",
     "get_state_dict": "holdfast.state.optimizer",
     "guarded": "holdfast.integrations.guard",
     "install": "holdfast.integrations.install",
@@ -90,7 +88,6 @@ __all__ = [
     "dcp",
     "errors",
     "events",
-    "fetch",
     "get_state_dict",
     "guarded",
     "install",

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import huggingface
 from holdfast.layout.box import Box, union, whole
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
@@ -108,7 +109,7 @@ def test_experts_of_gpt_oss_load_from_what_was_fetched(tmp_path: object) -> None
     sizes = sizes_published(view, {}, 0)
     for rank in range(8):
         out = Path(str(tmp_path)) / f"rank{rank}"
-        report = holdfast.fetch(folder, [rank], grid, out)
+        report = huggingface.fetch(folder, [rank], grid, out)
         assert report.bytes < report.bytes_in_all / 6
         share = share_of(grid, rank, sizes, stages_of(grid, layers, None))
         for key, shape in shapes.items():

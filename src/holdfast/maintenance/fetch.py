@@ -93,7 +93,7 @@ def fetch(
 ) -> FetchReport:
     """Find what ranks need of a checkpoint or a published model, and copy just that to a folder of theirs.
 
-        >>> holdfast.fetch("Qwen3-30B-A3B", "8-15", "world=64,tp=2,pp=4,ep=8", "/local/Qwen3-30B-A3B")
+        >>> huggingface.fetch("Qwen3-30B-A3B", "8-15", "world=64,tp=2,pp=4,ep=8", "/local/Qwen3-30B-A3B")
 
     These ranks load from the copy, in this grid, with nothing else present; others get MissingTensors. One
     process, a few hundred MB of memory, no torch. After an interruption the same call goes on.
