@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from holdfast.integrations.install import install, installed, uninstall
     from holdfast.layout.grid import Grid
     from holdfast.loading.job import LoadReport, load
-    from holdfast.maintenance.fetch import fetch
     from holdfast.maintenance.fingerprints import fingerprint
     from holdfast.maintenance.same import same
     from holdfast.options import Options
@@ -59,7 +58,6 @@ _WHERE = {
     "__version__": "holdfast.version",
     "async_save": "holdfast.background.async_save",
     "audit": "holdfast.groups.audit.audit",
-    "fetch": "holdfast.maintenance.fetch",
     "fingerprint": "holdfast.maintenance.fingerprints",
     "get_state_dict": "holdfast.state.optimizer",
     "guarded": "holdfast.integrations.guard",
@@ -94,7 +92,6 @@ __all__ = [
     "dcp",
     "errors",
     "events",
-    "fetch",
     "fingerprint",
     "get_state_dict",
     "guarded",

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast import huggingface
 from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors, NotCommitted
 from holdfast.maintenance import slice_writer
 from holdfast.maintenance.reindex import reindex
@@ -107,7 +108,7 @@ def test_bytes_are_counted_by_hand(published: Path, run_json: Any, run: Run) -> 
 def test_an_uneven_split_of_layers(published: Path) -> None:
     def layers(ranks: str, split: list[int] | None, grid: str) -> set[int]:
         out = published.parent / f"out {ranks} {split} {grid}"
-        holdfast.fetch(published, ranks, grid, out, split=split)
+        huggingface.fetch(published, ranks, grid, out, split=split)
         state = {name: torch.zeros_like(value) for name, value in tensors_of().items()}
         found = set()
         for layer in range(LAYERS):
@@ -159,7 +160,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     changes, words = BAD[case]
     call = {"ranks": "0", "grid": ONE, **changes}
     with pytest.raises(BadInput) as caught:
-        holdfast.fetch(published, to=tmp_path / "out", **call)
+        huggingface.fetch(published, to=tmp_path / "out", **call)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
@@ -176,7 +177,7 @@ def test_names_that_leave_the_folder_are_damage(published: Path, tmp_path: Path)
     said["weight_map"]["model.norm.weight"] = "../a.safetensors"
     path.write_text(json.dumps(said))
     with pytest.raises(CorruptCheckpoint, match="no safetensors file of its folder"):
-        holdfast.fetch(published, "0", ONE, tmp_path / "out")
+        huggingface.fetch(published, "0", ONE, tmp_path / "out")
     (tmp_path / "out").mkdir(exist_ok=True)
     secret = tmp_path / "secret.json"
     secret.write_text("{}")
@@ -184,7 +185,7 @@ def test_names_that_leave_the_folder_are_damage(published: Path, tmp_path: Path)
     path.write_text(json.dumps(said))
     (published / "special.json").symlink_to(secret)
     with pytest.raises(holdfast.HoldfastError, match="is a link that leaves its folder"):
-        holdfast.fetch(published, "0", ONE, tmp_path / "out")
+        huggingface.fetch(published, "0", ONE, tmp_path / "out")
     with pytest.raises(NotCommitted, match="a fetch was begun here"):
         holdfast.load({"model.norm.weight": torch.zeros(HIDDEN)}, tmp_path / "out", no_dist=True)
 
@@ -194,21 +195,21 @@ def test_a_folder_that_holds_something_else_is_left_alone(published: Path, tmp_p
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     with pytest.raises(BadInput, match=r"holds mine\.txt, which is not of this fetch"):
-        holdfast.fetch(published, "0", ONE, out)
+        huggingface.fetch(published, "0", ONE, out)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     with pytest.raises(BadInput, match="which is not of this fetch"):
-        holdfast.fetch(published, "0", ONE, published)
-    holdfast.fetch(published, "0", HALF, tmp_path / "first")
+        huggingface.fetch(published, "0", ONE, published)
+    huggingface.fetch(published, "0", HALF, tmp_path / "first")
     with pytest.raises(BadInput, match=r"holds what was fetched from .* for ranks 0 of world=2,pp=2"):
-        holdfast.fetch(published, "1", HALF, tmp_path / "first")
+        huggingface.fetch(published, "1", HALF, tmp_path / "first")
     with pytest.raises(BadInput, match="is itself what was fetched for ranks 0"):
-        holdfast.fetch(tmp_path / "first", "0", HALF, tmp_path / "second")
-    assert holdfast.fetch(published, "0", HALF, tmp_path / "first").bytes_written == 0
+        huggingface.fetch(tmp_path / "first", "0", HALF, tmp_path / "second")
+    assert huggingface.fetch(published, "0", HALF, tmp_path / "first").bytes_written == 0
 
 
 def test_a_family_that_no_table_knows_is_taken_whole_by_layers(published: Path, tmp_path: Path) -> None:
     (published / "config.json").write_text(json.dumps({**CONFIG, "model_type": "strange"}))
-    report = holdfast.fetch(published, "1", "world=4,tp=2,pp=2,ep=2,etp=1", tmp_path / "out")
+    report = huggingface.fetch(published, "1", "world=4,tp=2,pp=2,ep=2,etp=1", tmp_path / "out")
     names = {name for name in tensors_of() if "layers" not in name or ".0." in name or ".1." in name}
     names = {name for name in names if ".layers.2." not in name and ".layers.3." not in name}
     assert set(report.taken_whole) == names
@@ -228,8 +229,8 @@ def test_a_name_that_the_family_does_not_have_is_taken_whole_and_told(
     for path in [*published.glob("*.safetensors"), published / "model.safetensors.index.json"]:
         path.unlink()
     save_file(tensors, published / "model.safetensors")
-    first = holdfast.fetch(published, "0", HALF)
-    last = holdfast.fetch(published, "1", HALF)
+    first = huggingface.fetch(published, "0", HALF)
+    last = huggingface.fetch(published, "1", HALF)
     assert first.taken_whole == ("vision.weight",)
     assert last.taken_whole == ("model.layers.3.strange.weight", "vision.weight")
     shown = run("fetch", published, "--ranks", "1", "--grid", HALF).stdout
@@ -244,7 +245,7 @@ def test_scales_of_blocks_go_with_their_tensors(published: Path, tmp_path: Path)
     for path in [*published.glob("*.safetensors"), published / "model.safetensors.index.json"]:
         path.unlink()
     save_file(tensors, published / "model.safetensors")
-    holdfast.fetch(published, "0", HALF, tmp_path / "out")
+    huggingface.fetch(published, "0", HALF, tmp_path / "out")
     ours = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     part = holdfast.Shard(torch.zeros(1, 1, HIDDEN, INNER), (LAYERS, EXPERTS, HIDDEN, INNER), (0, 1, 0, 0))
     holdfast.load({ours: part}, tmp_path / "out", no_dist=True)
@@ -253,7 +254,7 @@ def test_scales_of_blocks_go_with_their_tensors(published: Path, tmp_path: Path)
 
 KILLED = """
 import os, signal, sys
-import holdfast
+from holdfast import huggingface
 from holdfast.maintenance import slice_writer
 from holdfast.maintenance.reindex import reindex
 from holdfast.store.local import LocalWriter
@@ -268,7 +269,7 @@ def killed(self):
     finish(self)
 
 LocalWriter.finish = killed
-holdfast.fetch(sys.argv[1], "0", "world=2,pp=2", sys.argv[2])
+huggingface.fetch(sys.argv[1], "0", "world=2,pp=2", sys.argv[2])
 """
 
 
@@ -288,7 +289,7 @@ def test_a_fetch_that_was_killed_goes_on_and_is_nothing_before(
         reindex(out)
     monkeypatch.setattr(slice_writer, "FILE_BYTES", 3000)
     told: list[tuple[int, int]] = []
-    report = holdfast.fetch(published, "0", HALF, out, progress=lambda done, of: told.append((done, of)))
+    report = huggingface.fetch(published, "0", HALF, out, progress=lambda done, of: told.append((done, of)))
     assert 0 < report.bytes_written < report.bytes
     assert told[-1] == (report.bytes, report.bytes)
     assert not [path for path in (out / "data").iterdir() if path.name.startswith(".")]
@@ -308,7 +309,7 @@ def test_a_fetch_that_was_killed_goes_on_and_is_nothing_before(
 def test_damage_is_found_in_the_source_and_in_the_copy(
     checkpoint: Path, kept: Path, tmp_path: Path, run: Run
 ) -> None:
-    holdfast.fetch(kept, "0", ONE, tmp_path / "good")
+    huggingface.fetch(kept, "0", ONE, tmp_path / "good")
     state = {"wide": torch.zeros(512, 1024)}
     holdfast.load(state, tmp_path / "good", no_dist=True)
     assert state["wide"][3, 4] == 3 * 1024 + 4
@@ -318,13 +319,13 @@ def test_damage_is_found_in_the_source_and_in_the_copy(
         holdfast.load(state, tmp_path / "good", no_dist=True)
     flip(data_files(checkpoint)[0], 300_000)
     with pytest.raises(CorruptCheckpoint, match="do not match the digest"):
-        holdfast.fetch(checkpoint, "0", ONE, tmp_path / "bad")
+        huggingface.fetch(checkpoint, "0", ONE, tmp_path / "bad")
     assert not (tmp_path / "bad" / "slice.holdfast").exists()
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "explain", "diff"])
 def test_other_commands_say_what_it_is(command: str, kept: Path, tmp_path: Path, run: Run) -> None:
-    holdfast.fetch(kept, "0", ONE, tmp_path / "out")
+    huggingface.fetch(kept, "0", ONE, tmp_path / "out")
     more = {"explain": ["wide"], "diff": [kept]}.get(command, [])
     result = run(command, tmp_path / "out", *more)
     assert result.exit_code == 2
@@ -333,7 +334,7 @@ def test_other_commands_say_what_it_is(command: str, kept: Path, tmp_path: Path,
 
 def test_a_rank_gets_its_own_values_and_all_objects(kept: Path, tmp_path: Path) -> None:
     """`layer0` and `layer1` are no layers of megatron-core's: they are taken whole by all."""
-    report = holdfast.fetch(kept, "1", "world=2,tp=2", tmp_path / "out")
+    report = huggingface.fetch(kept, "1", "world=2,tp=2", tmp_path / "out")
     assert "layer0.weight" in report.taken_whole
     state: dict[str, Any] = {
         "lr": 0.0,

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import huggingface
 from holdfast.layout.box import Box, union, whole
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
@@ -22,7 +23,13 @@ CONFIG = {
     "vocab_size": 16,
     "tie_word_embeddings": False,
     "num_nextn_predict_layers": 1,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
 }
+ROWS = {"gated": 32, "stacked": 32, "delta": 48}
+"""Of published tensors that have more than 16, by the first word of the way."""
 GRIDS = [Grid(8, tp=2, pp=2, ep=2, etp=1), Grid(8, tp=2, pp=2, ep=2), Grid(8, pp=2, vpp=2, ep=4), Grid(1)]
 
 
@@ -34,8 +41,11 @@ def specs_of(view: View) -> dict[str, TensorSpec]:
             continue
         for layer in range(4 if entry.name.startswith("decoder.layers") else 1):
             for expert in range(4):
-                vector = "norm" in entry.name or entry.name.endswith(("bias", "offset"))
-                shape: tuple[int, ...] = (16,) if vector else (16, 16)
+                vector = "norm" in entry.name or entry.name.endswith(("bias", "offset", "A_log"))
+                rows = ROWS.get(entry.rule.way.partition("_")[0], 16)
+                if entry.rule.way in ("delta_beta", "delta_alpha"):
+                    rows = 8
+                shape: tuple[int, ...] = (rows,) if vector else (rows, 16)
                 if entry.rule.way.startswith("of_experts"):
                     shape = (4, *shape)
                 for name in view.published(entry, {"layer": layer, "expert": expert}):
@@ -108,7 +118,7 @@ def test_experts_of_gpt_oss_load_from_what_was_fetched(tmp_path: object) -> None
     sizes = sizes_published(view, {}, 0)
     for rank in range(8):
         out = Path(str(tmp_path)) / f"rank{rank}"
-        report = holdfast.fetch(folder, [rank], grid, out)
+        report = huggingface.fetch(folder, [rank], grid, out)
         assert report.bytes < report.bytes_in_all / 6
         share = share_of(grid, rank, sizes, stages_of(grid, layers, None))
         for key, shape in shapes.items():

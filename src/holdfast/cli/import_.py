@@ -8,22 +8,43 @@ from holdfast.cli import output
 
 
 @click.command("import")
-@click.argument("kind", type=click.Choice(["torch_dist"]))
+@click.argument("kind", type=click.Choice(["torch_dist", "hf"]))
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
+@click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
 @output.as_json
-def command(kind: str, source: str, out: str, step: int | None, as_json: bool) -> None:
-    """Convert a torch DCP or megatron-core checkpoint to Holdfast.
+def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
+    """Convert a torch DCP or megatron-core checkpoint, or a model of Hugging Face's, to Holdfast.
 
-    SOURCE is the folder that has its .metadata; OUT must not exist, or be empty. One process, one chunk in
-    memory at a time. Nothing in it is executed; its CRCs are checked.
+    torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
+
+    hf: SOURCE is the folder of a published model. Names stay as they are; digests are added. It loads in any
+    layout, like the folder itself.
+
+    OUT must not exist, or be empty. One process, a part of a tensor in memory at a time. Nothing in SOURCE is
+    executed.
     """
     # It imports torch, as in `export`.
+    from holdfast.integrations.huggingface.importing import import_huggingface
     from holdfast.integrations.torch_dist import import_torch_dist
+    from holdfast.options import Options
 
+    options = Options(fingerprint=fingerprint)
     with output.progress(f"import {source}") as advance:
-        report = import_torch_dist(source, out, step=step, progress=advance)
+        if kind == "hf":
+            report = import_huggingface(
+                source,
+                out,
+                step=step,
+                options=options,
+                progress=advance,
+                no_dist=True,
+                timeout=7 * 86400.0,
+                stall_timeout=3600.0,
+            )
+        else:
+            report = import_torch_dist(source, out, step=step, options=options, progress=advance)
     if as_json:
         output.print_json(report)
     else:

@@ -87,6 +87,8 @@ def without_offset(entry: str) -> str:
     return entry.partition("@")[0]
 
 
+IMPORTED_MODEL = "hf"
+"""What the notes of a checkpoint say that was made of a model that Hugging Face publishes."""
 _NO_WEIGHT = re.compile(r"(.*\.)?optimizer\.|chained_|rng_state|common_state|.*_extra_state")
 
 

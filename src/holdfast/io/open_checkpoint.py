@@ -20,6 +20,7 @@ from holdfast.format.marker import is_marker
 from holdfast.format.names import INDEX, METADATA, SLICE
 from holdfast.format.slice import CHECKPOINT
 from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.indexed_model import IndexedModel, is_imported
 from holdfast.io.slice import Slice, slice_of
 from holdfast.io.small_files import read_file
 from holdfast.layout.tensor import OBJECT, dtype_code
@@ -87,7 +88,8 @@ def open_source(store: Store) -> Iterator[Source]:
         try:
             # Our index goes first: a folder that has both is a checkpoint of ours with a
             # mark for tools of DCP.
-            source = opened.enter_context(open_index(store))
+            index = opened.enter_context(open_index(store))
+            source = IndexedModel(store, index) if is_imported(index) else index
         except NotCommitted:
             fetched = _open_slice(store, opened)
             metadata = read_file(store, METADATA, METADATA_BYTES) if fetched is None else None

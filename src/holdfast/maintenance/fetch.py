@@ -11,7 +11,7 @@ import numpy as np
 from holdfast.errors import BadInput
 from holdfast.format.columns import Columns
 from holdfast.format.slice import CHECKPOINT, PUBLISHED
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import PublishedModel
 from holdfast.io.open_checkpoint import Source, TorchDist, open_source
 from holdfast.io.slice import Slice
 from holdfast.layout.grid import Grid, grid_of
@@ -93,7 +93,7 @@ def fetch(
 ) -> FetchReport:
     """Find what ranks need of a checkpoint or a published model, and copy just that to a folder of theirs.
 
-        >>> holdfast.fetch("Qwen3-30B-A3B", "8-15", "world=64,tp=2,pp=4,ep=8", "/local/Qwen3-30B-A3B")
+        >>> huggingface.fetch("Qwen3-30B-A3B", "8-15", "world=64,tp=2,pp=4,ep=8", "/local/Qwen3-30B-A3B")
 
     These ranks load from the copy, in this grid, with nothing else present; others get MissingTensors. One
     process, a few hundred MB of memory, no torch. After an interruption the same call goes on.
@@ -142,7 +142,7 @@ def fetch(
         files = _files(columns, specs, needs)
         written, path = 0, None
         if to is not None:
-            kind = PUBLISHED if isinstance(opened, HuggingFaceFolder) else CHECKPOINT
+            kind = PUBLISHED if isinstance(opened, PublishedModel) else CHECKPOINT
             what = Fetched(kind, ranks_text(numbers), grid.text(), columns, specs, needs)
             writer = SliceWriter(store, opened, open_store(to), what, progress or _quiet)
             written, path = writer.write(), writer.url
@@ -174,8 +174,8 @@ _Find = Callable[[Grid, Sequence[int], Sequence[int] | None], dict[int, Needs]]
 
 def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_only: bool) -> _Find:
     """How to find what ranks need of a source."""
-    view = _view(opened) if isinstance(opened, HuggingFaceFolder) else None
-    is_published = isinstance(opened, HuggingFaceFolder)
+    view = _view(opened) if isinstance(opened, PublishedModel) else None
+    is_published = isinstance(opened, PublishedModel)
     sizes = sizes_published(view, specs, words) if is_published else sizes_stored(specs, words)
 
     def find(grid: Grid, ranks: Sequence[int], split: Sequence[int] | None) -> dict[int, Needs]:
@@ -198,7 +198,7 @@ def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_
     return find
 
 
-def _view(folder: HuggingFaceFolder) -> View | None:
+def _view(folder: PublishedModel) -> View | None:
     """The view of a published model; None if no table knows its family."""
     config = folder.config
     inner = config.get("text_config")

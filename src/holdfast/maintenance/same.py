@@ -23,6 +23,7 @@ from holdfast.format.fingerprint import box_sums, nothing, text_of
 from holdfast.format.index import Index
 from holdfast.format.names import is_weight
 from holdfast.io.hugging_face import PublishedModel
+from holdfast.io.indexed_model import IndexedModel
 from holdfast.io.open_checkpoint import Source, open_source
 from holdfast.io.raw_read import slabs
 from holdfast.layout.box import Box, Dims, whole
@@ -207,9 +208,10 @@ class _Folder:
         return CODE_OF["float32"] if scaled else stored
 
     def fingerprints(self) -> dict[str, str]:
-        if not isinstance(self.source, Index):
+        index = self.source.index if isinstance(self.source, IndexedModel) else self.source
+        if not isinstance(index, Index):
             return {}
-        return {name: text_of(sums) for name, sums in self.source.fingerprints().items()}
+        return {name: text_of(sums) for name, sums in index.fingerprints().items()}
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> Array | None:
         (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])

@@ -26,6 +26,12 @@ CUTS = {
     "linear_fc1": ROWS,
     "linear_proj": COLUMNS,
     "linear_fc2": COLUMNS,
+    # Of gated delta nets, whose heads are shared.
+    "in_proj": ROWS,
+    "conv1d": ROWS,
+    "A_log": ROWS,
+    "dt_bias": ROWS,
+    "out_proj": COLUMNS,
     # Transformer Engine's have the whole of these on all ranks, others cut them; they are small.
     "linear_q_down_proj": WHOLE,
     "linear_kv_down_proj": WHOLE,
@@ -33,7 +39,8 @@ CUTS = {
     "router": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output
 }
-"""By the last module in a tensor's name: what tensor-parallel ranks share. Biases of columns are whole."""
+"""By the last part of a tensor's name that stands here: what tensor-parallel ranks share. Biases of columns
+are whole."""
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -157,10 +164,12 @@ class RankShare(NamedTuple):
 
 def how_cut(name: str) -> str | None:
     """What tensor-parallel ranks share of a tensor; None if that is not known."""
-    module, _, leaf = name.rpartition(".")
-    if "norm" in leaf or "norm" in module.rpartition(".")[2]:
-        return WHOLE
-    return CUTS.get(module.rpartition(".")[2])
+    for part in reversed(name.split(".")):
+        if "norm" in part:
+            return WHOLE
+        if part in CUTS:
+            return CUTS[part]
+    return None
 
 
 def _share(name: str, size: int, count: int) -> int:

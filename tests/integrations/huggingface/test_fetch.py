@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import holdfast
+from holdfast import huggingface
 from holdfast.layout.box import Box, union
 from holdfast.layout.grid import Grid
 from tests.integrations.huggingface import fetch_jobs
@@ -82,7 +82,7 @@ def test_what_is_fetched_for_a_rank_is_what_its_load_reads(
             if not tensor.endswith(TAKEN_WHOLE):
                 assert exact[tensor] == union(boxes), (rank, tensor)
             assert volume(union([*boxes, *exact[tensor]])) == volume(exact[tensor])
-        report = holdfast.fetch(folder, [rank], grid_of(layout), vocabulary=VOCAB)
+        report = huggingface.fetch(folder, [rank], grid_of(layout), vocabulary=VOCAB)
         assert report.bytes == 4 * sum(map(volume, exact.values())) == report.bytes_of_files
         assert report.bytes == sum(file.bytes for file in report.files)
         assert report.taken_whole == ()
@@ -103,7 +103,7 @@ def test_hosts_load_their_own_folders_with_nothing_else_present(
     shutil.copytree(published[name], source)
     hosts = [range(4), range(4, 8)]
     for host, ranks in enumerate(hosts):
-        report = holdfast.fetch(source, ranks, grid_of(layout), tmp_path / f"host{host}")
+        report = huggingface.fetch(source, ranks, grid_of(layout), tmp_path / f"host{host}")
         assert report.bytes_written == report.bytes
     before = mcore_world.run(fetch_jobs.load_local, name, [str(source)] * WORLD, layout, timeout=120)
     shutil.rmtree(source)
@@ -117,7 +117,7 @@ def test_other_ranks_are_refused_with_one_sentence(
     published: dict[str, Path], mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:
     layout = Layout(tp=2, pp=2, ep=2)
-    holdfast.fetch(published["qwen3_moe"], "0-3", grid_of(layout), tmp_path / "host0")
+    huggingface.fetch(published["qwen3_moe"], "0-3", grid_of(layout), tmp_path / "host0")
     folders = [str(tmp_path / "host0")] * WORLD
     for said, _ in mcore_world.run(fetch_jobs.load_local, "qwen3_moe", folders, layout, timeout=120):
         assert said.startswith("MissingTensors: ")
@@ -134,7 +134,7 @@ def test_other_ranks_are_refused_with_one_sentence(
 def test_transformers_does_not_take_it_for_a_model(published: dict[str, Path], tmp_path: Path) -> None:
     import transformers
 
-    holdfast.fetch(published["qwen3_moe"], "0-3", "world=8,tp=2,pp=2,ep=2,etp=1", tmp_path / "out")
+    huggingface.fetch(published["qwen3_moe"], "0-3", "world=8,tp=2,pp=2,ep=2,etp=1", tmp_path / "out")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "out").model_type == "qwen3_moe"
     with pytest.raises(OSError, match=r"no file named"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -154,7 +154,7 @@ def test_a_slice_of_a_checkpoint_resumes_a_model_and_its_optimizer(
         whole = mcore_world.run(fetch_jobs.resume, layout, [str(step)] * WORLD, only, timeout=120)
         for host in range(2):
             out = tmp_path / f"host{host} {only}"
-            holdfast.fetch(step, f"{4 * host}-{4 * host + 3}", grid_of(layout), out, weights_only=only)
+            huggingface.fetch(step, f"{4 * host}-{4 * host + 3}", grid_of(layout), out, weights_only=only)
         mine = [str(tmp_path / f"host{rank // 4} {only}") for rank in range(WORLD)]
         found = mcore_world.run(fetch_jobs.resume, layout, mine, only, timeout=120)
         assert {said for said, _ in found} == {"loaded"}

@@ -21,6 +21,7 @@ from holdfast.format import hugging_face as hf
 from holdfast.format.container import encode_header
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
+from holdfast.integrations.huggingface.carried import carry
 from holdfast.integrations.huggingface.published_tensors import (
     PublishedTensor,
     missing_tensors,
@@ -29,7 +30,6 @@ from holdfast.integrations.huggingface.published_tensors import (
 )
 from holdfast.io.hugging_face import read_config
 from holdfast.io.open_checkpoint import open_index
-from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.loading.boxes import fill_rows
@@ -213,7 +213,8 @@ class _Export(CollectiveTask):
         for name in self.out.list():
             if _PARTIAL.fullmatch(name):
                 self.out.delete(name)
-        _carry(self.base, self.out)
+        # Weights are written as they are, so nothing is said of scales.
+        carry(self.base, self.out, without="quantization_config")
         if len(self._files) > 1:  # one file needs none
             where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
             total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
@@ -367,15 +368,3 @@ def _parts(tensor: PublishedTensor) -> Iterator[Box]:
     step = max(SLAB // row, 1)
     for low in range(0, tensor.shape[0], step):
         yield Box((low, *(0,) * len(rest)), (min(step, tensor.shape[0] - low), *rest))
-
-
-def _carry(base: LocalStore, out: LocalStore) -> None:
-    """Configuration, tokenizer and code. Weights are written as they are, so nothing is said of scales."""
-    for name in hf.carried_files(base.list()):
-        data = read_file(base, name, hf.WEIGHTS_INDEX_BYTES)
-        if data is not None and name == hf.CONFIG:
-            config = read_config(base) or {}
-            if config.pop("quantization_config", None) is not None:
-                data = msgspec.json.format(msgspec.json.encode(config), indent=2)
-        if data is not None:
-            replace_file(out, name, data)

@@ -1,0 +1,127 @@
+"""A published model of which there is an index of ours: what was imported or fetched of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import CorruptCheckpoint
+from holdfast.format import hugging_face as hf
+from holdfast.format.columns import ITEMSIZE, Array, Columns, unpad
+from holdfast.format.index import Index
+from holdfast.format.limits import bounded_memory, check_size
+from holdfast.format.names import IMPORTED_MODEL
+from holdfast.io.file_reader import plan_read, read_into
+from holdfast.io.host_memory import HostMemory
+from holdfast.io.hugging_face import SMALL, PublishedModel
+from holdfast.layout.box import Box, from_flat_range, reshaped
+from holdfast.layout.tensor import TensorSpec
+from holdfast.plan.shard_table import ShardTable
+from holdfast.store.base import Store
+
+
+class IndexedModel(PublishedModel):
+    """A published model in data files of ours, whose bytes have digests."""
+
+    object_prefix = b""
+    fetched_for = ""
+
+    def __init__(self, store: Store, index: Index) -> None:
+        super().__init__(store)
+        self.index = index
+        self.where, self.identity, self.tensors = index.where, index.identity, index.tensors
+        self.about: dict[str, Any] = index.about
+
+    @property
+    def bytes_read(self) -> int:
+        return self.index.bytes_read
+
+    def names(self) -> list[str]:
+        return self.index.names()
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return self.index.find(wanted)
+
+    def find_one(self, name: str) -> int:
+        return self.index.find_one(name)
+
+    @cached_property
+    def _specs(self) -> dict[str, TensorSpec]:
+        """All of them at once, as each is asked for."""
+        columns = self.index.select()
+        dtypes: list[int] = columns.dtype.tolist()
+        return {
+            name: TensorSpec(name, dtypes[row], columns.shape_of(row))
+            for row, name in enumerate(columns.names)
+        }
+
+    def has(self, name: str) -> bool:
+        return name in self._specs
+
+    def place(self, name: str) -> hf.Place | None:
+        spec = self._specs.get(name)
+        # Chunks say where it lies: there may be several.
+        return None if spec is None else hf.Place(name, "", spec.dtype, spec.shape, 0)
+
+    def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
+        spec = self._specs[name]
+        itemsize = int(ITEMSIZE[spec.dtype])
+        first, count = rows or (0, math.prod(spec.shape[:-1]))
+        width = math.prod(spec.shape[-1:])
+        # Rows may cross boxes; scales are small, so boxes of all that hold them are read.
+        parts = from_flat_range(spec.shape, first * width, (first + count) * width)
+        return b"".join(self._read(spec, part, itemsize) for part in parts)
+
+    def _read(self, spec: TensorSpec, box: Box, itemsize: int) -> bytes:
+        name = spec.name
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, box.volume * itemsize, SMALL)
+        with bounded_memory(where):
+            memory = HostMemory(box, itemsize)
+        table = ShardTable()
+        table.add(spec, box, (0, 1), False, memory)
+        columns = self.index.select(self.find([name]))
+        plan = plan_read(table, np.zeros(1, np.int64), columns, self.where, self.fetched_for)
+        read_into(self._store, table, columns, plan, 1, lambda moved: None)
+        return memory.array.tobytes()
+
+    def select(self, rows: Array | None = None) -> Columns:
+        columns = self.index.select(rows)
+        if any(name in self._read_as for name in columns.names):
+            self._reshape(columns)
+        return columns
+
+    def _reshape(self, columns: Columns) -> None:
+        """Give tensors, and their chunks, the shapes that they are to be read as."""
+        dims = max(columns.dims, *map(len, self._read_as.values()))
+        missing = dims - columns.dims
+        shape, offset, size = (
+            np.pad(values, ((0, 0), (missing, 0)), constant_values=fill)
+            for values, fill in ((columns.shape, 1), (columns.offset, 0), (columns.size, 1))
+        )
+        tensor = columns.tensor_of_chunk()
+        for row, name in enumerate(columns.names):
+            seen = self._read_as.get(name)
+            if seen is None:
+                continue
+            before, ndim = columns.shape_of(row), int(columns.ndim[row])
+            for chunk in np.flatnonzero(tensor == row).tolist():
+                box = Box(unpad(offset[chunk], ndim), unpad(size[chunk], ndim))
+                found = reshaped(box, before, seen)
+                if found is None:
+                    raise CorruptCheckpoint(f"{self.where} cuts {name!r} where its elements belong together.")
+                offset[chunk] = (*(0,) * (dims - len(seen)), *found.offset)
+                size[chunk] = (*(1,) * (dims - len(seen)), *found.shape)
+            shape[row] = (*(1,) * (dims - len(seen)), *seen)
+            columns.ndim[row] = len(seen)
+        columns.shape, columns.offset, columns.size = shape, offset, size
+
+
+def is_imported(index: Index) -> bool:
+    """Is it of a published model, under published names?"""
+    notes = index.about.get("notes")
+    return isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL

@@ -1,0 +1,155 @@
+"""Published models as Holdfast checkpoints: the same tensors, with digests, and loaded in any layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import holdfast
+from holdfast.cli import cli
+from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
+from holdfast.huggingface import fetch, import_
+from tests.integrations.huggingface import jobs
+from tests.integrations.huggingface.models import TINY, publish, weights
+from tests.integrations.megatron.models import Layout
+from tests.support.processes import ProcessWorld
+from tests.support.threads import on_ranks
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("import") / "model"
+    publish(TINY["qwen3_moe"], home)
+    (home / "tokenizer.json").write_text('{"words": []}')
+    return home
+
+
+def run(*words: object) -> tuple[int, str]:
+    said = CliRunner().invoke(cli, [str(word) for word in words])
+    return said.exit_code, said.output
+
+
+def test_every_byte_is_there_with_digests(folder: Path, tmp_path: Path) -> None:
+    code, said = run("import", "hf", folder, tmp_path / "out", "--step", 7, "--fingerprint")
+    assert code == 0, said
+    state = {name: torch.empty_like(value) for name, value in weights(folder).items()}
+    assert holdfast.load(state, tmp_path / "out", no_dist=True).step == 7
+    assert all(torch.equal(value, state[name]) for name, value in weights(folder).items())
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"words": []}'
+    assert run("verify", tmp_path / "out")[0] == 0
+    assert holdfast.same(tmp_path / "out", folder).same
+    (file,) = (tmp_path / "out" / "data").iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert run("verify", tmp_path / "out")[0] == 1
+    with pytest.raises(CorruptCheckpoint):
+        holdfast.load(state, tmp_path / "out", no_dist=True)
+
+
+def test_it_loads_in_any_layout_as_the_folder_does(
+    folder: Path, tmp_path: Path, mcore_world: ProcessWorld
+) -> None:
+    import_(folder, tmp_path / "out", no_dist=True)
+    layout = Layout(tp=2, pp=2, ep=2)
+    mcore_world.run(
+        jobs.load_and_save, "qwen3_moe", str(tmp_path / "out"), layout, str(tmp_path / "step"), timeout=120
+    )
+    assert holdfast.same(tmp_path / "step", folder).same
+    assert holdfast.same(tmp_path / "step", tmp_path / "out").same
+    report = fetch(tmp_path / "out", [3], "world=8,tp=2,pp=2,ep=2", tmp_path / "slice")
+    assert 0 < report.bytes < report.bytes_in_all / 2
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
+def test_transformers_modules_are_filled_from_it(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    publish(TINY[name], tmp_path / "model")
+    import_(tmp_path / "model", tmp_path / "out", no_dist=True)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    ours = transformers.AutoModelForCausalLM.from_config(TINY[name].configuration()).float()
+    holdfast.load(ours.state_dict(), tmp_path / "out", no_dist=True)
+    for key, value in stock.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[key]), key
+
+
+def test_ranks_write_equal_parts(folder: Path, tmp_path: Path) -> None:
+    reports = on_ranks(3, lambda roster: import_(folder, tmp_path / "out", roster=roster, timeout=60))
+    written = [report.bytes_written for report in reports]
+    assert max(written) < 1.5 * min(written)
+    assert holdfast.same(tmp_path / "out", folder).same
+
+
+def test_columns_are_stored_as_panels_if_asked_for(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"wide": torch.randn(600, 4096), "point": torch.tensor(3.0)}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    import_(tmp_path / "model", tmp_path / "out", no_dist=True, options=holdfast.Options(columns=("wide",)))
+    part = holdfast.Shard(torch.empty(600, 512), (600, 4096), (0, 1024))
+    report = holdfast.load({"wide": part}, tmp_path / "out", no_dist=True)
+    assert torch.equal(part.tensor, tensors["wide"][:, 1024:1536])
+    assert report.bytes_read < tensors["wide"].nbytes / 4
+    assert holdfast.same(tmp_path / "out", tmp_path / "model").same
+
+
+KILLED = """
+import os, signal, sys
+from holdfast.huggingface import import_
+def progress(done, total):
+    if done > float(sys.argv[3]) * total:
+        os.kill(os.getpid(), signal.SIGKILL)
+import_(sys.argv[1], sys.argv[2], no_dist=True, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 0.999])
+def test_an_import_that_was_killed_is_no_checkpoint_and_is_done_again(
+    folder: Path, tmp_path: Path, share: float
+) -> None:
+    out = tmp_path / "out"
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(folder), str(out), str(share)], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    with pytest.raises(NotCommitted):
+        holdfast.load({"x": torch.ones(1)}, out, no_dist=True)
+    import_(folder, out, no_dist=True)
+    assert holdfast.same(out, folder).same
+
+
+def test_bad_folders_are_one_sentence(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="no folder of a published model"):
+        import_(tmp_path, tmp_path / "out", no_dist=True)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.doc").write_text("")
+    with pytest.raises(BadInput, match=r"holds 'notes\.doc'"):
+        import_(folder, tmp_path / "full", no_dist=True)
+    import_(folder, tmp_path / "out", no_dist=True)
+    with pytest.raises(BadInput, match="holds a checkpoint already"):
+        import_(folder, tmp_path / "out", no_dist=True)
+    shutil.copytree(folder, tmp_path / "cut")
+    path = max((tmp_path / "cut").glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size - 8)
+    with pytest.raises(CorruptCheckpoint, match=path.name):
+        import_(tmp_path / "cut", tmp_path / "other", no_dist=True)
+    assert not (tmp_path / "other" / "index.safetensors").exists()
+    shutil.copytree(folder, tmp_path / "mixed")
+    index = tmp_path / "mixed" / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = list(content["weight_map"])
+    content["weight_map"][names[0]] = content["weight_map"][names[-1]]
+    index.write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpoint, match="which it does not"):
+        import_(tmp_path / "mixed", tmp_path / "other", no_dist=True)
