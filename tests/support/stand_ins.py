@@ -18,6 +18,8 @@ from typing import Any
 STAND_INS = {
     # needs CUDA or builds for it
     "cuda": ("transformer_engine", "triton", "modelopt"),
+    # its layers have their parameters, and no arithmetic: tests/support/transformer_engine.py
+    "transformer-engine": ("transformer_engine",),
     # the trainer's data, tokenizers, hubs and plots
     "ms-swift": (
         *("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers"),

@@ -152,7 +152,9 @@ def test_numbers_that_do_not_fit_are_told() -> None:
         ("decoder.final_layernorm.weight", (), "has too few axes"),
     ],
 )
-def test_what_a_configuration_or_a_shape_lacks_is_named(name: str, shape: tuple[int, ...], words: str) -> None:
+def test_what_a_configuration_or_a_shape_lacks_is_named(
+    name: str, shape: tuple[int, ...], words: str
+) -> None:
     view = view_of({"model_type": "deepseek_v3", "num_attention_heads": 4}, "config.json")
     with pytest.raises(BadInput, match=words):
         list(view.segments(name, shape, whole(shape)))

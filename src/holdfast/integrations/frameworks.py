@@ -16,6 +16,7 @@ from importlib import import_module
 
 from holdfast.integrations import torch_checkpoint
 from holdfast.integrations.guard import guarded
+from holdfast.integrations.huggingface import patches as huggingface
 from holdfast.integrations.megatron import patches as megatron
 from holdfast.integrations.patching import Replacement
 from holdfast.integrations.settings import Settings
@@ -78,6 +79,7 @@ FRAMEWORKS = (
         ),
         uses=("megatron-core", "torch-dcp"),
     ),
+    Framework("mbridge", "mbridge", "mbridge", replacements=huggingface.mbridge, uses=("megatron-core",)),
     Framework(
         "verl",
         "verl",
@@ -94,7 +96,7 @@ FRAMEWORKS = (
         ),
         # A lambda, because `_verl` is defined below.
         replacements=lambda settings: _verl(settings),
-        uses=("megatron-core", "megatron-bridge", "torch-dcp"),
+        uses=("megatron-core", "megatron-bridge", "mbridge", "torch-dcp"),
     ),
     Framework(
         "nemo-rl",

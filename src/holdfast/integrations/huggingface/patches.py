@@ -1,0 +1,167 @@
+"""Where frameworks load and save published weights, and what `install` puts there.
+
+Each of these functions gets weights into the model, or out of it, by collectives that every rank must enter.
+What stands in for it reads and writes through Holdfast (`live`). What Holdfast has no table for, and what it
+does not do (adapters, 8 bits), is left to the function itself; a warning says so.
+
+Nothing of a framework, and no megatron-core, is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.integrations.patching import Make, Replacement
+from holdfast.integrations.settings import Settings
+from holdfast.protocol.call import Call, begin_call
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from holdfast.integrations.huggingface.live import Left, Weights
+
+log = logging.getLogger("holdfast")
+Arguments = Mapping[str, Any]
+"""Of one call of a framework's function, by name, with defaults."""
+
+
+def mbridge(settings: Settings) -> Iterator[Replacement]:
+    """mbridge, verl's `vanilla_mbridge`."""
+    module = "mbridge.core.bridge"
+    load, save = (
+        _Load("weights_path", _of_mbridge),
+        _Save("weights_path", _of_mbridge_loaded, after=_mbridge_config),
+    )
+    yield Replacement(module, "Bridge.load_weights", "huggingface", load.make(settings))
+    yield Replacement(module, "Bridge.save_weights", "huggingface", save.make(settings))
+
+
+def _live() -> ModuleType:
+    """Imports megatron-core, which whoever calls these functions has done."""
+    return import_module("holdfast.integrations.huggingface.live")
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A function that loads published weights into a model."""
+
+    place: str
+    """Its argument that all ranks give alike: what is loaded."""
+    read: Callable[[Arguments], Weights]
+    """What it was asked for; raises Left for what Holdfast does not do."""
+    after: Callable[[Arguments, Call], object] = lambda given, call: None
+    """What else it does; gives what it returns."""
+
+    def make(self, settings: Settings) -> Make:
+        return _standing_in(settings, self._do)
+
+    def _do(self, given: Arguments, call: Call) -> object:
+        _live().fill(_asked(self.read, given), str(given[self.place]), call)
+        return self.after(given, call)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A function that saves a model as published weights."""
+
+    out: str
+    """Its argument: the folder."""
+    read: Callable[[Arguments], Weights]
+    options: Callable[[Arguments], dict[str, Any]] = lambda given: {}
+    """Arguments of `live.export`."""
+    after: Callable[[Arguments, Call], object] = lambda given, call: None
+
+    def make(self, settings: Settings) -> Make:
+        return _standing_in(settings, self._do)
+
+    def _do(self, given: Arguments, call: Call) -> object:
+        report = _live().export(
+            _asked(self.read, given), os.fspath(given[self.out]), call, **self.options(given)
+        )
+        if report.missing and call.rank == call.participants[0]:
+            log.warning(
+                "%s holds no %d tensors of the published model: %s.",
+                report.path,
+                len(report.missing),
+                ", ".join(report.missing[:3]),
+            )
+        return self.after(given, call)
+
+
+def _asked(read: Callable[[Arguments], Weights], given: Arguments) -> Weights | Left:
+    live = _live()
+    asked: Weights | Left
+    try:
+        asked = read(given)
+    except live.Left as left:
+        asked = left
+    return asked
+
+
+def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) -> Make:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def call(*args: object, **named: object) -> object:
+            try:
+                bound = signature.bind(*args, **named)
+            except TypeError:  # the function itself says what is wrong with its arguments
+                return original(*args, **named)
+            bound.apply_defaults()
+            begun = begin_call(
+                # Asked at each call: groups may be made long after install().
+                participants=settings.ranks(),
+                timeout=settings.timeout,
+                stall_timeout=settings.stall_timeout,
+            )
+            try:
+                return do(bound.arguments, begun)
+            except _live().Left as left:
+                if begun.rank == begun.participants[0]:
+                    log.warning("%s is left to the framework: %s.", original.__qualname__, left)
+            return original(*args, **named)
+
+        return call
+
+    return make
+
+
+# -- mbridge -----------------------------------------------------------------------------------
+
+
+def _of_mbridge(given: Arguments) -> Weights:
+    live, bridge, chunks = _live(), given["self"], given["models"]
+    path = given["weights_path"]
+    # mbridge finds the hub's cache by its own means.
+    folder = path if os.path.isdir(path) else bridge._get_actual_hf_path(path)
+    # As stock: a later save takes names of files from it.
+    bridge.safetensor_io = bridge._get_safetensor_io(folder)
+    # The output of a model of values has one row. Stock leaves it as it is.
+    without = tuple(
+        name
+        for chunk in chunks
+        for name, value in live.unwrapped(chunk).named_parameters()
+        if name == "output_layer.weight" and value.shape[0] == 1
+    )
+    return live.Weights(chunks, folder, without)  # type: ignore[no-any-return]
+
+
+def _of_mbridge_loaded(given: Arguments) -> Weights:
+    live, bridge = _live(), given["self"]
+    loaded = bridge.safetensor_io
+    if loaded is None:
+        raise live.Left("no weights were loaded through this bridge")
+    return live.Weights(given["models"], loaded.hf_dir)  # type: ignore[no-any-return]
+
+
+def _mbridge_config(given: Arguments, call: Call) -> None:
+    if call.rank == call.participants[0]:
+        given["self"].hf_config.save_pretrained(given["weights_path"])

@@ -1,0 +1,141 @@
+"""What ranks do with a framework's own functions that load and save published weights; importable by spawned
+processes.
+
+Models are megatron-core's with the layers of Transformer Engine, whose names the frameworks know, made by the
+framework. Only those layers' kernels are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integrations.bridge_jobs import groups_over
+from tests.integrations.megatron.cpu import use_cpu
+from tests.integrations.megatron.models import Layout
+from tests.support.collectives import counted
+from tests.support.transformer_engine import use_layers
+
+LIMITS: dict[str, Any] = {"timeout": 60, "stall_timeout": 30, "session": False, "warm_up": False}
+WRONG = 7.0
+
+
+@dataclass
+class Model:
+    """A model of a framework, and the functions of the framework that load and save it."""
+
+    chunks: list[Any]
+    load: Callable[[str], Any]
+    save: Callable[[str], Any]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{number}.{name}": value.clone()
+            for number, chunk in enumerate(self.chunks)
+            for name, value in chunk.state_dict().items()
+            if "_extra_state" not in name
+        }
+
+    def spoil(self) -> None:
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                parameter.data.fill_(WRONG)
+
+
+def of_mbridge(folder: str, layout: Layout) -> Model:
+    from mbridge import AutoBridge
+
+    bridge = AutoBridge.from_pretrained(folder, dtype=torch.float32, make_vocab_size_divisible_by=8)
+    bridge.hf_config.rope_theta = 10000.0  # transformers 5 keeps it elsewhere, where mbridge does not look
+    chunks = bridge.get_model(None, bf16=False)
+    return Model(
+        chunks,
+        lambda source: bridge.load_weights(chunks, source),
+        lambda out: bridge.save_weights(chunks, out),
+    )
+
+
+MAKERS = {"mbridge": of_mbridge}
+
+
+def prepare(ranks: int, layout: Layout) -> None:
+    """Megatron's groups over the first ranks of the world."""
+    logging.disable(logging.INFO)
+    use_layers()
+    use_cpu()
+    groups_over(ranks, layout)
+
+
+def load_and_save(
+    rank: int, framework: str, folder: str, layout: Layout, stock: str, ours: str
+) -> tuple[int, list[str], list[str]]:
+    """Both ways, as stock and after `install()`. Returns the number of weights on this rank, those that stock
+    and Holdfast load differently, and the collectives that Holdfast's load and save issued."""
+    import holdfast
+
+    prepare(dist.get_world_size(), layout)
+    model = MAKERS[framework](folder, layout)
+    model.spoil()
+    model.load(folder)
+    expected = model.weights()
+    model.save(stock)
+    dist.barrier()
+    holdfast.install(**LIMITS)
+    model.spoil()
+    issued = counted(lambda: model.load(folder))
+    found = model.weights()
+    differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    issued += counted(lambda: model.save(ours))
+    # A second time, over what is there, as a trainer that repeats a step does.
+    issued += counted(lambda: model.save(ours))
+    return len(expected), differ, issued
+
+
+def load_without(
+    rank: int, framework: str, folder: str, layout: Layout, absent: int, installed: bool
+) -> tuple[str, float]:
+    """What the ranks get from a load that one rank never comes to."""
+    import holdfast
+
+    prepare(dist.get_world_size(), layout)
+    model = MAKERS[framework](folder, layout)
+    if installed:
+        holdfast.install(**{**LIMITS, "stall_timeout": 2})
+    else:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
+    if rank == absent:
+        return "takes no part", 0.0
+    begun = time.monotonic()
+    try:
+        model.load(folder)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    return "loaded", time.monotonic() - begun
+
+
+def left(rank: int, framework: str, folder: str, other: str, layout: Layout) -> list[str]:
+    """The warnings of a load and a save that are left to the framework, whose own functions then do it."""
+    import holdfast
+
+    prepare(dist.get_world_size(), layout)
+    model = MAKERS[framework](folder, layout)
+    model.load(folder)
+    expected = model.weights()
+    holdfast.install(**LIMITS)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    model.spoil()
+    model.load(other)
+    assert all(torch.equal(value, expected[name]) for name, value in model.weights().items())
+    model.save(f"{folder}-left")
+    return said

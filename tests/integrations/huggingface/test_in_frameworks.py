@@ -1,0 +1,103 @@
+"""Published weights through the functions of frameworks, as published and after `install()`: bits, the ranks
+that take part, collectives, and what is left to the framework."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations.huggingface import framework_jobs as jobs
+from tests.integrations.huggingface.models import TINY, edit_config, publish, weights
+from tests.integrations.megatron.models import Layout
+from tests.support.processes import ProcessWorld
+
+pytest.importorskip("transformers")
+FRAMEWORKS = {"mbridge": "mbridge"}
+"""By what tests call them, the package that must be there."""
+EVERY = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not there"),
+    )
+    for name, package in FRAMEWORKS.items()
+]
+LAYOUT = Layout(tp=2, pp=2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "model"
+    publish(TINY["qwen3_moe"], folder)
+    return folder
+
+
+def assert_same_model(folder: Path, published: Path) -> None:
+    """To transformers, bit for bit."""
+    import transformers
+
+    expected, found = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+        for path in (published, folder)
+    )
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_the_bits_are_stocks_and_no_collective_is_issued(
+    framework: str, published: Path, tmp_path: Path
+) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    with ProcessWorld(4) as world:
+        found = world.run(
+            jobs.load_and_save, framework, str(published), LAYOUT, str(stock), str(ours), timeout=200
+        )
+    for many, differ, issued in found:
+        assert many > 10
+        assert differ == []
+        assert issued == []
+    assert_same_model(ours, published)
+    assert_same_model(stock, published)
+    expected, got = weights(published), weights(ours)
+    assert expected.keys() == got.keys()
+    # Nothing is left of the way there, and whatever stock writes beside the weights is there.
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    beside = {path.name for path in stock.iterdir() if ".safetensors" not in path.name}
+    assert beside <= {path.name for path in ours.iterdir()}
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_a_rank_that_does_not_come_is_named(framework: str, published: Path) -> None:
+    said = {}
+    for installed in (False, True):
+        with ProcessWorld(4) as world:
+            said[installed] = world.run(
+                jobs.load_without, framework, str(published), LAYOUT, 3, installed, timeout=100
+            )
+    stock = [text for text, _ in said[False][:3]]
+    assert any(text != "loaded" for text in stock)
+    assert not any("rank 3" in text for text in stock)
+    for text, took in said[True][:3]:
+        assert text.startswith("RankFailed")
+        assert "rank 3" in text
+        assert took < 20
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_what_there_is_no_table_for_is_left_to_the_framework(
+    framework: str, published: Path, tmp_path: Path
+) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(published, model)
+    shutil.copytree(published, other)
+    edit_config(other, model_type="unheard_of")
+    with ProcessWorld(4) as world:
+        said = world.run(jobs.left, framework, str(model), str(other), LAYOUT, timeout=200)
+    assert all(len(lines) <= 2 for lines in said)
+    assert said[1] == said[2] == said[3] == []
+    assert "left to the framework: Holdfast has no table for the model type 'unheard_of'" in said[0][0]
+    assert_same_model(tmp_path / "model-left", published)
