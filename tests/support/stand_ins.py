@@ -29,6 +29,11 @@ STAND_INS = {
         *("modelopt", "omegaconf", "torch.utils.tensorboard", "transformer_engine", "transformers"),
         *("megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"),
     ),
+    # where its models and their conversion are real
+    "megatron-bridge weights": (
+        *("datasets", "modelopt", "six", "torch.utils.tensorboard", "triton"),
+        *("megatron.bridge.data", "megatron.bridge.training.tokenizers.tokenizer"),
+    ),
     "megatron-lm": ("megatron.rl", "megatron.training.tokenizer", "triton"),
     "verl": (
         *("accelerate", "codetiming", "datasets", "hydra", "pandas", "peft", "pylatexenc", "torchdata"),

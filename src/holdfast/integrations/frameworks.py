@@ -77,6 +77,7 @@ FRAMEWORKS = (
             "megatron.bridge.training.model_load_save:save_megatron_model",
             "megatron.bridge.training.model_load_save:load_megatron_model",
         ),
+        replacements=huggingface.megatron_bridge,
         uses=("megatron-core", "torch-dcp"),
     ),
     Framework("mbridge", "mbridge", "mbridge", replacements=huggingface.mbridge, uses=("megatron-core",)),

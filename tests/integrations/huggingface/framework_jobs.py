@@ -8,6 +8,7 @@ framework. Only those layers' kernels are missing.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from tests.integrations.bridge_jobs import groups_over
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.models import Layout
 from tests.support.collectives import counted
+from tests.support.stand_ins import stand_in_for
 from tests.support.transformer_engine import use_layers
 
 LIMITS: dict[str, Any] = {"timeout": 60, "stall_timeout": 30, "session": False, "warm_up": False}
@@ -62,7 +64,39 @@ def of_mbridge(folder: str, layout: Layout) -> Model:
     )
 
 
-MAKERS = {"mbridge": of_mbridge}
+def of_megatron_bridge(folder: str, layout: Layout, load: bool = False) -> Model:
+    """load: when the model is made, as NeMo RL and verl do it."""
+    stand_in_for("megatron-bridge weights")
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    scatter = MegatronParamMapping.scatter_to_tp_ranks
+
+    def scatter_contiguous(self: Any, splits: Any, *args: Any, **named: Any) -> Any:
+        return scatter(self, splits and [part.contiguous() for part in splits], *args, **named)
+
+    # The copy to a GPU makes these parts contiguous. On the CPU there is none, and gloo takes them for that.
+    MegatronParamMapping.scatter_to_tp_ranks = scatter_contiguous
+    bridge = AutoBridge.from_hf_pretrained(folder)
+    provider = bridge.to_megatron_provider(load_weights=load)
+    provider.tensor_model_parallel_size = layout.tp
+    provider.pipeline_model_parallel_size = layout.pp
+    provider.expert_model_parallel_size = layout.ep
+    provider.expert_tensor_parallel_size = layout.etp
+    provider.params_dtype = provider.pipeline_dtype = torch.float32
+    provider.bf16 = provider.gradient_accumulation_fusion = False
+    provider.finalize()
+    chunks = provider.provide_distributed_model(
+        wrap_with_ddp=False, use_cpu_initialization=True, mixed_precision_wrapper=None, bf16=False
+    )
+    return Model(
+        chunks,
+        lambda source: bridge.load_hf_weights(chunks, source),
+        lambda out: bridge.save_hf_pretrained(chunks, out),
+    )
+
+
+MAKERS = {"mbridge": of_mbridge, "megatron-bridge": of_megatron_bridge}
 
 
 def prepare(ranks: int, layout: Layout) -> None:
@@ -139,3 +173,37 @@ def left(rank: int, framework: str, folder: str, other: str, layout: Layout) -> 
     assert all(torch.equal(value, expected[name]) for name, value in model.weights().items())
     model.save(f"{folder}-left")
     return said
+
+
+def import_of_some(
+    rank: int, folder: str, out: str, layout: Layout, train: int, absent: int | None, installed: bool
+) -> tuple[str, list[str]]:
+    """What the ranks that train get from NeMo RL's import, which makes a Megatron checkpoint of a published
+    model with Megatron-Bridge; and the collectives that its load issued. The others do something else."""
+    import holdfast
+
+    os.environ["RANK"] = str(rank)
+    limit = 4.0
+    use_layers()  # which imports anew what `install` is to find
+    if installed:
+        holdfast.install(**{**LIMITS, "timeout": 300, "stall_timeout": limit if absent is not None else 60})
+    prepare(train, layout)
+    torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    if not installed:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)
+    if rank >= train or rank == absent:
+        return "takes no part", []
+    from megatron.core import tensor_parallel
+
+    tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
+    try:
+        model = of_megatron_bridge(folder, layout)
+        issued = counted(lambda: model.load(folder)) if installed else []
+        if not installed:
+            model.load(folder)
+        from megatron.bridge.training.model_load_save import save_megatron_model
+
+        save_megatron_model(model.chunks, out)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+    return "imported", issued

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.huggingface import export
 from tests.integrations.huggingface import framework_jobs as jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, weights
 from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("transformers")
-FRAMEWORKS = {"mbridge": "mbridge"}
+FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge"}
 """By what tests call them, the package that must be there."""
 EVERY = [
     pytest.param(
@@ -101,3 +102,56 @@ def test_what_there_is_no_table_for_is_left_to_the_framework(
     assert said[1] == said[2] == said[3] == []
     assert "left to the framework: Holdfast has no table for the model type 'unheard_of'" in said[0][0]
     assert_same_model(tmp_path / "model-left", published)
+
+
+def import_model(
+    published: Path, out: Path, ranks: int, train: int, *, absent: int | None = None, installed: bool = True
+) -> list[tuple[str, list[str]]]:
+    """NeMo RL's world: `train` of `ranks` ranks import a model at start-up, the others generate."""
+    with ProcessWorld(ranks) as world:
+        return world.run(
+            jobs.import_of_some, str(published), str(out), LAYOUT, train, absent, installed, timeout=500
+        )
+
+
+def assert_imported(found: list[tuple[str, list[str]]], out: Path, published: Path, train: int) -> None:
+    assert found[:train] == [("imported", [])] * train
+    assert found[train:] == [("takes no part", [])] * (len(found) - train)
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "0"
+    export(out / "iter_0000000", out / "exported", like=published, no_dist=True)
+    assert_same_model(out / "exported", published)
+
+
+NEMO_RL = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge"
+)
+
+
+@NEMO_RL
+def test_stock_import_waits_for_ranks_that_do_not_train(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4, installed=False)
+    assert any("Timed out" in text for text, _ in found[:4]), found
+    assert not any(text == "imported" or "rank 4" in text for text, _ in found[:4])
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+@NEMO_RL
+def test_an_import_is_of_the_ranks_that_train(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4)
+    assert_imported(found, tmp_path, published, 4)
+
+
+@NEMO_RL
+def test_a_rank_that_trains_and_does_not_import_is_named(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4, absent=2)
+    for rank in (0, 1, 3):
+        assert "rank 2" in found[rank][0]
+        assert "rank 4" not in found[rank][0]
+
+
+@NEMO_RL
+@pytest.mark.soak
+def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -> None:
+    """24 ranks, of which 16 train."""
+    found = import_model(published, tmp_path, 24, 16)
+    assert_imported(found, tmp_path, published, 16)

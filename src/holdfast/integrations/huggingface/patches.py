@@ -43,6 +43,17 @@ def mbridge(settings: Settings) -> Iterator[Replacement]:
     yield Replacement(module, "Bridge.save_weights", "huggingface", save.make(settings))
 
 
+def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
+    """Megatron-Bridge, which NeMo RL and verl call; the first is what all of its loads come to."""
+    module = "megatron.bridge.models.conversion"
+    load = _Load("hf_pretrained", _of_bridge, name=_name_of_pretrained, after=_bridge_chunks)
+    save = _Save("path", _of_bridge_pretrained, options=lambda given: {"strict": given["strict"]})
+    name = "MegatronModelBridge.load_weights_hf_to_megatron"
+    yield Replacement(f"{module}.model_bridge", name, "huggingface", load.make(settings))
+    name = "AutoBridge.save_hf_weights"
+    yield Replacement(f"{module}.auto_bridge", name, "huggingface", save.make(settings))
+
+
 def _live() -> ModuleType:
     """Imports megatron-core, which whoever calls these functions has done."""
     return import_module("holdfast.integrations.huggingface.live")
@@ -56,6 +67,8 @@ class _Load:
     """Its argument that all ranks give alike: what is loaded."""
     read: Callable[[Arguments], Weights]
     """What it was asked for; raises Left for what Holdfast does not do."""
+    name: Callable[[object], str] = str
+    """That argument as text."""
     after: Callable[[Arguments, Call], object] = lambda given, call: None
     """What else it does; gives what it returns."""
 
@@ -63,7 +76,7 @@ class _Load:
         return _standing_in(settings, self._do)
 
     def _do(self, given: Arguments, call: Call) -> object:
-        _live().fill(_asked(self.read, given), str(given[self.place]), call)
+        _live().fill(_asked(self.read, given), self.name(given[self.place]), call)
         return self.after(given, call)
 
 
@@ -165,3 +178,46 @@ def _of_mbridge_loaded(given: Arguments) -> Weights:
 def _mbridge_config(given: Arguments, call: Call) -> None:
     if call.rank == call.participants[0]:
         given["self"].hf_config.save_pretrained(given["weights_path"])
+
+
+# -- Megatron-Bridge -----------------------------------------------------------------------------
+
+
+def _of_bridge(given: Arguments) -> Weights:
+    live, chunks = _live(), _bridge_chunks(given)
+    if given.get("allowed_mismatched_params"):
+        raise live.Left("allowed_mismatched_params was given")
+    if getattr(given["self"], "export_weight_dtype", "bf16") == "fp8":
+        raise live.Left("export_weight_dtype is fp8")
+    if hasattr(chunks[0], "hide_teacher_model") or hasattr(chunks[0], "hide_loss_modules"):
+        raise live.Left("the model is one that is distilled")
+    return live.Weights(chunks, _folder_of_pretrained(given["hf_pretrained"]))  # type: ignore[no-any-return]
+
+
+def _of_bridge_pretrained(given: Arguments) -> Weights:
+    live, bridge, model = _live(), given["self"], given["model"]
+    if given.get("weight_dtype") is not None:
+        raise live.Left("weight_dtype was given")
+    if getattr(bridge, "export_weight_dtype", "bf16") == "fp8":
+        raise live.Left("export_weight_dtype is fp8")
+    chunks = model if isinstance(model, list) else [model]
+    return live.Weights(chunks, _folder_of_pretrained(bridge.hf_pretrained))  # type: ignore[no-any-return]
+
+
+def _bridge_chunks(given: Arguments, call: Call | None = None) -> list[Any]:
+    """What it is given to fill, and gives back."""
+    model = given["megatron_model"]
+    return model if isinstance(model, list) else [model]
+
+
+def _name_of_pretrained(pretrained: object) -> str:
+    return str(getattr(pretrained, "model_name_or_path", ""))
+
+
+def _folder_of_pretrained(pretrained: object) -> str:
+    """Where it reads weights from; of a model on the hub, the folder in the cache."""
+    state = import_module("megatron.bridge.models.hf_pretrained.state")
+    source = getattr(getattr(pretrained, "state", None), "source", None)
+    if not isinstance(source, state.SafeTensorsStateSource):
+        raise _live().Left("its weights are not read from safetensors files")
+    return os.fspath(source.path)
