@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class Model:
     chunks: list[Any]
     load: Callable[[str], Any]
     save: Callable[[str], Any]
+    bridge: Any = None
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {
@@ -61,6 +63,7 @@ def of_mbridge(folder: str, layout: Layout) -> Model:
         chunks,
         lambda source: bridge.load_weights(chunks, source),
         lambda out: bridge.save_weights(chunks, out),
+        bridge,
     )
 
 
@@ -93,6 +96,7 @@ def of_megatron_bridge(folder: str, layout: Layout, load: bool = False) -> Model
         chunks,
         lambda source: bridge.load_hf_weights(chunks, source),
         lambda out: bridge.save_hf_pretrained(chunks, out),
+        bridge,
     )
 
 
@@ -207,3 +211,57 @@ def import_of_some(
     except Exception as error:
         return f"{type(error).__name__}: {error}", []
     return "imported", issued
+
+
+def through_verl(
+    rank: int, framework: str, folder: str, layout: Layout, steps: str, absent: int | None
+) -> tuple[str, list[str]]:
+    """What verl's manager says of a step with `hf_model` in it, which it saves and loads; and weights that are
+    not as before."""
+    import holdfast
+
+    use_layers()
+    holdfast.install(**{**LIMITS, "stall_timeout": 30 if absent is None else 2})
+    prepare(dist.get_world_size(), layout)
+    model = MAKERS[framework](folder, layout)
+    model.load(folder)
+    expected = model.weights()
+    manager = verl_manager(model, vanilla=framework == "mbridge")
+    if rank == absent:
+        return "takes no part", []
+    try:
+        manager.save_checkpoint(steps, global_step=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", []
+    model.spoil()
+    manager.load_checkpoint(steps)
+    found = model.weights()
+    return "saved", [name for name, value in expected.items() if not torch.equal(value, found[name])]
+
+
+def verl_manager(model: Model, vanilla: bool) -> Any:
+    from tests.integrations.verl_jobs import CONFIG, import_verl
+
+    made = import_verl().MegatronCheckpointManager
+    from verl.trainer.config import CheckpointConfig
+
+    contents = ["hf_model"]
+    hf_config = model.bridge.hf_config if vanilla else model.bridge.hf_pretrained.config
+    return made(
+        config=CONFIG,
+        checkpoint_config=CheckpointConfig(save_contents=contents, load_contents=contents, async_save=False),
+        model_config=None,
+        transformer_config=model.chunks[0].config,
+        role="actor",
+        model=model.chunks,
+        arch="Qwen3MoeForCausalLM",
+        hf_config=hf_config,
+        param_dtype=torch.float32,
+        share_embeddings_and_output_weights=False,
+        processing_class=None,
+        optimizer=None,
+        optimizer_scheduler=None,
+        use_distributed_optimizer=True,
+        bridge=model.bridge,
+        provider=None if vanilla else SimpleNamespace(),
+    )

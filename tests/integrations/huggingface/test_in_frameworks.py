@@ -155,3 +155,20 @@ def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -
     """24 ranks, of which 16 train."""
     found = import_model(published, tmp_path, 24, 16)
     assert_imported(found, tmp_path, published, 16)
+
+
+@pytest.mark.parametrize("framework", EVERY[:2])
+def test_verl_saves_and_loads_published_weights(framework: str, published: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "global_step_1" / "actor"
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(steps), None, timeout=200)
+    assert found == [("saved", [])] * 4
+    assert_same_model(steps / "model" / "huggingface", published)
+
+
+@pytest.mark.parametrize("framework", EVERY[:2])
+def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=100)
+    for rank in (0, 2, 3):
+        assert "rank 1" in found[rank][0]

@@ -27,6 +27,7 @@ from holdfast.integrations.megatron import mcore
 from holdfast.integrations.megatron.checkpointing import load_state
 from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
 from holdfast.io.hugging_face import HuggingFaceFolder, read_config
+from holdfast.layout.box import Box
 from holdfast.layout.tensor import listed
 from holdfast.protocol.call import Call
 from holdfast.protocol.operation import agree, read_state
@@ -209,10 +210,17 @@ def _why_not(weights: Weights, to_load: bool) -> str:
         return str(error)
     state = own_containers(weights.describe())
     mcore.apply_factories(state)
-    keys = {value.key for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)}
-    unknown = sorted(key for key in keys if not view.knows(key))
+    tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
+    unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
     if unknown:
         return f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
+    try:
+        for value in tensors:
+            box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))
+            for _ in view.segments(value.key, tuple(value.global_shape), box):
+                pass
+    except HoldfastError as error:
+        return str(error)
     return ""
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from holdfast.integrations.huggingface.live import Left, Weights
 
 log = logging.getLogger("holdfast")
+_OUTPUT = "output_layer.weight"
 Arguments = Mapping[str, Any]
 """Of one call of a framework's function, by name, with defaults."""
 
@@ -147,6 +148,12 @@ def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) ->
     return make
 
 
+def _output_of_values(chunks: list[Any]) -> tuple[str, ...]:
+    """The output of a model of values, which has one row. Stock leaves it as it is."""
+    weights = [dict(_live().unwrapped(chunk).named_parameters()) for chunk in chunks]
+    return (_OUTPUT,) if any(_OUTPUT in own and own[_OUTPUT].shape[0] == 1 for own in weights) else ()
+
+
 # -- mbridge -----------------------------------------------------------------------------------
 
 
@@ -157,14 +164,7 @@ def _of_mbridge(given: Arguments) -> Weights:
     folder = path if os.path.isdir(path) else bridge._get_actual_hf_path(path)
     # As stock: a later save takes names of files from it.
     bridge.safetensor_io = bridge._get_safetensor_io(folder)
-    # The output of a model of values has one row. Stock leaves it as it is.
-    without = tuple(
-        name
-        for chunk in chunks
-        for name, value in live.unwrapped(chunk).named_parameters()
-        if name == "output_layer.weight" and value.shape[0] == 1
-    )
-    return live.Weights(chunks, folder, without)  # type: ignore[no-any-return]
+    return live.Weights(chunks, folder, _output_of_values(chunks))  # type: ignore[no-any-return]
 
 
 def _of_mbridge_loaded(given: Arguments) -> Weights:
@@ -185,13 +185,15 @@ def _mbridge_config(given: Arguments, call: Call) -> None:
 
 def _of_bridge(given: Arguments) -> Weights:
     live, chunks = _live(), _bridge_chunks(given)
-    if given.get("allowed_mismatched_params"):
-        raise live.Left("allowed_mismatched_params was given")
+    mismatched = given.get("allowed_mismatched_params") or []
+    if mismatched not in ([], [_OUTPUT]):  # verl gives this for a model of values
+        raise live.Left(f"allowed_mismatched_params={mismatched} was given")
     if getattr(given["self"], "export_weight_dtype", "bf16") == "fp8":
         raise live.Left("export_weight_dtype is fp8")
     if hasattr(chunks[0], "hide_teacher_model") or hasattr(chunks[0], "hide_loss_modules"):
         raise live.Left("the model is one that is distilled")
-    return live.Weights(chunks, _folder_of_pretrained(given["hf_pretrained"]))  # type: ignore[no-any-return]
+    folder = _folder_of_pretrained(given["hf_pretrained"])
+    return live.Weights(chunks, folder, _output_of_values(chunks) if mismatched else ())  # type: ignore[no-any-return]
 
 
 def _of_bridge_pretrained(given: Arguments) -> Weights:
@@ -220,4 +222,4 @@ def _folder_of_pretrained(pretrained: object) -> str:
     source = getattr(getattr(pretrained, "state", None), "source", None)
     if not isinstance(source, state.SafeTensorsStateSource):
         raise _live().Left("its weights are not read from safetensors files")
-    return os.fspath(source.path)
+    return str(source.path)
