@@ -25,6 +25,11 @@ STAND_INS = {
         *("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers"),
         *("mcore_bridge.patcher", "swift.model", "swift.tuners"),
     ),
+    # where its models and their conversion are real
+    "mcore-bridge": (
+        *("accelerate", "datasets", "json_repair", "modelscope", "pandas", "peft", "triton"),
+        *("mcore_bridge.patcher", "swift.model", "swift.tuners"),
+    ),
     "megatron-bridge": (
         *("modelopt", "omegaconf", "torch.utils.tensorboard", "transformer_engine", "transformers"),
         *("megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"),

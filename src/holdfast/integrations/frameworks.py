@@ -111,6 +111,13 @@ FRAMEWORKS = (
         uses=("megatron-core", "megatron-bridge", "torch-dcp"),
     ),
     Framework(
+        "mcore-bridge",
+        "mcore-bridge",
+        "mcore_bridge",
+        replacements=huggingface.mcore_bridge,
+        uses=("megatron-core",),
+    ),
+    Framework(
         "ms-swift",
         "ms-swift",
         "swift.megatron",
@@ -120,7 +127,7 @@ FRAMEWORKS = (
             "swift.megatron.utils.megatron_lm_utils:maybe_finalize_async_save",
             "swift.megatron.trainers.base:BaseMegatronTrainer.save_checkpoint",
         ),
-        uses=("megatron-core", "torch-dcp"),
+        uses=("megatron-core", "mcore-bridge", "torch-dcp"),
     ),
     Framework(
         "torchtitan",

@@ -100,7 +100,41 @@ def of_megatron_bridge(folder: str, layout: Layout, load: bool = False) -> Model
     )
 
 
-MAKERS = {"mbridge": of_mbridge, "megatron-bridge": of_megatron_bridge}
+def of_mcore_bridge(folder: str, layout: Layout) -> Model:
+    """As ms-swift makes it."""
+    stand_in_for("mcore-bridge")
+    import peft
+
+    peft.__version__ = "0.19.0"
+    from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
+    from transformers import AutoConfig
+
+    config = ModelConfig(
+        **hf_to_mcore_config(AutoConfig.from_pretrained(folder)),
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+    )
+    chunks = get_mcore_model(config)
+
+    def save(out: str) -> None:
+        config.bridge.save_weights(chunks, out)
+        if dist.get_rank() == 0:  # ms-swift does it, which has a tokenizer at hand
+            config.hf_config.save_pretrained(out)
+
+    return Model(chunks, lambda source: config.bridge.load_weights(chunks, source), save, config.bridge)
+
+
+MAKERS = {
+    "mbridge": of_mbridge,
+    "megatron-bridge": of_megatron_bridge,
+    "mcore-bridge": of_mcore_bridge,
+}
 
 
 def prepare(ranks: int, layout: Layout) -> None:
@@ -136,14 +170,17 @@ def load_and_save(
     return len(expected), differ, issued
 
 
-def load_without(
-    rank: int, framework: str, folder: str, layout: Layout, absent: int, installed: bool
+def go_without(
+    rank: int, framework: str, folder: str, layout: Layout, out: str, absent: int, installed: bool
 ) -> tuple[str, float]:
-    """What the ranks get from a load that one rank never comes to."""
+    """What the ranks get from a load, or with `out` from a save, that one rank never comes to."""
     import holdfast
 
     prepare(dist.get_world_size(), layout)
     model = MAKERS[framework](folder, layout)
+    if out:
+        model.load(folder)
+    dist.barrier()  # making a model takes longer on one rank than on another
     if installed:
         holdfast.install(**{**LIMITS, "stall_timeout": 2})
     else:
@@ -153,10 +190,10 @@ def load_without(
         return "takes no part", 0.0
     begun = time.monotonic()
     try:
-        model.load(folder)
+        model.save(out) if out else model.load(folder)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
-    return "loaded", time.monotonic() - begun
+    return "done", time.monotonic() - begun
 
 
 def left(rank: int, framework: str, folder: str, other: str, layout: Layout) -> list[str]:
@@ -193,15 +230,17 @@ def import_of_some(
         holdfast.install(**{**LIMITS, "timeout": 300, "stall_timeout": limit if absent is not None else 60})
     prepare(train, layout)
     torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
+    if rank < train:
+        from megatron.core import tensor_parallel
+
+        tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
+        model = of_megatron_bridge(folder, layout)
+    dist.barrier()  # making a model takes longer on one rank than on another
     if not installed:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)
     if rank >= train or rank == absent:
         return "takes no part", []
-    from megatron.core import tensor_parallel
-
-    tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
     try:
-        model = of_megatron_bridge(folder, layout)
         issued = counted(lambda: model.load(folder)) if installed else []
         if not installed:
             model.load(folder)
@@ -227,6 +266,7 @@ def through_verl(
     model.load(folder)
     expected = model.weights()
     manager = verl_manager(model, vanilla=framework == "mbridge")
+    dist.barrier()
     if rank == absent:
         return "takes no part", []
     try:

@@ -17,7 +17,7 @@ from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("transformers")
-FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge"}
+FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge", "mcore-bridge": "mcore_bridge"}
 """By what tests call them, the package that must be there."""
 EVERY = [
     pytest.param(
@@ -72,15 +72,17 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
 
 
 @pytest.mark.parametrize("framework", EVERY)
-def test_a_rank_that_does_not_come_is_named(framework: str, published: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp_path: Path) -> None:
+    # The load of mcore-bridge waits for nobody.
+    out = str(tmp_path / "out") if framework == "mcore-bridge" else ""
     said = {}
     for installed in (False, True):
         with ProcessWorld(4) as world:
             said[installed] = world.run(
-                jobs.load_without, framework, str(published), LAYOUT, 3, installed, timeout=100
+                jobs.go_without, framework, str(published), LAYOUT, out, 3, installed, timeout=100
             )
     stock = [text for text, _ in said[False][:3]]
-    assert any(text != "loaded" for text in stock)
+    assert any(text != "done" for text in stock)
     assert not any("rank 3" in text for text in stock)
     for text, took in said[True][:3]:
         assert text.startswith("RankFailed")
@@ -100,7 +102,8 @@ def test_what_there_is_no_table_for_is_left_to_the_framework(
         said = world.run(jobs.left, framework, str(model), str(other), LAYOUT, timeout=200)
     assert all(len(lines) <= 2 for lines in said)
     assert said[1] == said[2] == said[3] == []
-    assert "left to the framework: Holdfast has no table for the model type 'unheard_of'" in said[0][0]
+    wanted = "left to the framework: Holdfast has no table for the model type 'unheard_of'"
+    assert any(wanted in line for line in said[0])
     assert_same_model(tmp_path / "model-left", published)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -53,6 +54,14 @@ def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
     yield Replacement(f"{module}.model_bridge", name, "huggingface", load.make(settings))
     name = "AutoBridge.save_hf_weights"
     yield Replacement(f"{module}.auto_bridge", name, "huggingface", save.make(settings))
+
+
+def mcore_bridge(settings: Settings) -> Iterator[Replacement]:
+    """mcore-bridge, which ms-swift calls, through a function of its own around the save. Its load waits for
+    nobody, and stays."""
+    save = _Save("output_dir", _of_mcore_bridge, options=_file_size)
+    name = "GPTBridge.save_weights"
+    yield Replacement("mcore_bridge.bridge.gpt_bridge", name, "huggingface", save.make(settings))
 
 
 def _live() -> ModuleType:
@@ -223,3 +232,28 @@ def _folder_of_pretrained(pretrained: object) -> str:
     if not isinstance(source, state.SafeTensorsStateSource):
         raise _live().Left("its weights are not read from safetensors files")
     return str(source.path)
+
+
+# -- mcore-bridge (ms-swift) ---------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+)(?:GB)?")
+
+
+def _of_mcore_bridge(given: Arguments) -> Weights:
+    live, bridge, models = _live(), given["self"], given["mg_models"]
+    for name in ("peft_format", "converter", "save_missing_weights"):  # what is read or written is another
+        if given.get(name):
+            raise live.Left(f"{name} was given")
+    # Of a model that was loaded from a checkpoint, the configuration says where it was published.
+    folder = getattr(bridge, "_source_model_dir", None) or bridge.config.hf_config.name_or_path
+    if not folder or not os.path.isdir(folder):
+        raise live.Left("the folder of the published model is not known")
+    if not _SIZE.fullmatch(str(given["max_shard_size"])):
+        raise live.Left(f"max_shard_size={given['max_shard_size']!r} was given")
+    chunks = list(models) if isinstance(models, list | tuple) else [models]
+    return live.Weights(chunks, folder)  # type: ignore[no-any-return]
+
+
+def _file_size(given: Arguments) -> dict[str, Any]:
+    parts = _SIZE.fullmatch(str(given["max_shard_size"]))
+    return {"file_bytes": int(parts[1]) * 10**9} if parts is not None else {}
