@@ -104,6 +104,16 @@ def arguments_of(source: Path, name: str) -> list[str]:
     return [one.arg for one in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
 
 
+@pytest.mark.parametrize("name", ["mbridge", "megatron-bridge", "mcore-bridge"])
+def test_published_weights_can_be_left_to_the_frameworks(name: str) -> None:
+    [framework] = [known for known in FRAMEWORKS if known.name == name]
+
+    def parts(settings: Settings) -> set[str]:
+        return {replacement.part for replacement in replacements_of(framework, settings)}
+
+    assert parts(Settings()) - parts(Settings(huggingface=False)) == {"huggingface"}
+
+
 def test_what_a_framework_uses_is_known() -> None:
     names = {framework.name for framework in FRAMEWORKS}
     for framework in FRAMEWORKS:

@@ -305,3 +305,35 @@ def verl_manager(model: Model, vanilla: bool) -> Any:
         bridge=model.bridge,
         provider=None if vanilla else SimpleNamespace(),
     )
+
+
+def values(rank: int, folder: str, layout: Layout) -> tuple[list[str], list[str], float]:
+    """A critic of verl, in 16 bits and wrapped for training. Returns the weights that stock and Holdfast load
+    differently, the collectives of Holdfast's load, and the largest difference to what its output was."""
+    import holdfast
+
+    prepare(dist.get_world_size(), layout)
+    from mbridge import AutoBridge
+    from mbridge.utils.post_creation_callbacks import make_value_model
+
+    bridge = AutoBridge.from_pretrained(folder, dtype=torch.bfloat16, make_vocab_size_divisible_by=8)
+    bridge.hf_config.rope_theta = 10000.0
+    chunks = bridge.get_model(
+        None,
+        wrap_with_ddp=True,
+        post_model_creation_callbacks=[make_value_model],
+        ddp_config={"overlap_grad_reduce": False},
+    )
+    model = Model(chunks, lambda source: bridge.load_weights(chunks, source), lambda out: None, bridge)
+    model.spoil()
+    model.load(folder)
+    expected = model.weights()
+    holdfast.install(**LIMITS)
+    model.spoil()
+    issued = counted(lambda: model.load(folder))
+    found = model.weights()
+    assert len(expected) > 10
+    differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+    kept = [value for name, value in found.items() if name.endswith("output_layer.weight")]
+    assert all(value.shape[0] == 1 for value in kept)
+    return differ, issued, max([float((value - WRONG).abs().max()) for value in kept], default=0.0)

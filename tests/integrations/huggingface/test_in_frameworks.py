@@ -53,6 +53,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
     framework: str, published: Path, tmp_path: Path
 ) -> None:
     stock, ours = tmp_path / "stock", tmp_path / "ours"
+    shutil.copytree(published, ours)  # an earlier model, in more files
     with ProcessWorld(4) as world:
         found = world.run(
             jobs.load_and_save, framework, str(published), LAYOUT, str(stock), str(ours), timeout=200
@@ -65,6 +66,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
     assert_same_model(stock, published)
     expected, got = weights(published), weights(ours)
     assert expected.keys() == got.keys()
+    assert [path.name for path in ours.glob("*.safetensors*")] == ["model.safetensors"]
     # Nothing is left of the way there, and whatever stock writes beside the weights is there.
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     beside = {path.name for path in stock.iterdir() if ".safetensors" not in path.name}
@@ -175,3 +177,10 @@ def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_p
         found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=100)
     for rank in (0, 2, 3):
         assert "rank 1" in found[rank][0]
+
+
+@pytest.mark.parametrize("framework", EVERY[:1])
+def test_a_critic_keeps_its_output(framework: str, published: Path) -> None:
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.values, str(published), LAYOUT, timeout=100)
+    assert found == [([], [], 0.0)] * 4
