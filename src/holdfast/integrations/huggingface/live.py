@@ -169,15 +169,7 @@ def _left_if_not_ours() -> Iterator[None]:
 
 def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
     """Raise Left on all ranks if one of them can't do it."""
-    said: list[str] = []
-
-    def look() -> None:
-        said.append(str(asked) if isinstance(asked, Left) else _why_not(asked, to_load))
-
-    # Before any protocol, which bounds all that comes later: here `within` bounds what storage may take.
-    limit = min(call.deadline.left(), call.stall_timeout)
-    trouble = read_state(lambda: within(limit, f"looking for {place}", look), call.rank)
-    why = str(trouble) if trouble is not None else said[0]
+    why = str(asked) if isinstance(asked, Left) else _why_not(asked, place, call, to_load)
     folder = "" if isinstance(asked, Left) else asked.folder
 
     def choose(heard: dict[int, Json]) -> str:
@@ -194,22 +186,43 @@ def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weig
     return asked
 
 
-def _why_not(weights: Weights, to_load: bool) -> str:
+def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
     """What this rank can't do; "" if it can do all."""
-    for module in weights.modules():
+    views: list[View] = []
+    state: mcore.StateDict = {}
+
+    def look() -> None:
+        views.append(_view(open_store(weights.folder), to_load))
+
+    def describe() -> None:
+        state.update(own_containers(weights.describe()))
+        mcore.apply_factories(state)
+
+    # Before any protocol, which bounds all that comes later: here `within` bounds what storage may take. The
+    # model is described on this thread, whose current device is the model's.
+    limit = min(call.deadline.left(), call.stall_timeout)
+    trouble = (
+        _strange(weights.modules())
+        or read_state(lambda: within(limit, f"looking for {place}", look), call.rank)
+        or read_state(describe, call.rank)
+    )
+    return str(trouble) if trouble else _misfit(views[0], state)
+
+
+def _strange(modules: Sequence[torch.nn.Module]) -> str:
+    """What is no model of megatron-core's, or has weights in another form than their elements."""
+    for module in modules:
         if not callable(getattr(module, "sharded_state_dict", None)):
             return f"{type(module).__name__} has no sharded_state_dict()"
         for name, value in module.named_parameters():
-            # A subclass holds something else than its elements: 8 bits, or a part of them.
+            # A subclass holds something else: 8 bits, or a part of the elements.
             if type(value.data) is not torch.Tensor or value.dtype not in _FLOATS:
                 return f"{name!r} is {value.dtype} in a {type(value.data).__name__}"
-    base = open_store(weights.folder)
-    try:
-        view = _view(base, to_load)
-    except HoldfastError as error:
-        return str(error)
-    state = own_containers(weights.describe())
-    mcore.apply_factories(state)
+    return ""
+
+
+def _misfit(view: View, state: mcore.StateDict) -> str:
+    """What of a sharded state dict the published model does not have, or has in another shape."""
     tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
     unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
     if unknown:

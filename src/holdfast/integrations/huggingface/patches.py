@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import wraps
@@ -37,10 +38,8 @@ Arguments = Mapping[str, Any]
 def mbridge(settings: Settings) -> Iterator[Replacement]:
     """mbridge, verl's `vanilla_mbridge`."""
     module = "mbridge.core.bridge"
-    load, save = (
-        _Load("weights_path", _of_mbridge),
-        _Save("weights_path", _of_mbridge_loaded, after=_mbridge_config),
-    )
+    load = _Load("weights_path", _of_mbridge)
+    save = _Save("weights_path", _of_mbridge_loaded, options=_strictness, after=_mbridge_config)
     yield Replacement(module, "Bridge.load_weights", "huggingface", load.make(settings))
     yield Replacement(module, "Bridge.save_weights", "huggingface", save.make(settings))
 
@@ -49,7 +48,7 @@ def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
     """Megatron-Bridge, which NeMo RL and verl call; the first is what all of its loads come to."""
     module = "megatron.bridge.models.conversion"
     load = _Load("hf_pretrained", _of_bridge, name=_name_of_pretrained, after=_bridge_chunks)
-    save = _Save("path", _of_bridge_pretrained, options=lambda given: {"strict": given["strict"]})
+    save = _Save("path", _of_bridge_pretrained, options=_strictness)
     name = "MegatronModelBridge.load_weights_hf_to_megatron"
     yield Replacement(f"{module}.model_bridge", name, "huggingface", load.make(settings))
     name = "AutoBridge.save_hf_weights"
@@ -138,6 +137,8 @@ def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) ->
                 bound = signature.bind(*args, **named)
             except TypeError:  # the function itself says what is wrong with its arguments
                 return original(*args, **named)
+            if not _has_groups():
+                return original(*args, **named)
             bound.apply_defaults()
             begun = begin_call(
                 # Asked at each call: groups may be made long after install().
@@ -149,12 +150,25 @@ def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) ->
                 return do(bound.arguments, begun)
             except _live().Left as left:
                 if begun.rank == begun.participants[0]:
-                    log.warning("%s is left to the framework: %s.", original.__qualname__, left)
+                    log.warning(
+                        "%s is left to the framework: %s.", original.__qualname__, str(left).rstrip(".")
+                    )
             return original(*args, **named)
 
         return call
 
     return make
+
+
+def _strictness(given: Arguments) -> dict[str, Any]:
+    """Some versions have no such argument."""
+    return {"strict": bool(given.get("strict", True))}
+
+
+def _has_groups() -> bool:
+    """Has megatron-core made its groups? Where a program makes others, who takes part is not known."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state is not None and bool(state.model_parallel_is_initialized())
 
 
 def _output_of_values(chunks: list[Any]) -> tuple[str, ...]:
