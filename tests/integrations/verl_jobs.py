@@ -17,6 +17,13 @@ from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.stand_ins import stand_in_for
 
 SMALL = Recipe(layers=2)
+CONFIG = SimpleNamespace(
+    model=SimpleNamespace(path=""),
+    megatron=SimpleNamespace(
+        dist_ckpt_optim_fully_reshardable=False, distrib_optim_fully_reshardable_mem_efficient=False
+    ),
+)
+"""What the manager asks of verl's configuration."""
 
 
 def import_verl() -> Any:
@@ -40,13 +47,7 @@ def manager_of(run: Training, contents: list[str], async_save: bool = False) -> 
         run.optimizer, 1e-3, 1e-3, 1e-3, 0, 100, "constant", 0.0, 0.0, 100, "constant"
     )
     return import_verl().MegatronCheckpointManager(
-        config=SimpleNamespace(
-            model=SimpleNamespace(path=""),
-            megatron=SimpleNamespace(
-                dist_ckpt_optim_fully_reshardable=False,
-                distrib_optim_fully_reshardable_mem_efficient=False,
-            ),
-        ),
+        config=CONFIG,
         checkpoint_config=CheckpointConfig(
             save_contents=contents, load_contents=contents, async_save=async_save
         ),

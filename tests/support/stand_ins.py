@@ -18,14 +18,26 @@ from typing import Any
 STAND_INS = {
     # needs CUDA or builds for it
     "cuda": ("transformer_engine", "triton", "modelopt"),
+    # its layers have their parameters, and no arithmetic: tests/support/transformer_engine.py
+    "transformer-engine": ("transformer_engine",),
     # the trainer's data, tokenizers, hubs and plots
     "ms-swift": (
         *("datasets", "json_repair", "modelscope", "pandas", "tqdm", "transformers"),
         *("mcore_bridge.patcher", "swift.model", "swift.tuners"),
     ),
+    # where its models and their conversion are real
+    "mcore-bridge": (
+        *("accelerate", "datasets", "json_repair", "modelscope", "pandas", "peft", "triton"),
+        *("mcore_bridge.patcher", "swift.model", "swift.tuners"),
+    ),
     "megatron-bridge": (
         *("modelopt", "omegaconf", "torch.utils.tensorboard", "transformer_engine", "transformers"),
         *("megatron.bridge.data", "megatron.bridge.models", "megatron.bridge.training.tokenizers.tokenizer"),
+    ),
+    # where its models and their conversion are real
+    "megatron-bridge weights": (
+        *("datasets", "modelopt", "six", "torch.utils.tensorboard", "triton"),
+        *("megatron.bridge.data", "megatron.bridge.training.tokenizers.tokenizer"),
     ),
     "megatron-lm": ("megatron.rl", "megatron.training.tokenizer", "triton"),
     "verl": (

@@ -16,6 +16,7 @@ from importlib import import_module
 
 from holdfast.integrations import torch_checkpoint
 from holdfast.integrations.guard import guarded
+from holdfast.integrations.huggingface import patches as huggingface
 from holdfast.integrations.megatron import patches as megatron
 from holdfast.integrations.patching import Replacement
 from holdfast.integrations.settings import Settings
@@ -76,8 +77,10 @@ FRAMEWORKS = (
             "megatron.bridge.training.model_load_save:save_megatron_model",
             "megatron.bridge.training.model_load_save:load_megatron_model",
         ),
+        replacements=huggingface.megatron_bridge,
         uses=("megatron-core", "torch-dcp"),
     ),
+    Framework("mbridge", "mbridge", "mbridge", replacements=huggingface.mbridge, uses=("megatron-core",)),
     Framework(
         "verl",
         "verl",
@@ -94,7 +97,7 @@ FRAMEWORKS = (
         ),
         # A lambda, because `_verl` is defined below.
         replacements=lambda settings: _verl(settings),
-        uses=("megatron-core", "megatron-bridge", "torch-dcp"),
+        uses=("megatron-core", "megatron-bridge", "mbridge", "torch-dcp"),
     ),
     Framework(
         "nemo-rl",
@@ -108,6 +111,13 @@ FRAMEWORKS = (
         uses=("megatron-core", "megatron-bridge", "torch-dcp"),
     ),
     Framework(
+        "mcore-bridge",
+        "mcore-bridge",
+        "mcore_bridge",
+        replacements=huggingface.mcore_bridge,
+        uses=("megatron-core",),
+    ),
+    Framework(
         "ms-swift",
         "ms-swift",
         "swift.megatron",
@@ -117,7 +127,7 @@ FRAMEWORKS = (
             "swift.megatron.utils.megatron_lm_utils:maybe_finalize_async_save",
             "swift.megatron.trainers.base:BaseMegatronTrainer.save_checkpoint",
         ),
-        uses=("megatron-core", "torch-dcp"),
+        uses=("megatron-core", "mcore-bridge", "torch-dcp"),
     ),
     Framework(
         "torchtitan",

@@ -76,6 +76,7 @@ def install(
     stall_timeout: float = 120.0,
     participants: Participants = None,
     checkpoints: bool = True,
+    huggingface: bool = True,
     guard: bool | Sequence[str] = True,
     warm_up: bool = True,
     session: bool = True,
@@ -90,12 +91,15 @@ def install(
     The last call holds.
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
-        `nemo-rl`, `ms-swift`, `torchtitan`; default all that are imported now or later.
+        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`; default all that are imported now or
+        later.
     timeout: seconds until a save, a load or a wait inside one fails.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
     participants: ranks that train: numbers, a process group, or a function that gives ranks when it is asked.
         Other ranks may not save. A barrier on all ranks inside a guarded function means these. Default all.
     checkpoints: replace saves and loads.
+    huggingface: replace what loads published weights into a model and saves a model as such (mbridge,
+        Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
     guard: inside the frameworks' functions that save, load and finalize, barriers, object collectives and
         tensor collectives wait over the roster with these deadlines (`guarded`). A list of dotted names adds
         functions of your own.
@@ -119,6 +123,7 @@ def install(
         stall_timeout=stall_timeout,
         participants=participants,
         checkpoints=checkpoints,
+        huggingface=huggingface,
         guard=bool(guard) or not isinstance(guard, bool),
         guarded=() if isinstance(guard, bool) else tuple(guard),
         warm_up=warm_up,

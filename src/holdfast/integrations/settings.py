@@ -26,6 +26,7 @@ class Settings:
     stall_timeout: float = 120.0
     participants: Participants = None
     checkpoints: bool = True
+    huggingface: bool = True
     guard: bool = True
     guarded: tuple[str, ...] = ()
     """More functions to guard, by their dotted names."""
@@ -40,6 +41,7 @@ class Settings:
         """Is a part of `Replacement` switched on?"""
         return {
             "checkpoints": self.checkpoints,
+            "huggingface": self.huggingface,
             "guard": self.guard,
             "groups": self.warm_up or self.session,
         }[part]

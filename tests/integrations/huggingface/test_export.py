@@ -21,8 +21,11 @@ import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core 
 from holdfast.cli import cli
 from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
 from holdfast.huggingface import export
+from holdfast.integrations.huggingface.export import ExportRequest
+from holdfast.protocol.call import begin_call
+from holdfast.store.local import open_store
 from tests.integrations.huggingface import jobs
-from tests.integrations.huggingface.models import TINY, edit_config, publish, weights
+from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.support.processes import ProcessWorld
 
 pytest.importorskip("transformers")
@@ -332,3 +335,23 @@ def test_a_finished_file_that_somebody_takes_away_is_missed(model: tuple[Path, P
     assert not (out / "model.safetensors.index.json").exists()
     export(step, out, like=folder, file_bytes=30_000)
     assert weights(out).keys() == weights(folder).keys()
+
+
+def test_in_a_framework_only_layers_that_predict_further_tokens_may_be_missing(
+    model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    published, step = model
+
+    def export_beside(name: str) -> tuple[str, ...]:
+        like, out = tmp_path / name, tmp_path / f"{name}-out"
+        shutil.copytree(published, like)
+        rewrite(like, {**weights(published), name: torch.ones(2)})
+        call = begin_call(no_dist=True, timeout=60, stall_timeout=30)
+        request = ExportRequest(
+            store=open_store(step), base=open_store(like), out=open_store(out), call=call, in_framework=True
+        )
+        return request.run().missing
+
+    assert export_beside("model.layers.4.enorm.weight") == ("model.layers.4.enorm.weight",)
+    with pytest.raises(MissingTensors, match=r"has nothing for 1 tensors .*layers\.3\.enorm"):
+        export_beside("model.layers.3.enorm.weight")

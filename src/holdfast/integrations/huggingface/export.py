@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -40,7 +41,7 @@ from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
 from holdfast.state.memory import ShiftedMemory, TensorMemory
 from holdfast.state.reordered import as_ours
-from holdfast.store.base import Store, replace_file, storage_errors
+from holdfast.store.base import replace_file, storage_errors
 from holdfast.store.local import LocalStore, open_store
 from holdfast.views.family import View, view_of
 from holdfast.views.mapping import MINUS_ONE, Segment
@@ -54,6 +55,8 @@ _ALIGN = 16
 FILE_BYTES = 5_000_000_000
 """Of weights in a file, as transformers shards them."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
+_MODEL = re.compile(r"model.*\.safetensors")
+"""Names of files with a model's weights; an adapter's begin otherwise."""
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes of the whole."""
 
@@ -122,24 +125,60 @@ def export_huggingface(
         timeout=timeout,
         stall_timeout=stall_timeout,
     )
-    store, base, target = open_store(source), open_store(like), open_store(out)
-    export = _Export(store, base, target, progress or _quiet, call)
-
-    def plan() -> None:
-        with open_index(store) as index:
-            tensors = published_tensors(index, _view(base), dtype)
-            export.plan(index, share_among_files(tensors, file_bytes), missing_tensors(tensors, base, strict))
-
-    export.trouble = read_state(plan, call.rank)
-    export.run()
-    return export.report()
+    return ExportRequest(
+        store=open_store(source),
+        base=open_store(like),
+        out=open_store(out),
+        call=call,
+        dtype=dtype,
+        file_bytes=file_bytes,
+        strict=strict,
+        progress=progress or _quiet,
+    ).run()
 
 
 def _quiet(done: int, total: int) -> None:
     pass
 
 
-def _view(base: LocalStore) -> View:
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """An export of this rank: what it was asked for. The first fields are the arguments of
+    `export_huggingface`.
+
+    in_framework: weights only, in the place of what the folder holds of others. Configuration and tokenizer
+        are the framework's to write, and layers that predict further tokens need not be there.
+    """
+
+    store: LocalStore
+    base: LocalStore
+    out: LocalStore
+    call: Call
+    dtype: str | None = None
+    file_bytes: int = FILE_BYTES
+    strict: bool = True
+    progress: Progress = _quiet
+    in_framework: bool = False
+
+    def run(self) -> ExportReport:
+        """Export. Raises the error that all ranks raise."""
+        export = _Export(self)
+
+        def plan() -> None:
+            with open_index(self.store) as index:
+                view = view_of_published(self.base)
+                tensors = published_tensors(index, view, self.dtype)
+                layers = view.sizes["num_hidden_layers"] if self.in_framework else None
+                missing = missing_tensors(tensors, self.base, self.strict, layers)
+                export.plan(index, share_among_files(tensors, self.file_bytes), missing)
+
+        export.trouble = read_state(plan, self.call.rank)
+        export.run()
+        return export.report()
+
+
+def view_of_published(base: LocalStore) -> View:
+    """A published folder as megatron-core names and shapes it, by its configuration alone."""
     config = read_config(base)
     if config is None:
         raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
@@ -152,14 +191,13 @@ class _Export(CollectiveTask):
 
     kind = "export"
 
-    def __init__(
-        self, store: Store, base: LocalStore, out: LocalStore, progress: Progress, call: Call
-    ) -> None:
-        super().__init__(f"export to {out.url}", out.url, call)
-        self.store, self.base, self.out = store, base, out
+    def __init__(self, request: ExportRequest) -> None:
+        super().__init__(f"export to {request.out.url}", request.out.url, request.call)
+        self.store, self.base, self.out = request.store, request.base, request.out
         self.trouble: HoldfastError | None = None
         """What planning met; all ranks hear of it."""
-        self._call, self._progress = call, progress
+        self._call, self._progress = request.call, request.progress
+        self._in_framework = request.in_framework
         self._files: list[tuple[str, list[PublishedTensor]]] = []
         self._missing: tuple[str, ...] = ()
         self._done = self._total = self._written = 0
@@ -172,7 +210,10 @@ class _Export(CollectiveTask):
         step = index.about.get("step")
         self._step = step if isinstance(step, int) else None
         self._total = sum(tensor.nbytes for _, tensors in self._mine() for tensor in tensors)
-        self._refuse_others()
+        with storage_errors("Making", self.out.url):
+            os.makedirs(self.out.url, exist_ok=True)
+        if not self._in_framework:
+            self._refuse_others()
 
     def report(self) -> ExportReport:
         """What was done."""
@@ -195,6 +236,9 @@ class _Export(CollectiveTask):
                     rank=rank,
                     hint="Give the same arguments on all ranks, and no checkpoint that is being replaced.",
                 )
+        # Between what all ranks have said and the first byte that one of them writes.
+        if self._in_framework:
+            self._remove_others()
         return {rank: {} for rank in said}
 
     def execute(self, answer: Message) -> Message:
@@ -213,8 +257,9 @@ class _Export(CollectiveTask):
         for name in self.out.list():
             if _PARTIAL.fullmatch(name):
                 self.out.delete(name)
-        # Weights are written as they are, so nothing is said of scales.
-        carry(self.base, self.out, without="quantization_config")
+        if not self._in_framework:
+            # Weights are written as they are, so nothing is said of scales.
+            carry(self.base, self.out, without="quantization_config")
         if len(self._files) > 1:  # one file needs none
             where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
             total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
@@ -233,8 +278,6 @@ class _Export(CollectiveTask):
     def _refuse_others(self) -> None:
         """Refuse a folder that holds anything but files of this export."""
         files = dict(self._files)
-        with storage_errors("Making", self.out.url):
-            os.makedirs(self.out.url, exist_ok=True)
         names = self.out.list()
         for name in hf.weights_files(names):
             if name not in files or not self._is_finished(name, files[name]):
@@ -244,6 +287,13 @@ class _Export(CollectiveTask):
                 )
         if hf.WEIGHTS_INDEX in names:
             raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
+
+    def _remove_others(self) -> None:
+        """Remove the weights of an earlier model, their index first: half of them are no model."""
+        names = self.out.list()
+        for name in (hf.WEIGHTS_INDEX, *filter(_MODEL.fullmatch, names)):
+            if name in names:
+                self.out.delete(name)
 
     def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
         """One file, unless an earlier export has finished it."""

@@ -25,6 +25,7 @@ from holdfast.views.mapping import Segment
 WRITTEN_AS = ("bfloat16", "float16", "float32")
 """What weights may be converted to."""
 _PARTS = re.compile(r"(\d+)")
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Piece(NamedTuple):
@@ -122,8 +123,13 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
         )
 
 
-def missing_tensors(tensors: Sequence[PublishedTensor], base: LocalStore, strict: bool) -> list[str]:
-    """With the names and shapes of the folder that the model came from, if it has weights."""
+def missing_tensors(
+    tensors: Sequence[PublishedTensor], base: LocalStore, strict: bool, layers: int | None = None
+) -> list[str]:
+    """With the names and shapes of the folder that the model came from, if it has weights.
+
+    layers: how many the model has, if layers behind them, which predict further tokens, may be missing.
+    """
     if not HuggingFaceFolder.is_one(base):
         if strict:
             raise BadInput(
@@ -141,11 +147,12 @@ def missing_tensors(tensors: Sequence[PublishedTensor], base: LocalStore, strict
             f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
         )
-    if missing and strict:
+    needed = [name for name in missing if layers is None or _layer(name) < layers]
+    if needed and strict:
         raise MissingTensors(
-            f"The checkpoint has nothing for {len(missing)} tensors of {base.url}: {listed(missing)}.",
+            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
             hint="Layers that predict further tokens may be left out with strict=False (--partial).",
-            details={"missing": missing[:100]},
+            details={"missing": needed[:100]},
         )
     for tensor in tensors:
         place = folder.place(tensor.name)
@@ -155,6 +162,12 @@ def missing_tensors(tensors: Sequence[PublishedTensor], base: LocalStore, strict
                 f"make {list(tensor.shape)} of it."
             )
     return missing
+
+
+def _layer(name: str) -> int:
+    """The number of the layer that a published tensor is of; -1 if it is of none."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else -1
 
 
 def share_among_files(

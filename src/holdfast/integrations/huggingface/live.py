@@ -1,0 +1,247 @@
+"""Weights between a published folder and the live model of a framework, without a collective.
+
+`fill` reads a folder into the weights that a rank holds. `export` saves them, and makes a folder of what was
+saved. Both first agree whether the framework's own function is to do it: ranks that decided differently would
+wait for each other.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from holdfast.errors import BadInput, CoverageError, HoldfastError, LoadFailed, MissingTensors, ShapeMismatch
+from holdfast.integrations.huggingface.export import (
+    FILE_BYTES,
+    ExportReport,
+    ExportRequest,
+    view_of_published,
+)
+from holdfast.integrations.megatron import mcore
+from holdfast.integrations.megatron.checkpointing import load_state
+from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
+from holdfast.io.hugging_face import HuggingFaceFolder, read_config
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import listed
+from holdfast.protocol.call import Call
+from holdfast.protocol.operation import agree, read_state
+from holdfast.roster.base import Json
+from holdfast.store.local import LocalStore, open_store
+from holdfast.threads import within
+from holdfast.views.family import View
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
+"""What says that the model, or the folder, is not as the tables have it. All ranks raise the same."""
+
+
+class _Describes(Protocol):
+    """A model of megatron-core's."""
+
+    def sharded_state_dict(self, *, metadata: mcore.StateDict) -> mcore.StateDict: ...
+
+
+class Left(Exception):
+    """Why something is left to the framework."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a live model, and the published folder that they are, or were, loaded from.
+
+    chunks: the parts of the model that this rank has, one for each virtual pipeline stage; wrappers around
+        them are taken off.
+    folder: a path.
+    without: names of parameters that are left as they are.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    folder: str
+    without: tuple[str, ...] = ()
+
+    def modules(self) -> list[torch.nn.Module]:
+        """The parts of the model without wrappers."""
+        return [unwrapped(chunk) for chunk in self.chunks]
+
+    def describe(self) -> mcore.StateDict:
+        """The sharded state dict, by chunk, of weights alone."""
+        metadata = {
+            "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "singleton_local_shards": False,
+        }
+        return {
+            f"model{number}": {
+                name: value
+                for name, value in module.sharded_state_dict(metadata=metadata).items()
+                # Kernels of Transformer Engine keep it; no published model has it.
+                if "_extra_state" not in name and name not in self.without
+            }
+            for number, module in enumerate(cast("list[_Describes]", self.modules()))
+        }
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """A model without what wraps it for training: DDP, Float16Module."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    return module
+
+
+def fill(asked: Weights | Left, place: str, call: Call) -> None:
+    """Read the published folder into the model, each rank what it holds.
+
+    asked: Left if this rank knows already that it can't do it.
+    place: what all ranks call the load, whatever they find the folder under.
+
+    Raises Left on all ranks if the framework's function is to do it, else what `holdfast.megatron.load`
+    raises.
+    """
+    with _left_if_not_ours():
+        weights = _agree(asked, place, call, to_load=True)
+        # As any load of megatron-core's: in place, but for fused tensors, which factories put together.
+        loaded = load_state(
+            open_store(weights.folder),
+            weights.describe(),
+            mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+            call,
+        )
+    for number, module in enumerate(weights.modules()):
+        kept = module.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
+        lost = [name for name in kept if "_extra_state" not in name and name not in weights.without]
+        if lost:
+            raise LoadFailed(
+                f"{len(lost)} weights of the model on rank {call.rank} are not in its sharded state dict, "
+                f"and were not loaded from {weights.folder}: {listed(lost)}.",
+                rank=call.rank,
+                hint="install(huggingface=False) leaves such loads to the framework.",
+            )
+
+
+def export(
+    asked: Weights | Left, out: str, call: Call, *, file_bytes: int = FILE_BYTES, strict: bool = True
+) -> ExportReport:
+    """Make published weights of a live model in `out`, in the place of those that are there.
+
+    The weights are saved beside `out` first, once, and this is removed at the end. Configuration and
+    tokenizer are the framework's to write.
+
+    asked: Left if this rank knows already that it can't do it.
+    file_bytes: of weights in a file at most.
+    strict: weights of the published model that the live one has none of are an error, but for layers that
+        predict further tokens.
+
+    Raises Left on all ranks if the framework's function is to do it, else what a save and an export raise.
+    """
+    target = Path(out).absolute()
+    between = target.parent / f".{target.name}.weights"
+    with _left_if_not_ours():
+        weights = _agree(asked, str(target), call, to_load=False)
+        try:
+            read_state_dict(open_store(between), State(weights.describe()), call).run()
+            return ExportRequest(
+                store=open_store(between),
+                base=open_store(weights.folder),
+                out=open_store(target),
+                call=call,
+                file_bytes=file_bytes,
+                strict=strict,
+                in_framework=True,
+            ).run()
+        finally:
+            # The export ends on all ranks once none of them reads any more.
+            if call.rank == call.participants[0]:
+                shutil.rmtree(between, ignore_errors=True)
+
+
+@contextmanager
+def _left_if_not_ours() -> Iterator[None]:
+    try:
+        yield
+    except _NOT_OURS as error:
+        raise Left(str(error)) from error
+
+
+def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
+    """Raise Left on all ranks if one of them can't do it."""
+    why = str(asked) if isinstance(asked, Left) else _why_not(asked, place, call, to_load)
+    folder = "" if isinstance(asked, Left) else asked.folder
+
+    def choose(heard: dict[int, Json]) -> str:
+        for rank, (reason, _) in heard.items():
+            if reason:
+                return f"{reason} (rank {rank})"
+        folders = sorted({found for _, found in heard.values()})
+        return f"ranks find the model in different folders: {listed(folders)}" if len(folders) > 1 else ""
+
+    title = f"choice of who {'loads' if to_load else 'exports to'} {place}"
+    chosen = agree(title, f"{place}|{to_load}", choose, call, [why, folder])
+    if isinstance(asked, Left) or chosen:
+        raise Left(str(chosen))
+    return asked
+
+
+def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
+    """What this rank can't do; "" if it can do all."""
+    views: list[View] = []
+    state: mcore.StateDict = {}
+
+    def look() -> None:
+        views.append(_view(open_store(weights.folder), to_load))
+
+    def describe() -> None:
+        state.update(own_containers(weights.describe()))
+        mcore.apply_factories(state)
+
+    # Before any protocol, which bounds all that comes later: here `within` bounds what storage may take. The
+    # model is described on this thread, whose current device is the model's.
+    limit = min(call.deadline.left(), call.stall_timeout)
+    trouble = (
+        _strange(weights.modules())
+        or read_state(lambda: within(limit, f"looking for {place}", look), call.rank)
+        or read_state(describe, call.rank)
+    )
+    return str(trouble) if trouble else _misfit(views[0], state)
+
+
+def _strange(modules: Sequence[torch.nn.Module]) -> str:
+    """What is no model of megatron-core's, or has weights in another form than their elements."""
+    for module in modules:
+        if not callable(getattr(module, "sharded_state_dict", None)):
+            return f"{type(module).__name__} has no sharded_state_dict()"
+        for name, value in module.named_parameters():
+            # A subclass holds something else: 8 bits, or a part of the elements.
+            if type(value.data) is not torch.Tensor or value.dtype not in _FLOATS:
+                return f"{name!r} is {value.dtype} in a {type(value.data).__name__}"
+    return ""
+
+
+def _misfit(view: View, state: mcore.StateDict) -> str:
+    """What of a sharded state dict the published model does not have, or has in another shape."""
+    tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
+    unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
+    if unknown:
+        return f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
+    try:
+        for value in tensors:
+            box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))
+            for _ in view.segments(value.key, tuple(value.global_shape), box):
+                pass
+    except HoldfastError as error:
+        return str(error)
+    return ""
+
+
+def _view(base: LocalStore, to_load: bool) -> View:
+    if not HuggingFaceFolder.is_one(base):
+        raise BadInput(f"{base.url} holds no safetensors files")
+    if to_load:
+        return HuggingFaceFolder(base).view
+    if "quantization_config" in (read_config(base) or {}):
+        raise BadInput(f"{base.url} holds a quantized model")
+    return view_of_published(base)

@@ -1,0 +1,273 @@
+"""Where frameworks load and save published weights, and what `install` puts there.
+
+Each of these functions gets weights into the model, or out of it, by collectives that every rank must enter.
+What stands in for it reads and writes through Holdfast (`live`). What Holdfast has no table for, and what it
+does not do (adapters, 8 bits), is left to the function itself; a warning says so.
+
+Nothing of a framework, and no megatron-core, is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from holdfast.integrations.patching import Make, Replacement
+from holdfast.integrations.settings import Settings
+from holdfast.protocol.call import Call, begin_call
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from holdfast.integrations.huggingface.live import Left, Weights
+
+log = logging.getLogger("holdfast")
+_OUTPUT = "output_layer.weight"
+Arguments = Mapping[str, Any]
+"""Of one call of a framework's function, by name, with defaults."""
+
+
+def mbridge(settings: Settings) -> Iterator[Replacement]:
+    """mbridge, verl's `vanilla_mbridge`."""
+    module = "mbridge.core.bridge"
+    load = _Load("weights_path", _of_mbridge)
+    save = _Save("weights_path", _of_mbridge_loaded, options=_strictness, after=_mbridge_config)
+    yield Replacement(module, "Bridge.load_weights", "huggingface", load.make(settings))
+    yield Replacement(module, "Bridge.save_weights", "huggingface", save.make(settings))
+
+
+def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
+    """Megatron-Bridge, which NeMo RL and verl call; the first is what all of its loads come to."""
+    module = "megatron.bridge.models.conversion"
+    load = _Load("hf_pretrained", _of_bridge, name=_name_of_pretrained, after=_bridge_chunks)
+    save = _Save("path", _of_bridge_pretrained, options=_strictness)
+    name = "MegatronModelBridge.load_weights_hf_to_megatron"
+    yield Replacement(f"{module}.model_bridge", name, "huggingface", load.make(settings))
+    name = "AutoBridge.save_hf_weights"
+    yield Replacement(f"{module}.auto_bridge", name, "huggingface", save.make(settings))
+
+
+def mcore_bridge(settings: Settings) -> Iterator[Replacement]:
+    """mcore-bridge, which ms-swift calls, through a function of its own around the save. Its load waits for
+    nobody, and stays."""
+    save = _Save("output_dir", _of_mcore_bridge, options=_file_size)
+    name = "GPTBridge.save_weights"
+    yield Replacement("mcore_bridge.bridge.gpt_bridge", name, "huggingface", save.make(settings))
+
+
+def _live() -> ModuleType:
+    """Imports megatron-core, which whoever calls these functions has done."""
+    return import_module("holdfast.integrations.huggingface.live")
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A function that loads published weights into a model."""
+
+    place: str
+    """Its argument that all ranks give alike: what is loaded."""
+    read: Callable[[Arguments], Weights]
+    """What it was asked for; raises Left for what Holdfast does not do."""
+    name: Callable[[object], str] = str
+    """That argument as text."""
+    after: Callable[[Arguments, Call], object] = lambda given, call: None
+    """What else it does; gives what it returns."""
+
+    def make(self, settings: Settings) -> Make:
+        return _standing_in(settings, self._do)
+
+    def _do(self, given: Arguments, call: Call) -> object:
+        _live().fill(_asked(self.read, given), self.name(given[self.place]), call)
+        return self.after(given, call)
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A function that saves a model as published weights."""
+
+    out: str
+    """Its argument: the folder."""
+    read: Callable[[Arguments], Weights]
+    options: Callable[[Arguments], dict[str, Any]] = lambda given: {}
+    """Arguments of `live.export`."""
+    after: Callable[[Arguments, Call], object] = lambda given, call: None
+
+    def make(self, settings: Settings) -> Make:
+        return _standing_in(settings, self._do)
+
+    def _do(self, given: Arguments, call: Call) -> object:
+        report = _live().export(
+            _asked(self.read, given), os.fspath(given[self.out]), call, **self.options(given)
+        )
+        if report.missing and call.rank == call.participants[0]:
+            log.warning(
+                "%s holds no %d tensors of the published model: %s.",
+                report.path,
+                len(report.missing),
+                ", ".join(report.missing[:3]),
+            )
+        return self.after(given, call)
+
+
+def _asked(read: Callable[[Arguments], Weights], given: Arguments) -> Weights | Left:
+    live = _live()
+    asked: Weights | Left
+    try:
+        asked = read(given)
+    except live.Left as left:
+        asked = left
+    return asked
+
+
+def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) -> Make:
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        signature = inspect.signature(original)
+
+        @wraps(original)
+        def call(*args: object, **named: object) -> object:
+            try:
+                bound = signature.bind(*args, **named)
+            except TypeError:  # the function itself says what is wrong with its arguments
+                return original(*args, **named)
+            if not _has_groups():
+                return original(*args, **named)
+            bound.apply_defaults()
+            begun = begin_call(
+                # Asked at each call: groups may be made long after install().
+                participants=settings.ranks(),
+                timeout=settings.timeout,
+                stall_timeout=settings.stall_timeout,
+            )
+            try:
+                return do(bound.arguments, begun)
+            except _live().Left as left:
+                if begun.rank == begun.participants[0]:
+                    log.warning(
+                        "%s is left to the framework: %s.", original.__qualname__, str(left).rstrip(".")
+                    )
+            return original(*args, **named)
+
+        return call
+
+    return make
+
+
+def _strictness(given: Arguments) -> dict[str, Any]:
+    """Some versions have no such argument."""
+    return {"strict": bool(given.get("strict", True))}
+
+
+def _has_groups() -> bool:
+    """Has megatron-core made its groups? Where a program makes others, who takes part is not known."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return state is not None and bool(state.model_parallel_is_initialized())
+
+
+def _output_of_values(chunks: list[Any]) -> tuple[str, ...]:
+    """The output of a model of values, which has one row. Stock leaves it as it is."""
+    weights = [dict(_live().unwrapped(chunk).named_parameters()) for chunk in chunks]
+    return (_OUTPUT,) if any(_OUTPUT in own and own[_OUTPUT].shape[0] == 1 for own in weights) else ()
+
+
+# -- mbridge -----------------------------------------------------------------------------------
+
+
+def _of_mbridge(given: Arguments) -> Weights:
+    live, bridge, chunks = _live(), given["self"], given["models"]
+    path = given["weights_path"]
+    # mbridge finds the hub's cache by its own means.
+    folder = path if os.path.isdir(path) else bridge._get_actual_hf_path(path)
+    # As stock: a later save takes names of files from it.
+    bridge.safetensor_io = bridge._get_safetensor_io(folder)
+    return live.Weights(chunks, folder, _output_of_values(chunks))  # type: ignore[no-any-return]
+
+
+def _of_mbridge_loaded(given: Arguments) -> Weights:
+    live, bridge = _live(), given["self"]
+    loaded = bridge.safetensor_io
+    if loaded is None:
+        raise live.Left("no weights were loaded through this bridge")
+    return live.Weights(given["models"], loaded.hf_dir)  # type: ignore[no-any-return]
+
+
+def _mbridge_config(given: Arguments, call: Call) -> None:
+    if call.rank == call.participants[0]:
+        given["self"].hf_config.save_pretrained(given["weights_path"])
+
+
+# -- Megatron-Bridge -----------------------------------------------------------------------------
+
+
+def _of_bridge(given: Arguments) -> Weights:
+    live, chunks = _live(), _bridge_chunks(given)
+    mismatched = given.get("allowed_mismatched_params") or []
+    if mismatched not in ([], [_OUTPUT]):  # verl gives this for a model of values
+        raise live.Left(f"allowed_mismatched_params={mismatched} was given")
+    if getattr(given["self"], "export_weight_dtype", "bf16") == "fp8":
+        raise live.Left("export_weight_dtype is fp8")
+    if hasattr(chunks[0], "hide_teacher_model") or hasattr(chunks[0], "hide_loss_modules"):
+        raise live.Left("the model is one that is distilled")
+    folder = _folder_of_pretrained(given["hf_pretrained"])
+    return live.Weights(chunks, folder, _output_of_values(chunks) if mismatched else ())  # type: ignore[no-any-return]
+
+
+def _of_bridge_pretrained(given: Arguments) -> Weights:
+    live, bridge, model = _live(), given["self"], given["model"]
+    if given.get("weight_dtype") is not None:
+        raise live.Left("weight_dtype was given")
+    if getattr(bridge, "export_weight_dtype", "bf16") == "fp8":
+        raise live.Left("export_weight_dtype is fp8")
+    chunks = model if isinstance(model, list) else [model]
+    return live.Weights(chunks, _folder_of_pretrained(bridge.hf_pretrained))  # type: ignore[no-any-return]
+
+
+def _bridge_chunks(given: Arguments, call: Call | None = None) -> list[Any]:
+    """What it is given to fill, and gives back."""
+    model = given["megatron_model"]
+    return model if isinstance(model, list) else [model]
+
+
+def _name_of_pretrained(pretrained: object) -> str:
+    return str(getattr(pretrained, "model_name_or_path", ""))
+
+
+def _folder_of_pretrained(pretrained: object) -> str:
+    """Where it reads weights from; of a model on the hub, the folder in the cache."""
+    state = import_module("megatron.bridge.models.hf_pretrained.state")
+    source = getattr(getattr(pretrained, "state", None), "source", None)
+    if not isinstance(source, state.SafeTensorsStateSource):
+        raise _live().Left("its weights are not read from safetensors files")
+    return str(source.path)
+
+
+# -- mcore-bridge (ms-swift) ---------------------------------------------------------------------
+
+_SIZE = re.compile(r"(\d+)(?:GB)?")
+
+
+def _of_mcore_bridge(given: Arguments) -> Weights:
+    live, bridge, models = _live(), given["self"], given["mg_models"]
+    for name in ("peft_format", "converter", "save_missing_weights"):  # what is read or written is another
+        if given.get(name):
+            raise live.Left(f"{name} was given")
+    # Of a model that was loaded from a checkpoint, the configuration says where it was published.
+    folder = getattr(bridge, "_source_model_dir", None) or bridge.config.hf_config.name_or_path
+    if not folder or not os.path.isdir(folder):
+        raise live.Left("the folder of the published model is not known")
+    if not _SIZE.fullmatch(str(given["max_shard_size"])):
+        raise live.Left(f"max_shard_size={given['max_shard_size']!r} was given")
+    chunks = list(models) if isinstance(models, list | tuple) else [models]
+    return live.Weights(chunks, folder)  # type: ignore[no-any-return]
+
+
+def _file_size(given: Arguments) -> dict[str, Any]:
+    parts = _SIZE.fullmatch(str(given["max_shard_size"]))
+    return {"file_bytes": int(parts[1]) * 10**9} if parts is not None else {}

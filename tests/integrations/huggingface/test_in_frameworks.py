@@ -1,0 +1,186 @@
+"""Published weights through the functions of frameworks, as published and after `install()`: bits, the ranks
+that take part, collectives, and what is left to the framework."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from holdfast.huggingface import export
+from tests.integrations.huggingface import framework_jobs as jobs
+from tests.integrations.huggingface.models import TINY, edit_config, publish, weights
+from tests.integrations.megatron.models import Layout
+from tests.support.processes import ProcessWorld
+
+pytest.importorskip("transformers")
+FRAMEWORKS = {"mbridge": "mbridge", "megatron-bridge": "megatron.bridge", "mcore-bridge": "mcore_bridge"}
+"""By what tests call them, the package that must be there."""
+EVERY = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not there"),
+    )
+    for name, package in FRAMEWORKS.items()
+]
+LAYOUT = Layout(tp=2, pp=2, ep=2)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("published") / "model"
+    publish(TINY["qwen3_moe"], folder)
+    return folder
+
+
+def assert_same_model(folder: Path, published: Path) -> None:
+    """To transformers, bit for bit."""
+    import transformers
+
+    expected, found = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto").state_dict()
+        for path in (published, folder)
+    )
+    assert expected.keys() == found.keys()
+    assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_the_bits_are_stocks_and_no_collective_is_issued(
+    framework: str, published: Path, tmp_path: Path
+) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    shutil.copytree(published, ours)  # an earlier model, in more files
+    with ProcessWorld(4) as world:
+        found = world.run(
+            jobs.load_and_save, framework, str(published), LAYOUT, str(stock), str(ours), timeout=200
+        )
+    for many, differ, issued in found:
+        assert many > 10
+        assert differ == []
+        assert issued == []
+    assert_same_model(ours, published)
+    assert_same_model(stock, published)
+    expected, got = weights(published), weights(ours)
+    assert expected.keys() == got.keys()
+    assert [path.name for path in ours.glob("*.safetensors*")] == ["model.safetensors"]
+    # Nothing is left of the way there, and whatever stock writes beside the weights is there.
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    beside = {path.name for path in stock.iterdir() if ".safetensors" not in path.name}
+    assert beside <= {path.name for path in ours.iterdir()}
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp_path: Path) -> None:
+    # The load of mcore-bridge waits for nobody.
+    out = str(tmp_path / "out") if framework == "mcore-bridge" else ""
+    said = {}
+    for installed in (False, True):
+        with ProcessWorld(4) as world:
+            said[installed] = world.run(
+                jobs.go_without, framework, str(published), LAYOUT, out, 3, installed, timeout=100
+            )
+    stock = [text for text, _ in said[False][:3]]
+    assert any(text != "done" for text in stock)
+    assert not any("rank 3" in text for text in stock)
+    for text, took in said[True][:3]:
+        assert text.startswith("RankFailed")
+        assert "rank 3" in text
+        assert took < 20
+
+
+@pytest.mark.parametrize("framework", EVERY)
+def test_what_there_is_no_table_for_is_left_to_the_framework(
+    framework: str, published: Path, tmp_path: Path
+) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    shutil.copytree(published, model)
+    shutil.copytree(published, other)
+    edit_config(other, model_type="unheard_of")
+    with ProcessWorld(4) as world:
+        said = world.run(jobs.left, framework, str(model), str(other), LAYOUT, timeout=200)
+    assert all(len(lines) <= 2 for lines in said)
+    assert said[1] == said[2] == said[3] == []
+    wanted = "left to the framework: Holdfast has no table for the model type 'unheard_of'"
+    assert any(wanted in line for line in said[0])
+    assert_same_model(tmp_path / "model-left", published)
+
+
+def import_model(
+    published: Path, out: Path, ranks: int, train: int, *, absent: int | None = None, installed: bool = True
+) -> list[tuple[str, list[str]]]:
+    """NeMo RL's world: `train` of `ranks` ranks import a model at start-up, the others generate."""
+    with ProcessWorld(ranks) as world:
+        return world.run(
+            jobs.import_of_some, str(published), str(out), LAYOUT, train, absent, installed, timeout=500
+        )
+
+
+def assert_imported(found: list[tuple[str, list[str]]], out: Path, published: Path, train: int) -> None:
+    assert found[:train] == [("imported", [])] * train
+    assert found[train:] == [("takes no part", [])] * (len(found) - train)
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "0"
+    export(out / "iter_0000000", out / "exported", like=published, no_dist=True)
+    assert_same_model(out / "exported", published)
+
+
+NEMO_RL = pytest.mark.skipif(
+    importlib.util.find_spec("megatron.bridge") is None, reason="needs Megatron-Bridge"
+)
+
+
+@NEMO_RL
+def test_stock_import_waits_for_ranks_that_do_not_train(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4, installed=False)
+    assert any("Timed out" in text for text, _ in found[:4]), found
+    assert not any(text == "imported" or "rank 4" in text for text, _ in found[:4])
+    assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
+
+
+@NEMO_RL
+def test_an_import_is_of_the_ranks_that_train(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4)
+    assert_imported(found, tmp_path, published, 4)
+
+
+@NEMO_RL
+def test_a_rank_that_trains_and_does_not_import_is_named(published: Path, tmp_path: Path) -> None:
+    found = import_model(published, tmp_path, 6, 4, absent=2)
+    for rank in (0, 1, 3):
+        assert "rank 2" in found[rank][0]
+        assert "rank 4" not in found[rank][0]
+
+
+@NEMO_RL
+@pytest.mark.soak
+def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -> None:
+    """24 ranks, of which 16 train."""
+    found = import_model(published, tmp_path, 24, 16)
+    assert_imported(found, tmp_path, published, 16)
+
+
+@pytest.mark.parametrize("framework", EVERY[:2])
+def test_verl_saves_and_loads_published_weights(framework: str, published: Path, tmp_path: Path) -> None:
+    steps = tmp_path / "global_step_1" / "actor"
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(steps), None, timeout=200)
+    assert found == [("saved", [])] * 4
+    assert_same_model(steps / "model" / "huggingface", published)
+
+
+@pytest.mark.parametrize("framework", EVERY[:2])
+def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=100)
+    for rank in (0, 2, 3):
+        assert "rank 1" in found[rank][0]
+
+
+@pytest.mark.parametrize("framework", EVERY[:1])
+def test_a_critic_keeps_its_output(framework: str, published: Path) -> None:
+    with ProcessWorld(4) as world:
+        found = world.run(jobs.values, str(published), LAYOUT, timeout=100)
+    assert found == [([], [], 0.0)] * 4
