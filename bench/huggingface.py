@@ -121,7 +121,7 @@ def state_of(shape: Shape) -> dict[str, torch.Tensor]:
 def alone(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sample]]:
     """Loads and exports, and plain reads and writes of the same bytes, in turns."""
     import holdfast
-    from holdfast.huggingface import export
+    from holdfast.huggingface import export, import_
 
     folder, state = root / "model", state_of(shape)
     files = sorted(folder.glob("*.safetensors"))
@@ -157,6 +157,24 @@ def alone(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sam
         (root / "copy").mkdir()
         note("copy", copy)
         shutil.rmtree(root / "copy")
+        note("import", lambda: import_(folder, root / "out", no_dist=True))
+        shutil.rmtree(root / "out")
+    return found
+
+
+def fingerprints(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sample]]:
+    """Fingerprints of a state in memory, and saves that note them, beside saves that do not, in turns."""
+    import holdfast
+
+    state = {name: value.normal_() for name, value in state_of(shape).items()}
+    found: dict[str, list[Sample]] = {"live": [], "noted": [], "plain": []}
+    for _ in range(reps + 1):
+        found["live"].append(measure(lambda: holdfast.fingerprint(state, no_dist=True))[0])
+        for what, noted in (("noted", True), ("plain", False)):
+            options = holdfast.Options(fingerprint=noted)
+            save = lambda: holdfast.save(state, root / what, no_dist=True, options=options)  # noqa: B023, E731
+            found[what].append(measure(save)[0])
+            shutil.rmtree(root / what)
     return found
 
 
@@ -230,6 +248,10 @@ def run(bench: Bench) -> None:
         found = run_ranks(alone, 1, (shape, root, bench.reps), limit_s=900.0)[0]
         rows_alone(bench, what, nbytes, found)
         shutil.rmtree(root / STEP, ignore_errors=True)
+        for place in ("tmpfs", "disk"):
+            with scratch(place) as other:
+                told = run_ranks(fingerprints, 1, (shape, other, bench.reps), limit_s=900.0)[0]
+                rows_of_fingerprints(bench, f"{what}, {place}", nbytes, told, place == "tmpfs")
         ranks = run_ranks(slices, WORLD, (shape, root, bench.reps), limit_s=900.0)
         rows_together(bench, what, ranks)
         seconds = run_ranks(open_many, 1, (root, bench.reps), limit_s=300.0)[0]
@@ -243,6 +265,7 @@ def rows_alone(bench: Bench, what: str, nbytes: int, found: dict[str, list[Sampl
     for side, peer, note in (
         ("load", "read", "plain reads of the same files into buffers made beforehand"),
         ("export", "copy", "a plain copy of the same files, synced"),
+        ("import", "copy", "a plain copy of the same files, synced"),
     ):
         bench.compare(
             f"{side} {what}, 1 process / plain {peer}",
@@ -257,6 +280,24 @@ def rows_alone(bench: Bench, what: str, nbytes: int, found: dict[str, list[Sampl
         )
     peaks = [sample.peak / MIB for sample in found["export"]]
     bench.target(f"memory of an export of {what}", peaks, 600.0, "MiB")
+
+
+def rows_of_fingerprints(
+    bench: Bench, what: str, nbytes: int, found: dict[str, list[Sample]], with_live: bool
+) -> None:
+    if with_live:
+        speed = [nbytes / GB / sample.wall for sample in found["live"][1:]]
+        bench.target(
+            "fingerprint of a state in memory, one thread", speed, 2.0, "GB/s", higher_is_better=True
+        )
+    bench.compare(
+        f"save {what}, with fingerprints / without",
+        [sample.wall for sample in found["noted"][1:]],
+        [sample.wall for sample in found["plain"][1:]],
+        "s",
+        limit=1 / 1.1,
+        note="the sums are made beside the writing, on a thread",
+    )
 
 
 def rows_together(bench: Bench, what: str, ranks: list[dict[str, list[tuple[Sample, int, int]]]]) -> None:

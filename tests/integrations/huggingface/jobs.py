@@ -83,6 +83,30 @@ def fingerprints(rank: int, name: str, folder: str, layout: Layout) -> Any:
         return found[0]
 
 
+def train_and_export(
+    rank: int, name: str, folder: str, layout: Layout, run: str, out: str
+) -> tuple[list[float], int]:
+    """A published model, a step of training, a save with the optimizer's state, and an export of it, without
+    a collective. Returns the losses, and the bytes that this rank has exported."""
+    from holdfast import megatron
+    from tests.integrations.megatron.jobs import state_of, training
+    from tests.support.collectives import counted
+
+    with training(layout, TINY[name].recipe) as job:
+        load_into(job.chunks, folder)
+        job.optimizer.reload_model_params()
+        losses = [job.step() for _ in range(2)]
+        exported: list[int] = []
+        with megatron.Checkpoints(run, timeout=60, stall_timeout=30) as checkpoints:
+            checkpoints.save(2, state_of(job), content_metadata=job.metadata())
+
+            def export() -> None:
+                exported.append(checkpoints.export_hf(2, out, like=folder).bytes_written)
+
+            assert counted(export) == []
+        return losses, exported[0]
+
+
 def try_to_load(rank: int, name: str, folders: list[str]) -> list[str]:
     """What a load of each folder says."""
     use_cpu()

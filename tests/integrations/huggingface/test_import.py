@@ -17,9 +17,9 @@ from click.testing import CliRunner
 import holdfast
 from holdfast.cli import cli
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
-from holdfast.huggingface import fetch, import_
+from holdfast.huggingface import export, fetch, import_
 from tests.integrations.huggingface import jobs
-from tests.integrations.huggingface.models import TINY, publish, weights
+from tests.integrations.huggingface.models import TINY, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -153,3 +153,34 @@ def test_bad_folders_are_one_sentence(folder: Path, tmp_path: Path) -> None:
     index.write_text(json.dumps(content))
     with pytest.raises(CorruptCheckpoint, match="which it does not"):
         import_(tmp_path / "mixed", tmp_path / "other", no_dist=True)
+
+
+def test_it_is_exported_as_it_was(folder: Path, tmp_path: Path) -> None:
+    import_(folder, tmp_path / "out", no_dist=True)
+    export(tmp_path / "out", tmp_path / "again", like=folder)
+    before, after = weights(folder), weights(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_weights_of_transformers_modules_are_exported(folder: Path, tmp_path: Path) -> None:
+    """Of which some have published names, and some are fused."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    holdfast.save(model.state_dict(), tmp_path / "step", no_dist=True)
+    export(tmp_path / "step", tmp_path / "again", like=folder)
+    assert holdfast.same(tmp_path / "again", folder).same
+
+
+def test_scales_are_not_exported_as_weights(tmp_path: Path) -> None:
+    publish(TINY["qwen3_moe"], tmp_path / "model")
+    tensors = weights(tmp_path / "model")
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.ones(1, 1)}
+    rewrite(tmp_path / "model", tensors)
+    import_(tmp_path / "model", tmp_path / "out", no_dist=True)
+    with pytest.raises(
+        BadInput, match=r"has no place for: 'model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight_scale"
+    ):
+        export(tmp_path / "out", tmp_path / "again", like=tmp_path / "model")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import holdfast
 from holdfast.errors import BadInput
 from holdfast.huggingface import explain, export, families
 from tests.integrations.huggingface import jobs
@@ -70,6 +71,30 @@ def test_every_layout_has_the_published_bits(
     again, missing = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(missing.values())
     assert again.config.model_type == AutoModelForCausalLM.from_pretrained(folder).config.model_type
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_what_was_trained_on_is_exported_and_transformers_agrees(
+    name: str, published: dict[str, Path], alone: ProcessWorld, mcore_world: ProcessWorld, tmp_path: Path
+) -> None:
+    """From the folder through steps of training in eight ranks to a folder again."""
+    layout, out = Layout(tp=2, pp=2, vpp=2, ep=2), tmp_path / "out"
+    told = mcore_world.run(
+        jobs.train_and_export,
+        name,
+        str(published[name]),
+        layout,
+        str(tmp_path / "run"),
+        str(out),
+        timeout=180,
+    )
+    size = sum(value.nbytes for value in weights(out).values())
+    assert sum(exported for _, exported in told) == size  # each file by one rank
+    assert holdfast.same(tmp_path / "run", out).same
+    trained = {one.name for one in holdfast.same(out, published[name]).different}
+    assert len(trained) > len(weights(out)) / 2
+    difference, largest = alone.run(jobs.logits, name, str(out), timeout=120)[0]
+    assert difference < 1e-5 * largest
 
 
 @pytest.mark.parametrize("name", TINY)

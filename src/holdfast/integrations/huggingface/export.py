@@ -41,7 +41,7 @@ from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Message, Roster
 from holdfast.state.memory import ShiftedMemory, TensorMemory
 from holdfast.state.reordered import as_ours
-from holdfast.store.base import replace_file, storage_errors
+from holdfast.store.base import Store, replace_file, storage_errors
 from holdfast.store.local import LocalStore, open_store
 from holdfast.views.family import View, view_of
 from holdfast.views.mapping import MINUS_ONE, Segment
@@ -150,7 +150,7 @@ class ExportRequest:
         are the framework's to write, and layers that predict further tokens need not be there.
     """
 
-    store: LocalStore
+    store: Store
     base: LocalStore
     out: LocalStore
     call: Call
@@ -167,7 +167,7 @@ class ExportRequest:
         def plan() -> None:
             with open_index(self.store) as index:
                 view = view_of_published(self.base)
-                tensors = published_tensors(index, view, self.dtype)
+                tensors = published_tensors(index, view, self.base, self.dtype)
                 layers = view.sizes["num_hidden_layers"] if self.in_framework else None
                 missing = missing_tensors(tensors, self.base, self.strict, layers)
                 export.plan(index, share_among_files(tensors, self.file_bytes), missing)

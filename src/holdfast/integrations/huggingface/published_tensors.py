@@ -49,12 +49,20 @@ class PublishedTensor:
         return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
 
 
-def published_tensors(index: Index, view: View, dtype: str | None) -> list[PublishedTensor]:
-    """The published tensors that the checkpoint's weights make up, in the natural order of their names."""
+def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | None) -> list[PublishedTensor]:
+    """The published tensors that the checkpoint's weights make up, in the natural order of their names.
+
+    base: the published folder. A name that it has stays as it is.
+    """
+    published = set()
+    if HuggingFaceFolder.is_one(base):
+        published = {name for name in HuggingFaceFolder(base).names() if hf.is_weight(name)}
     names = [name for name in index.names() if is_weight(name)]
     columns = index.select(index.find(names))
     unknown = [
-        name for row, name in enumerate(columns.names) if columns.kind[row] == TENSOR and not view.knows(name)
+        name
+        for row, name in enumerate(columns.names)
+        if columns.kind[row] == TENSOR and name not in published and not view.knows(name)
     ]
     if unknown:
         raise BadInput(
@@ -74,7 +82,10 @@ def published_tensors(index: Index, view: View, dtype: str | None) -> list[Publi
                 f"(tie_word_embeddings).",
                 hint="If the model was trained so, set tie_word_embeddings to false in like='s config.json.",
             )
-        for segment in view.segments(name, spec.shape, whole(spec.shape)):
+        segments = (
+            [_as_it_is(spec)] if name in published else view.segments(name, spec.shape, whole(spec.shape))
+        )
+        for segment in segments:
             code = _code(spec, dtype)
             tensor = found.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))
@@ -82,6 +93,12 @@ def published_tensors(index: Index, view: View, dtype: str | None) -> list[Publi
     for tensor in tensors:
         _check_covered(tensor, index.where)
     return tensors
+
+
+def _as_it_is(spec: TensorSpec) -> Segment:
+    """A tensor that has its published name already: of an import, or of transformers' own modules."""
+    axes = tuple(range(len(spec.shape)))
+    return Segment(whole(spec.shape), spec.name, (0,) * len(axes), axes, spec.shape)
 
 
 def _code(spec: TensorSpec, dtype: str | None) -> int:

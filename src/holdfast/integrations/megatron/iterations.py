@@ -4,12 +4,14 @@ step."""
 from __future__ import annotations
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
 from holdfast.background.pending import Pending
 from holdfast.errors import HoldfastError
 from holdfast.format.names import TRACKER
+from holdfast.integrations.huggingface.export import ExportReport, ExportRequest
 from holdfast.integrations.megatron import mcore
 from holdfast.integrations.megatron.checkpointing import load_state
 from holdfast.integrations.megatron.metadata import mark
@@ -19,6 +21,7 @@ from holdfast.protocol.call import Call
 from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import replace_file
+from holdfast.store.local import open_store
 from holdfast.store.run_folder import committed_steps
 
 log = logging.getLogger("holdfast")
@@ -81,6 +84,32 @@ class Checkpoints(RunFolder):
             iteration,
             fallback,
         )
+
+    def export_hf(
+        self,
+        iteration: int,
+        out: str | os.PathLike[str],
+        *,
+        like: str | os.PathLike[str],
+        dtype: str | None = None,
+        strict: bool = True,
+    ) -> ExportReport:
+        """Make a folder that transformers loads, of an iteration's weights. All ranks call it: each writes
+        some of the files, whole; nothing is gathered, and no collective is entered.
+
+        Waits for saves under way first, of which the iteration may be one. out, like, dtype, strict, and what
+        is raised: as in `holdfast.huggingface.export`.
+        """
+        iteration = whole_step(iteration)
+        self._settle()
+        return ExportRequest(
+            store=self._folder(iteration),
+            base=open_store(like),
+            out=open_store(out),
+            call=self._call(),
+            dtype=dtype,
+            strict=strict,
+        ).run()
 
     def _committed(self, iteration: int) -> None:
         # The tracker comes last: it must never name what frameworks do not take for a checkpoint.
