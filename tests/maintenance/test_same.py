@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 import holdfast
 from holdfast.cli import cli
 from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, NotCommitted, ReplicaMismatch
+from holdfast.maintenance.same import MOST_BOXES
 from tests.support.threads import on_ranks
 
 MARKED = holdfast.Options(fingerprint=True)
@@ -201,7 +203,7 @@ def test_ranks_that_hold_different_things_are_told() -> None:
 
     with pytest.raises(ReplicaMismatch, match="Ranks 0 and 1 hold different elements of 'w'"):
         on_ranks(2, differing)
-    with pytest.raises(CoverageError, match="hold 4 elements of 'w', which has 6"):
+    with pytest.raises(CoverageError, match=r"just once: gap from index \[4\] on"):
         on_ranks(2, partial)
     with pytest.raises(ReplicaMismatch, match=r"rank 0 holds float32\[4\], rank 1 float32\[5\]"):
         on_ranks(2, shapes)
@@ -254,3 +256,49 @@ def test_asynchronous_saves_note_fingerprints_too(tmp_path: Path) -> None:
     found = holdfast.same(tmp_path / "a", holdfast.fingerprint(state, no_dist=True))
     assert found.same
     assert found.bytes_read == 0
+
+
+def test_a_thread_that_can_not_be_started_changes_no_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"w{at}": torch.randn(700, 1000) for at in range(4)}
+    spread(state, tmp_path / "a", 1, options=MARKED)
+    start, refused = threading.Thread.start, []
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name.startswith("holdfast-sums") and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
+    spread(state, tmp_path / "b", 1, options=MARKED)
+    assert refused
+    found = holdfast.same(tmp_path / "a", tmp_path / "b")
+    assert found.same
+    assert found.bytes_read == 0
+
+
+def test_a_gap_behind_an_overlap_is_told() -> None:
+    def overlapping(roster: Any) -> Any:
+        part = holdfast.Shard(torch.ones(2), offset=(roster.rank,), global_shape=(4,))
+        return holdfast.fingerprint({"w": part}, roster=roster, timeout=30)
+
+    def second_copies(roster: Any) -> Any:
+        part = holdfast.Shard(torch.ones(4), offset=(0,), global_shape=(4,), replica=(1, 2))
+        return holdfast.fingerprint({"w": part}, roster=roster, timeout=30)
+
+    with pytest.raises(CoverageError, match=r"overlap from index \[1\] on"):
+        on_ranks(2, overlapping)
+    with pytest.raises(CoverageError, match=r"gap from index \[0\] on"):
+        on_ranks(2, second_copies)
+
+
+def test_boxes_that_are_told_are_few(tmp_path: Path) -> None:
+    state = {"w": torch.zeros(1000, 2)}
+    holdfast.save(state, tmp_path / "a", no_dist=True)
+    state["w"][::2] = 1
+    holdfast.save(state, tmp_path / "b", no_dist=True)
+    (one,) = holdfast.same(tmp_path / "a", tmp_path / "b", where=True).different
+    assert len(one.boxes) == MOST_BOXES
+    assert one.boxes[1] == ((2, 0), (1, 2))

@@ -25,8 +25,8 @@ Sums = npt.NDArray[np.uint64]
 _WORD = 8
 _LINE = 4096
 """Words along the last axis that share a weight, besides one of their own."""
-_TILE = 1 << 15
-"""Words that are taken at a time: with their reversed copy they stay in cache."""
+_TILE = 1 << 17
+"""Words that are taken at a time: their reversed copy stays in cache."""
 _ROWS = 1 << 16
 """Weights of an axis that are kept."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -7,7 +7,6 @@ such a folder tells digests, so its bytes are read as they are. No torch.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,7 +36,8 @@ BLOCK = 4 << 20
 
 SCALES = "_scale_inv"
 """After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
-_NO_WEIGHT = re.compile(r"(_scale_inv|_scales|\.rotary_emb\.inv_freq)\Z")
+_CONSTANT = ".rotary_emb.inv_freq"
+"""What old versions of transformers wrote, of no use to anybody."""
 CODE_OF_TAG = {dtype.tag: code for code, dtype in reversed(list(enumerate(DTYPES))) if dtype.extra == 1}
 """By safetensors' name of a dtype: its code. Those that it has no name for are stored as bytes."""
 
@@ -136,8 +136,13 @@ def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
 
 
 def is_weight(name: str) -> bool:
-    """Is it a weight by its name? Scales are none, nor is what old versions of transformers wrote besides."""
-    return _NO_WEIGHT.search(name) is None
+    """Is it a weight by its name? Scales are none, nor are constants."""
+    return not name.endswith((SCALES, "_scales")) and not is_constant(name)
+
+
+def is_constant(name: str) -> bool:
+    """Is it something that every model of its sizes has?"""
+    return name.endswith(_CONSTANT)
 
 
 def weights_files(names: Iterable[str]) -> list[str]:

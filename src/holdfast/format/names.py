@@ -89,7 +89,7 @@ def without_offset(entry: str) -> str:
 
 IMPORTED_MODEL = "hf"
 """What the notes of a checkpoint say that was made of a model that Hugging Face publishes."""
-_NO_WEIGHT = re.compile(r"(.*\.)?optimizer\.|chained_|rng_state|common_state|.*_extra_state")
+_NO_WEIGHT = re.compile(r"(optimizer|optim|chained_\d+)\.|rng_state(?![a-z_])|common_state|.*_extra_state")
 
 
 def is_weight(name: str) -> bool:

@@ -22,7 +22,7 @@ from holdfast.format.limits import bounded_memory, check_size
 from holdfast.io.small_files import read_file
 from holdfast.layout.box import Dims
 from holdfast.store.base import Store
-from holdfast.views.family import View, view_of
+from holdfast.views.family import View, families, view_of
 
 SMALL = 1 << 30
 """Bytes of a tensor that is read whole: scales, of which there is one for 16,384 elements."""
@@ -59,6 +59,13 @@ class PublishedModel(ABC):
     def view(self) -> View:
         """The model as megatron-core names and shapes it. BadInput if that is not known."""
         return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
+
+    @property
+    def view_if_known(self) -> View | None:
+        """The view; None if no table knows the model, or it has no configuration."""
+        inner = self.config.get("text_config")
+        kinds = [self.config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
+        return self.view if any(isinstance(kind, str) and kind in families() for kind in kinds) else None
 
     def is_scaled(self, name: str) -> bool:
         """Are there scales that a tensor's elements are to be multiplied by?"""
@@ -118,6 +125,14 @@ class HuggingFaceFolder(PublishedModel):
         chosen = [self._place(name) for name in names]
         chosen = [place._replace(shape=self._read_as.get(place.name, place.shape)) for place in chosen]
         return hf.to_columns(chosen, self._sizes)
+
+    def identity_of_files(self) -> str:
+        """A digest of the names, sizes and headers of all files."""
+        said = [self.identity]
+        for file in sorted(set(self._files.values())):
+            header = self._header(file)
+            said.append(f"{file} {self._sizes[file]} {hex_digest(digest(header))}")
+        return hex_digest(digest("\n".join(said).encode()))
 
     def place(self, name: str) -> hf.Place | None:
         return self._place(name) if name in self._row else None

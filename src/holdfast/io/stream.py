@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -104,8 +105,8 @@ class ChunkSource:
 class Stream:
     """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
 
-    def __init__(self, writer: Writer, position: int, progress: Progress, beside: Executor) -> None:
-        """beside: takes the sums of a batch, while this thread writes it."""
+    def __init__(self, writer: Writer, position: int, progress: Progress, beside: Executor | None) -> None:
+        """beside: takes the sums of a batch, while this thread writes it; None: this thread does."""
         self._writer, self._position, self._progress = writer, position, progress
         self._beside = beside
         self._unsummed: list[_Unsummed] = []
@@ -134,13 +135,10 @@ class Stream:
 
     def _begin_sums(self) -> Future[None] | None:
         unsummed, self._unsummed = self._unsummed, []
-        if not unsummed:
-            return None
-        try:
+        if unsummed and self._beside is not None:
             return self._beside.submit(_sum, unsummed)
-        except RuntimeError:  # no more threads, or the process is about to end
-            _sum(unsummed)
-            return None
+        _sum(unsummed)
+        return None
 
     def chunk(self, source: ChunkSource, sums: Sums | None) -> None:
         """Add a chunk; its fingerprint is added to `sums`, if wanted."""
@@ -229,13 +227,25 @@ def stream_chunks(
 
     if not len(chunks.row):
         return digests
-    # It starts no thread until it is given something.
-    with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-sums") as beside:
+    with ExitStack() as stack:
+        beside = _one_thread(stack) if sums is not None else None
         if threads == 1:
             work(0, len(chunks.row))
         else:
             _share(work, chunks, threads)
     return digests
+
+
+def _one_thread(stack: ExitStack) -> Executor | None:
+    """A thread beside this one, until the stack is closed; None if there can't be one more."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-sums")
+    try:
+        # Started now: what is submitted when a thread can't be started stays in the queue.
+        pool.submit(int)
+    except RuntimeError:  # no more threads, or the process is about to end
+        pool.shutdown(wait=False, cancel_futures=True)
+        return None
+    return stack.enter_context(pool)
 
 
 def _share(work: Callable[[int, int], None], chunks: Planned, threads: int) -> None:

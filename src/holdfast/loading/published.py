@@ -44,18 +44,24 @@ def see_published(
     return seen, owners
 
 
-def published_dtype(source: PublishedModel, spec: TensorSpec) -> int:
-    """The dtype of what a tensor of megatron-core's is made of; its own, if that has scales.
+def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
+    """The dtypes that a tensor of megatron-core's is published in, and the boxes of each: all but padding.
+    What has scales counts as the tensor's own dtype.
 
-    Raises MissingTensors if the first part is not there.
+    Raises MissingTensors if a part is not there.
     """
-    segment = next(source.view.segments(spec.name, spec.shape, whole(spec.shape)), None)
-    place = source.place(segment.name) if segment is not None else None
-    if segment is not None and place is None and Packed(source, segment.name).is_there:
-        return spec.dtype
-    if place is None:
-        raise _not_there(source, segment.name if segment is not None else spec.name, spec)
-    return spec.dtype if place.code == IN_8_BITS else place.code
+    found: list[tuple[int, Box]] = []
+    for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
+        place = source.place(segment.name)
+        if place is None and not Packed(source, segment.name).is_there:
+            raise _not_there(source, segment.name, spec)
+        has_scales = place is None or place.code == IN_8_BITS
+        found.append((spec.dtype if place is None or has_scales else place.code, segment.box))
+    if len({dtype for dtype, _ in found}) > 1:
+        return found
+    # All alike: one box, which what is published fills, but for padding at the end of the first axis.
+    rows = max((box.stop[0] for _, box in found if box.shape), default=0)
+    return [(found[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
 
 
 def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:

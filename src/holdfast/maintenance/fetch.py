@@ -23,7 +23,6 @@ from holdfast.plan.byte_ranges import ByteRange, byte_ranges
 from holdfast.plan.read import overlaps
 from holdfast.plan.shard_table import ShardTable
 from holdfast.store.local import open_store
-from holdfast.views.family import View, families
 from holdfast.views.needs import (
     Needs,
     of_published,
@@ -174,7 +173,7 @@ _Find = Callable[[Grid, Sequence[int], Sequence[int] | None], dict[int, Needs]]
 
 def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_only: bool) -> _Find:
     """How to find what ranks need of a source."""
-    view = _view(opened) if isinstance(opened, PublishedModel) else None
+    view = opened.view_if_known if isinstance(opened, PublishedModel) else None
     is_published = isinstance(opened, PublishedModel)
     sizes = sizes_published(view, specs, words) if is_published else sizes_stored(specs, words)
 
@@ -196,14 +195,6 @@ def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_
         return found
 
     return find
-
-
-def _view(folder: PublishedModel) -> View | None:
-    """The view of a published model; None if no table knows its family."""
-    config = folder.config
-    inner = config.get("text_config")
-    kinds = (config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None)
-    return folder.view if any(kind in families() for kind in kinds) else None
 
 
 def _nbytes(needs: Needs, specs: dict[str, TensorSpec]) -> int:

@@ -20,9 +20,10 @@ from holdfast.format.fingerprint import Sums, box_sums, nothing, text_of
 from holdfast.format.names import is_weight
 from holdfast.io.raw_read import slabs
 from holdfast.layout.box import Box, Dims
-from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
+from holdfast.layout.coverage import first_problem
+from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.plan.merge import what
-from holdfast.plan.shard_table import ShardTable
+from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.messages import from_roster
 from holdfast.protocol.operation import read_state
@@ -108,14 +109,16 @@ def fingerprint_leaves(
     return msgspec.convert(task.run(), dict[str, Fingerprint])
 
 
+_Row = tuple[str, Dims, Dims, int, int]
+"""Name, box, both sums."""
+
+
 class _Rows(msgspec.Struct):
-    """What a rank has summed: the sums of declared rows by name, and each undeclared row for itself."""
+    """What a rank has summed."""
 
     specs: dict[str, tuple[int, Dims]]
-    sums: dict[str, tuple[int, int, int]]
-    """Both sums and how many elements."""
-    undeclared: list[tuple[str, Dims, Dims, int, int]]
-    """Name, box, both sums; of the first of those ranks that have the same."""
+    """What it holds under each name."""
+    rows: list[_Row]
 
 
 class _Task(CollectiveTask):
@@ -127,8 +130,8 @@ class _Task(CollectiveTask):
         """What reading the state met; all ranks hear of it."""
         self._table = ShardTable(call.rank)
         self._streams = CallerStreams(self._table)
-        self._said = _Rows({}, {}, [])
-        self._undeclared: list[tuple[str, Dims, Dims, int, int]] = []
+        self._said = _Rows({}, [])
+        self._undeclared: list[_Row] = []
 
     def take(self, table: ShardTable) -> None:
         """The rows of this rank's state."""
@@ -154,13 +157,7 @@ class _Task(CollectiveTask):
             if replica is None:
                 self._undeclared.append((spec.name, box.offset, box.shape, *self._sums(row)))
             elif replica[0] == 0:
-                first, second = self._sums(row)
-                known = self._said.sums.get(spec.name, (0, 0, 0))
-                self._said.sums[spec.name] = (
-                    known[0] + first & _MASK,
-                    known[1] + second & _MASK,
-                    known[2] + box.volume,
-                )
+                self._said.rows.append((spec.name, box.offset, box.shape, *self._sums(row)))
         # In place of the rows, of which mostly all ranks have the same.
         return {"undeclared": hex_digest(digest(msgspec.json.encode(self._undeclared)))}
 
@@ -172,7 +169,7 @@ class _Task(CollectiveTask):
 
     def execute(self, answer: Message) -> Message:
         if answer["wanted"]:
-            self._said.undeclared = self._undeclared
+            self._said.rows += self._undeclared
         message: Message = msgspec.to_builtins(self._said)
         return message
 
@@ -185,25 +182,24 @@ class _Task(CollectiveTask):
 
     def _sums(self, row: int) -> tuple[int, int]:
         first, second = self._sums_of(row)
-        self.operation.tick()
         return int(first), int(second)
 
     def _sums_of(self, row: int) -> Sums:
         spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
         itemsize = DTYPES[spec.dtype].size
-        if memory.address:
-            data: Buffer = (ctypes.c_ubyte * (box.volume * itemsize)).from_address(memory.address)
-            return box_sums(data, itemsize, box)
         sums = nothing()
         for part in slabs(box, itemsize, _SLAB):
-            out = memoryview(bytearray(part.volume * itemsize))
-            memory.gather(part.relative_to(box.offset), out)
-            sums += box_sums(out, itemsize, part)
+            inside = part.relative_to(box.offset)
+            start = contiguous_at(box.shape, inside) if memory.address else None
+            if start is not None:  # where it lies
+                size = part.volume * itemsize
+                data: Buffer = (ctypes.c_ubyte * size).from_address(memory.address + start * itemsize)
+            else:
+                data = memoryview(bytearray(part.volume * itemsize))
+                memory.gather(inside, data)
+            sums += box_sums(data, itemsize, part)
             self.operation.tick()
         return sums
-
-
-_MASK = (1 << 64) - 1
 
 
 class _Whole:
@@ -212,9 +208,7 @@ class _Whole:
     def __init__(self) -> None:
         self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
         """By name the first rank that has it, and what it is there."""
-        self._sums: dict[str, list[int]] = {}
-        """Both sums, and how many elements."""
-        self._undeclared: dict[tuple[str, Dims, Dims], tuple[int, tuple[int, int]]] = {}
+        self._sums: dict[str, dict[Box, tuple[int, tuple[int, int]]]] = {}
         """By name and box the first rank that has it, and its sums."""
 
     def add(self, rank: int, rows: _Rows) -> None:
@@ -227,10 +221,8 @@ class _Whole:
                     rank=rank,
                     details={"tensor": name, "ranks": [first, rank]},
                 )
-        for name, (a, b, many) in rows.sums.items():
-            self._count(name, a, b, many)
-        for name, offset, shape, a, b in rows.undeclared:
-            first, sums = self._undeclared.setdefault((name, offset, shape), (rank, (a, b)))
+        for name, offset, shape, a, b in rows.rows:
+            first, sums = self._sums.setdefault(name, {}).setdefault(Box(offset, shape), (rank, (a, b)))
             if sums != (a, b):
                 raise ReplicaMismatch(
                     f"Ranks {first} and {rank} hold different elements of {name!r}.",
@@ -238,26 +230,31 @@ class _Whole:
                     hint="If every rank has its own value, give it a name of its own.",
                     details={"tensor": name, "ranks": [first, rank]},
                 )
-            if first == rank:
-                self._count(name, a, b, Box(offset, shape).volume)
-
-    def _count(self, name: str, a: int, b: int, many: int) -> None:
-        known = self._sums.setdefault(name, [0, 0, 0])
-        known[:] = known[0] + a & _MASK, known[1] + b & _MASK, known[2] + many
 
     def result(self) -> dict[str, Fingerprint]:
         found = {}
         for name in sorted(self._specs):
             rank, (dtype, shape) = self._specs[name]
-            a, b, many = self._sums[name]
-            spec = TensorSpec(name, dtype, shape)
-            expected = int(np.prod(spec.shape, dtype=np.int64))
-            if many != expected:
-                raise CoverageError(
-                    f"The ranks hold {many} elements of {name!r}, which has {expected}.",
-                    rank=rank,
-                    hint="Every rank that holds a part must take part.",
-                    details={"tensor": name},
-                )
-            found[name] = Fingerprint(DTYPES[dtype].name, shape, text_of(np.asarray([a, b], np.uint64)))
+            boxes = self._sums.get(name, {})
+            self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
+            sums = np.asarray([sums for _, sums in boxes.values()], np.uint64).reshape(-1, 2)
+            value = text_of(sums.sum(axis=0, dtype=np.uint64))
+            found[name] = Fingerprint(DTYPES[dtype].name, shape, value)
         return found
+
+    def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
+        dims = max(len(shape), 1)
+        problem = first_problem(
+            np.asarray([shape or (1,)], np.int64),
+            np.zeros(len(boxes), np.int64),
+            np.asarray([box.offset or (0,) for box in boxes], np.int64).reshape(-1, dims),
+            np.asarray([box.shape or (1,) for box in boxes], np.int64).reshape(-1, dims),
+        )
+        if problem is not None:
+            raise CoverageError(
+                f"The ranks together do not hold {name!r} of shape {list(shape)} just once: {problem.kind} "
+                f"from index {list(problem.place)} on.",
+                rank=rank,
+                hint="Every rank that holds a part must take part, and declare what it holds.",
+                details={"tensor": name},
+            )

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,14 +23,15 @@ from holdfast.format.columns import Array
 from holdfast.format.fingerprint import box_sums, nothing, text_of
 from holdfast.format.index import Index
 from holdfast.format.names import is_weight
-from holdfast.io.hugging_face import PublishedModel
+from holdfast.io.hugging_face import HuggingFaceFolder, PublishedModel
 from holdfast.io.indexed_model import IndexedModel
 from holdfast.io.open_checkpoint import Source, open_source
 from holdfast.io.raw_read import slabs
+from holdfast.io.slice import Slice
 from holdfast.layout.box import Box, Dims, whole
 from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, matches
 from holdfast.loading.boxes import Wanted, read_boxes
-from holdfast.loading.published import published_dtype
+from holdfast.loading.published import published_regions
 from holdfast.maintenance.differing_boxes import differing_boxes
 from holdfast.maintenance.fingerprints import Fingerprint
 from holdfast.maintenance.target import checkpoint_at
@@ -43,7 +45,7 @@ MOST_BOXES = 100
 """Boxes that are told of a tensor."""
 _EXACT = [CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")]
 """From the most exact to the least."""
-_OUTPUT = "lm_head.weight"
+_OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Unlike(msgspec.Struct, frozen=True):
@@ -92,7 +94,7 @@ def same(
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
     progress: called with the bytes read since the last call.
 
-    State of optimizers, objects and the padding of a vocabulary are not compared.
+    State of optimizers, objects and the padding of a vocabulary beside a published model are not compared.
 
     Raises BadInput if a place holds no weights, or no table knows the model; NotCommitted and
     CorruptCheckpoint for what is there.
@@ -190,22 +192,17 @@ class _Folder:
         return self.source if isinstance(self.source, PublishedModel) else None
 
     def weights(self) -> dict[str, TensorSpec]:
-        is_one = hf.is_weight if self.published is not None else is_weight
-        names = [name for name in self.source.names() if is_one(name)]
+        # Scales of a published model are compared, too: elements mean nothing without them.
+        names = [name for name in self.source.names() if is_weight(name) and not hf.is_constant(name)]
         columns = self.source.select(np.sort(self.source.find(names)))
         found = {
-            name: TensorSpec(name, self._dtype(name, int(columns.dtype[row])), columns.shape_of(row))
+            name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
             for row, name in enumerate(columns.names)
             if columns.kind[row] == TENSOR
         }
         if not found:
             raise BadInput(f"{self.store.url} holds no weights.")
         return found
-
-    def _dtype(self, name: str, stored: int) -> int:
-        """The dtype that a tensor is read in: with its scales, if it has some."""
-        scaled = self.published is not None and self.published.is_scaled(name)
-        return CODE_OF["float32"] if scaled else stored
 
     def fingerprints(self) -> dict[str, str]:
         index = self.source.index if isinstance(self.source, IndexedModel) else self.source
@@ -222,23 +219,20 @@ class _Folder:
 
 def _open(place: Place, opened: ExitStack) -> _Side:
     if isinstance(place, Mapping):
+        if not all(isinstance(one, Fingerprint) for one in place.values()):
+            raise BadInput("A state is compared by what fingerprint(state) says of it.")
         return _Live(place)
-    try:
-        store = checkpoint_at(place)  # of a run folder the newest step
-    except NotCommitted:
-        store = open_store(place)
-    return _Folder(store, opened.enter_context(open_source(store)))
-
-
-def _parts(side: _Side, spec: TensorSpec) -> set[str]:
-    """The published tensors that a tensor is made of, as far as its shape fits them."""
-    if side.published is None:
-        return set()
-    try:
-        found = side.published.view.segments(spec.name, spec.shape, whole(spec.shape))
-        return {segment.name for segment in found}
-    except (BadInput, ShapeMismatch):
-        return set()
+    store = open_store(place)
+    if not HuggingFaceFolder.is_one(store):
+        with suppress(NotCommitted):
+            store = checkpoint_at(place)  # of a run folder the newest step
+    source = opened.enter_context(open_source(store))
+    if isinstance(source, Slice):
+        raise BadInput(
+            f"{store.url} is what was fetched for {source.fetched_for}, a part of the weights.",
+            hint="Compare the folder that it was fetched from.",
+        )
+    return _Folder(store, source)
 
 
 class _Pair(NamedTuple):
@@ -246,10 +240,8 @@ class _Pair(NamedTuple):
 
     specs: tuple[TensorSpec, TensorSpec]
     """As each is read."""
-    dtype: int
-    """What elements are compared in."""
-    region: Box
-    """What is compared: all but padding."""
+    regions: tuple[tuple[int, Box], ...]
+    """What is compared, and in which dtype: all but padding."""
     prints: tuple[str | None, str | None]
     """Fingerprints of just that, as far as they are known."""
 
@@ -260,63 +252,123 @@ class _Work:
     def __init__(self, lead: _Side, other: _Side, where: bool, progress: Callable[[int], None]) -> None:
         self._lead, self._other = lead, other
         self._where, self._progress = where, progress
+        self._view = other.published.view_if_known if other.published is not None else None
         self.equal = self.bytes_read = 0
         self.converted: list[str] = []
         self.unlike: list[Unlike] = []
         self.only: tuple[list[str], list[str]] = ([], [])
 
     def run(self, keep: Callable[[str], bool]) -> None:
-        mine = {name: spec for name, spec in self._lead.weights().items() if keep(name)}
-        theirs = {name: spec for name, spec in self._other.weights().items() if keep(name)}
+        mine, theirs = self._lead.weights(), self._other.weights()
         prints = self._lead.fingerprints(), self._other.fingerprints()
+        compared = 0
         for name, spec in mine.items():
+            if not keep(name):
+                self._other.used |= self._parts(spec)  # which are not asked for, either
+                continue
+            compared += 1
+            if self._goes_with_its_tensor(name, mine, theirs):
+                continue
             try:
                 pair = self._pair(spec, theirs.get(name), (prints[0].get(name), prints[1].get(name)))
                 if pair is not None:
                     self._compare(pair)
-            except (MissingTensors, ShapeMismatch) as error:  # of a published model
+            except (BadInput, MissingTensors, ShapeMismatch) as error:  # of a published model
+                if isinstance(self._lead, _Live) and isinstance(error, BadInput):
+                    raise
                 self.unlike.append(Unlike(name, what(TENSOR, spec.dtype, spec.shape), error.message))
-                self._other.used |= _parts(self._other, spec)  # told of already
+                self._other.used |= self._parts(spec)  # told of already
+        left = [name for name in theirs if name not in mine and keep(name)]
+        if not compared and not left:
+            raise BadInput("Neither place has a weight that include= and exclude= leave.")
         # Of a published model: what no tensor of the other side is made of.
-        left = [name for name in theirs if name not in mine and name not in self._other.used]
-        folder = self._other.published
-        if _OUTPUT in left and folder is not None and folder.config and folder.view.is_tied:
+        left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
+        if _OUTPUT in left and self._view is not None and self._view.is_tied:
             left.remove(_OUTPUT)
+            self._check_tie(theirs)
         self.only[1].extend(left)
+
+    @staticmethod
+    def _goes_with_its_tensor(
+        name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
+    ) -> bool:
+        """Is it the scales of a tensor that the other place has without some?"""
+        base = name.removesuffix(hf.SCALES)
+        return base != name and name not in theirs and base in mine and base in theirs
+
+    def _is_scale(self, name: str) -> bool:
+        """Is it the scales of something that was compared?"""
+        bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
+        return any(base != name and base in self._other.used for base in bases)
+
+    def _check_tie(self, theirs: Mapping[str, TensorSpec]) -> None:
+        """The published output of a model whose output is its embedding must be that."""
+        output, embedding = theirs[_OUTPUT], theirs.get(_EMBEDDING)
+        if embedding is not None and embedding[1:] == output[1:]:
+            pair = _Pair((embedding, output), ((output.dtype, whole(output.shape)),), (None, None))
+            if not self._elements(pair, (self._other, self._other))[0]:
+                return
+        said = what(TENSOR, output.dtype, output.shape)
+        self.unlike.append(Unlike(_OUTPUT, "the embedding (tie_word_embeddings)", said))
+
+    def _parts(self, spec: TensorSpec) -> set[str]:
+        """The published tensors that a tensor is made of, as far as its shape fits them."""
+        if self._view is None or not self._view.knows(spec.name):
+            return set()
+        try:
+            found = self._view.segments(spec.name, spec.shape, whole(spec.shape))
+            return {segment.name for segment in found}
+        except (BadInput, ShapeMismatch):
+            return set()
 
     def _pair(
         self, spec: TensorSpec, theirs: TensorSpec | None, prints: tuple[str | None, str | None]
     ) -> _Pair | None:
         """How a tensor is compared; None once there is nothing more to it."""
-        folder, region = self._other.published, whole(spec.shape)
-        if theirs is None:
-            if folder is None or not folder.config or not folder.view.knows(spec.name):
-                self.only[0].append(spec.name)
-                return None
-            stored = published_dtype(folder, spec)
-            # Padding of a live state can't be left out of its fingerprint; zeros add nothing to it.
-            if folder.view.is_padded(spec.name) and not isinstance(self._lead, _Live):
-                rows = max(part.box.stop[0] for part in folder.view.segments(spec.name, spec.shape, region))
-                region = Box(region.offset, (rows, *region.shape[1:]))
-        else:
-            stored = theirs.dtype
-        dtype = _less_exact(spec.dtype, stored)
-        if dtype is not None and isinstance(self._lead, _Live):
-            dtype = spec.dtype
-        if dtype is None or (theirs is not None and theirs.shape != spec.shape):
-            shape = spec.shape if theirs is None else theirs.shape
-            self.unlike.append(
-                Unlike(spec.name, what(TENSOR, spec.dtype, spec.shape), what(TENSOR, stored, shape))
-            )
+        folder = self._other.published
+        if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
+            self.only[0].append(spec.name)
             return None
-        if dtype != spec.dtype or dtype != stored:
+        if theirs is not None:
+            mine, other = self._with_scales(spec, theirs)
+            stored = [(other.dtype, whole(other.shape))]
+        else:
+            assert folder is not None
+            mine, other, stored = spec, spec, published_regions(folder, spec)
+        regions = [(_less_exact(mine.dtype, dtype), box) for dtype, box in stored]
+        if mine.shape != other.shape or any(dtype is None for dtype, _ in regions):
+            said = [what(TENSOR, one, two.shape) for one, two in ((mine.dtype, mine), (stored[0][0], other))]
+            self.unlike.append(Unlike(spec.name, said[0], said[1]))
+            return None
+        if any(
+            dtype != mine.dtype or dtype != had for (dtype, _), (had, _) in zip(regions, stored, strict=True)
+        ):
             self.converted.append(spec.name)
-        specs = (spec, theirs or spec._replace(dtype=dtype))
-        is_whole = region == whole(spec.shape)
+        if isinstance(self._lead, _Live):
+            if any(dtype != mine.dtype for dtype, _ in regions):
+                raise _of_one_dtype(spec.name, mine.dtype, stored[0][0])
+            # Padding of a live state can't be left out of its fingerprint; zeros add nothing to it.
+            regions = [(mine.dtype, whole(mine.shape))]
+        if theirs is None:
+            other = spec._replace(dtype=regions[0][0] or spec.dtype)
         known = [
-            one if is_whole and each.dtype == dtype else None for one, each in zip(prints, specs, strict=True)
+            one if each == told and regions == [(each.dtype, whole(each.shape))] else None
+            for one, each, told in zip(prints, (mine, other), (spec, theirs), strict=True)
         ]
-        return _Pair(specs, dtype, region, (known[0], known[1]))
+        checked = tuple((dtype, box) for dtype, box in regions if dtype is not None)
+        return _Pair((mine, other), checked, (known[0], known[1]))
+
+    def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
+        """As they are read: in 8 bits if both are, else multiplied by scales where there are some."""
+        if spec.dtype == theirs.dtype:
+            return spec, theirs
+        found = [
+            one._replace(dtype=CODE_OF["float32"])
+            if side.published is not None and side.published.is_scaled(one.name)
+            else one
+            for side, one in ((self._lead, spec), (self._other, theirs))
+        ]
+        return found[0], found[1]
 
     def _compare(self, pair: _Pair) -> None:
         mine, theirs = pair.prints
@@ -328,40 +380,39 @@ class _Work:
         elif theirs is not None:
             differ = self._sums(self._lead, pair.specs[0], pair) != theirs
         if pair.prints == (None, None) or (differ and self._where):
-            differ, boxes = self._elements(pair)
+            differ, boxes = self._elements(pair, (self._lead, self._other))
         if not differ:
             self.equal += 1
             return
         said = [what(TENSOR, spec.dtype, spec.shape) for spec in pair.specs]
-        told = tuple((box.offset, box.shape) for box in boxes[:MOST_BOXES])
+        told = tuple((box.offset, box.shape) for box in boxes)
         self.unlike.append(Unlike(pair.specs[0].name, said[0], said[1], told))
 
     def _sums(self, side: _Side, spec: TensorSpec, pair: _Pair) -> str:
         """The fingerprint of a tensor of one side, which is read."""
-        sums, itemsize = nothing(), DTYPES[pair.dtype].size
-        for part in slabs(pair.region, itemsize):
-            data = self._read(side, spec, part, pair.dtype)
+        sums = nothing()
+        ((dtype, region),) = pair.regions  # all of it, in one dtype
+        for part in slabs(region, DTYPES[dtype].size):
+            data = self._read(side, spec, part, dtype)
             if data is None:
-                raise BadInput(
-                    f"{pair.specs[0].name!r} is {DTYPES[spec.dtype].name} in the live state, and "
-                    f"{DTYPES[pair.dtype].name} in {self._lead.where}: fingerprints are of one dtype.",
-                    hint="Save the state, and compare the checkpoint.",
-                )
-            sums += box_sums(data, itemsize, part)
+                raise _of_one_dtype(spec.name, dtype, spec.dtype)
+            sums += box_sums(data, DTYPES[dtype].size, part)
         return text_of(sums)
 
-    def _elements(self, pair: _Pair) -> tuple[bool, list[Box]]:
-        """Do elements differ, and where?"""
+    def _elements(self, pair: _Pair, sides: tuple[_Side, _Side]) -> tuple[bool, list[Box]]:
+        """Do elements differ, and where, if that was asked for?"""
         found: list[Box] = []
-        for part in slabs(pair.region, DTYPES[pair.dtype].size):
-            x = self._read(self._lead, pair.specs[0], part, pair.dtype)
-            y = self._read(self._other, pair.specs[1], part, pair.dtype)
-            if x is None or y is None:  # a live state: that it differs is all that can be told
-                return True, []
-            if not np.array_equal(x, y):
-                if not self._where:
+        for dtype, region in pair.regions:
+            for part in slabs(region, DTYPES[dtype].size):
+                x = self._read(sides[0], pair.specs[0], part, dtype)
+                y = self._read(sides[1], pair.specs[1], part, dtype)
+                if x is None or y is None:  # a live state: that it differs is all that can be told
                     return True, []
-                found += differing_boxes(x, y, part)
+                if np.array_equal(x, y):
+                    continue
+                found += islice(differing_boxes(x, y, part), MOST_BOXES - len(found))
+                if not self._where or len(found) >= MOST_BOXES:
+                    return True, found if self._where else []
         return bool(found), found
 
     def _read(self, side: _Side, spec: TensorSpec, box: Box, dtype: int) -> Array | None:
@@ -369,6 +420,14 @@ class _Work:
         self.bytes_read += 0 if data is None else len(data)
         self._progress(0 if data is None else len(data))
         return data
+
+
+def _of_one_dtype(name: str, live: int, other: int) -> BadInput:
+    return BadInput(
+        f"{name!r} is {DTYPES[live].name} in the live state, and {DTYPES[other].name} in the other place: "
+        f"fingerprints are of one dtype.",
+        hint="Save the state, and compare the checkpoint.",
+    )
 
 
 def _less_exact(one: int, other: int) -> int | None:

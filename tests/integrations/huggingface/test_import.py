@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from holdfast.cli import cli
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
 from holdfast.huggingface import export, fetch, import_
 from tests.integrations.huggingface import jobs
-from tests.integrations.huggingface.models import TINY, publish, rewrite, weights
+from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -90,6 +91,49 @@ def test_ranks_write_equal_parts(folder: Path, tmp_path: Path) -> None:
     written = [report.bytes_written for report in reports]
     assert max(written) < 1.5 * min(written)
     assert holdfast.same(tmp_path / "out", folder).same
+
+
+def test_ranks_that_see_two_versions_are_told(folder: Path, tmp_path: Path) -> None:
+    """Of the same names and sizes: the header of one says otherwise."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = weights(other)
+    rewrite(other, tensors)
+
+    def run(roster: Any) -> Any:
+        source = [folder, other][roster.rank]
+        return import_(source, tmp_path / "out", roster=roster, timeout=30, stall_timeout=10)
+
+    with pytest.raises(BadInput, match="Rank 1 sees another version of the model than rank 0"):
+        on_ranks(2, run)
+    assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_are_not_replaced(folder: Path, tmp_path: Path) -> None:
+    import_(folder, tmp_path / "step", no_dist=True)
+    for name, convert in {
+        "import": lambda out: import_(folder, out, no_dist=True),
+        "export": lambda out: export(tmp_path / "step", out, like=folder),
+    }.items():
+        out = tmp_path / name
+        out.mkdir()
+        (out / "tokenizer.json").write_text("mine")
+        with pytest.raises(BadInput, match=r"holds a tokenizer\.json that is not the one of"):
+            convert(out)
+        assert (out / "tokenizer.json").read_text() == "mine"
+        (out / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+        convert(out)
+
+
+def test_quantised_elements_are_not_exported_without_their_configuration(tmp_path: Path) -> None:
+    publish(TINY["llama"], tmp_path / "model")
+    tensors = weights(tmp_path / "model")
+    name = "model.layers.0.mlp.down_proj.weight"
+    rewrite(tmp_path / "model", {**tensors, name: tensors[name].to(torch.float8_e4m3fn)})
+    edit_config(tmp_path / "model", quantization_config={"quant_method": "compressed-tensors"})
+    import_(tmp_path / "model", tmp_path / "step", no_dist=True)
+    with pytest.raises(BadInput, match="is quantised: such weights are not exported"):
+        export(tmp_path / "step", tmp_path / "out", like=tmp_path / "model")
 
 
 def test_columns_are_stored_as_panels_if_asked_for(tmp_path: Path) -> None:

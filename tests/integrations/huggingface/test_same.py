@@ -3,6 +3,7 @@ something went wrong. `same` names the tensor."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ import torch
 
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast.errors import BadInput
+from holdfast.huggingface import import_
 from holdfast.maintenance.same import Same
+from holdfast.megatron import load_plain_tensors
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, WORDS, edit_config, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
@@ -159,8 +163,83 @@ def test_which_experts_were_exchanged_is_told(model: tuple[Path, Path], tmp_path
 
 def test_what_the_checkpoint_lacks_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:
     folder, step = model
-    found = holdfast.same(step, folder, exclude=["decoder.final_layernorm.weight"])
-    assert names(found) == {"model.norm.weight"}
+    tensors = load_plain_tensors(step)
+    del tensors["decoder.final_layernorm.weight"]
+    holdfast.save(tensors, tmp_path / "less", no_dist=True)
+    assert names(holdfast.same(tmp_path / "less", folder)) == {"model.norm.weight"}
+    # What is left out of the comparison is left out on both sides.
+    assert holdfast.same(step, folder, exclude=["decoder.final_layernorm"]).same
+    assert holdfast.same(step, folder, include=["decoder.layers"]).same
+    with pytest.raises(BadInput, match="Neither place has a weight"):
+        holdfast.same(step, folder, include=["decoder.layer"])
+
+
+def test_an_output_that_is_not_the_embedding_is_named(tmp_path: Path) -> None:
+    """Of a model whose configuration says that it is."""
+    publish(TINY["qwen3 tied"], tmp_path / "a")
+    tensors = weights(tmp_path / "a")
+    for kind, output in (
+        ("tied", tensors["model.embed_tokens.weight"].clone()),
+        ("broken", torch.rand(WORDS, 32)),
+    ):
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_bytes((tmp_path / "a" / "config.json").read_bytes())
+        rewrite(tmp_path / kind, {**tensors, "lm_head.weight": output})
+    assert holdfast.same(tmp_path / "a", tmp_path / "tied").same
+    assert names(holdfast.same(tmp_path / "a", tmp_path / "broken")) == {"lm_head.weight"}
+
+
+def quantised(folder: Path, bits: int, scale: float) -> Path:
+    """A folder of one matrix with scales."""
+    folder.mkdir()
+    random = torch.Generator().manual_seed(bits)
+    if bits == 8:
+        tensors = {
+            "model.layers.0.self_attn.q_proj.weight": torch.randn(16, 16, generator=random).to(
+                torch.float8_e4m3fn
+            ),
+            "model.layers.0.self_attn.q_proj.weight_scale_inv": torch.full((1, 1), scale),
+        }
+        config = {"model_type": "llama"}
+    else:
+        blocks = torch.randint(0, 255, (2, 8, 1, 16), dtype=torch.uint8, generator=random)
+        name = "model.layers.0.mlp.experts.down_proj"
+        scales = torch.full((2, 8, 1), int(127 * scale), dtype=torch.uint8)
+        tensors = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        config = {"model_type": "gpt_oss"}
+    (folder / "config.json").write_text(json.dumps(config))
+    rewrite(folder, tensors)
+    return folder
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_scales_of_the_same_elements_are_compared(bits: int, tmp_path: Path) -> None:
+    a, b = quantised(tmp_path / "a", bits, 1.0), quantised(tmp_path / "b", bits, 0.5)
+    noted = holdfast.Options(fingerprint=True)
+    for folder in (a, b):
+        import_(folder, tmp_path / f"{folder.name} noted", no_dist=True, options=noted)
+        import_(folder, tmp_path / f"{folder.name} plain", no_dist=True)
+    for other in ("a", "a noted", "a plain"):
+        assert holdfast.same(a, tmp_path / other).same
+        assert holdfast.same(tmp_path / "a noted", tmp_path / other).same
+    for other in ("b", "b noted", "b plain"):
+        assert not holdfast.same(a, tmp_path / other).same
+        assert not holdfast.same(tmp_path / "a noted", tmp_path / other).same
+
+
+def test_parts_of_several_dtypes_are_each_compared_in_theirs(tmp_path: Path) -> None:
+    random = torch.Generator().manual_seed(2)
+    down = torch.randn(2, 8, 16, generator=random)
+    down[0] = down[0].bfloat16().float()
+    name = "model.layers.{}.mlp.down_proj.weight"
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    rewrite(tmp_path / "a", {name.format(0): down[0].bfloat16(), name.format(1): down[1]})
+    holdfast.save({"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "b", no_dist=True)
+    assert holdfast.same(tmp_path / "a", tmp_path / "b").same
+    down[1, 3, 3] *= 1.0001
+    holdfast.save({"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "c", no_dist=True)
+    assert names(holdfast.same(tmp_path / "a", tmp_path / "c")) == {"decoder.layers.mlp.linear_fc2.weight"}
 
 
 def test_a_broken_tie_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
+from holdfast.errors import BadInput
 from holdfast.format import hugging_face as hf
 from holdfast.io.hugging_face import read_config
 from holdfast.io.small_files import read_file
@@ -18,8 +21,22 @@ def is_carried(name: str) -> bool:
 
 
 def carry(base: Store, out: Store, without: str = "") -> None:
-    """Copy what goes with the weights from one folder to another. without: a key of `config.json` that is
-    left out."""
+    """Copy what goes with the weights. without: a key of `config.json` that is left out."""
+    for name, data in _carried(base, without):
+        replace_file(out, name, data)
+
+
+def refuse_changed(base: Store, out: Store, without: str = "") -> None:
+    """Refuse a folder in which a file would be replaced by one of another content."""
+    there = set(out.list()) if out.stat() is not None else set()
+    for name, data in _carried(base, without):
+        if name in there and read_file(out, name, hf.WEIGHTS_INDEX_BYTES) != data:
+            raise BadInput(
+                f"{out.url} holds a {name} that is not the one of {base.url}.", hint="Give a new folder."
+            )
+
+
+def _carried(base: Store, without: str) -> Iterator[tuple[str, bytes]]:
     for name in base.list():
         data = read_file(base, name, hf.WEIGHTS_INDEX_BYTES) if is_carried(name) else None
         if data is not None and name == hf.CONFIG:
@@ -27,4 +44,4 @@ def carry(base: Store, out: Store, without: str = "") -> None:
             if config.pop(without, None) is not None:
                 data = msgspec.json.format(msgspec.json.encode(config), indent=2)
         if data is not None:
-            replace_file(out, name, data)
+            yield name, data

@@ -22,7 +22,7 @@ from holdfast.format import hugging_face as hf
 from holdfast.format.container import encode_header
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
-from holdfast.integrations.huggingface.carried import carry
+from holdfast.integrations.huggingface.carried import carry, refuse_changed
 from holdfast.integrations.huggingface.published_tensors import (
     PublishedTensor,
     missing_tensors,
@@ -285,6 +285,8 @@ class _Export(CollectiveTask):
                     f"{self.out.url} holds {name}, which is not of this export.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
+        if not self._in_framework:
+            refuse_changed(self.base, self.out, without="quantization_config")
         if hf.WEIGHTS_INDEX in names:
             raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
 

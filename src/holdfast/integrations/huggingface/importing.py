@@ -17,14 +17,15 @@ from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format import hugging_face as hf
 from holdfast.format.names import IMPORTED_MODEL, INDEX
-from holdfast.integrations.huggingface.carried import carry, is_carried
+from holdfast.integrations.huggingface.carried import carry, is_carried, refuse_changed
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.options import Options
 from holdfast.plan.shard_table import contiguous_at
 from holdfast.protocol.call import begin_call
-from holdfast.roster.base import Roster
+from holdfast.protocol.operation import agree, read_state
+from holdfast.roster.base import Json, Roster
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat, Leaf
@@ -78,17 +79,22 @@ def import_huggingface(
     )
     base, target = open_store(source), open_store(out)
     with ExitStack() as opened:
+        found: list[HuggingFaceFolder] = []
+        # All ranks compare what they see before one of them writes: hosts may have other versions.
+        trouble = read_state(lambda: found.append(_folder(base)), call.rank)
+        told = [found[0].identity_of_files() if found else "", str(trouble or "")]
+        agree(
+            f"choice of the model to import from {base.url}", f"import|{target.url}", _one_model, call, told
+        )
 
         def collect(rank: int) -> Flat:
-            if not HuggingFaceFolder.is_one(base):
-                raise BadInput(f"{base.url} is no folder of a published model: it has no {hf.WEIGHTS_INDEX}.")
             if rank == call.participants[0]:
                 _refuse_others(target, base)
                 # Before the index, without which nothing takes the folder for a checkpoint.
                 carry(base, target)
             files = opened.enter_context(closing(_Files(base, progress or _quiet)))
             mine = call.participants.index(rank)
-            return Flat(_leaves(HuggingFaceFolder(base), files, mine, len(call.participants)))
+            return Flat(_leaves(found[0], files, mine, len(call.participants)))
 
         request = SaveRequest(
             store=target,
@@ -106,6 +112,27 @@ def _quiet(done: int, total: int) -> None:
     pass
 
 
+def _folder(base: Store) -> HuggingFaceFolder:
+    if not HuggingFaceFolder.is_one(base):
+        raise BadInput(f"{base.url} is no folder of a published model: it has no {hf.WEIGHTS_INDEX}.")
+    return HuggingFaceFolder(base)
+
+
+def _one_model(heard: dict[int, Json]) -> str:
+    """The model that all ranks see."""
+    first, (identity, _) = next(iter(heard.items()))
+    for rank, (other, trouble) in heard.items():
+        if trouble:
+            raise BadInput(f"Rank {rank} can't read the model: {trouble}", rank=rank)
+        if other != identity:
+            raise BadInput(
+                f"Rank {rank} sees another version of the model than rank {first}.",
+                rank=rank,
+                hint="Give a folder that all ranks share, or the same revision on all hosts.",
+            )
+    return str(identity)
+
+
 def _refuse_others(target: Store, base: Store) -> None:
     """Refuse a folder that holds anything but what an import of this model has left."""
     names = target.list() if target.stat() is not None else []
@@ -115,6 +142,7 @@ def _refuse_others(target: Store, base: Store) -> None:
     others = sorted(name for name in names if name not in known and name != "data/")
     if others:
         raise BadInput(f"{target.url} holds {others[0]!r}; an import goes into a new folder.")
+    refuse_changed(base, target)
 
 
 def _leaves(folder: HuggingFaceFolder, files: _Files, mine: int, ranks: int) -> list[Leaf]:

@@ -14,7 +14,7 @@ from holdfast.errors import BadInput, CoverageError, MissingTensors
 from holdfast.format import hugging_face as hf
 from holdfast.format.index import Index
 from holdfast.format.names import is_weight
-from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.hugging_face import HuggingFaceFolder, read_config
 from holdfast.layout.box import Dims, whole
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
@@ -57,7 +57,7 @@ def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | N
     published = set()
     if HuggingFaceFolder.is_one(base):
         published = {name for name in HuggingFaceFolder(base).names() if hf.is_weight(name)}
-    names = [name for name in index.names() if is_weight(name)]
+    names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     columns = index.select(index.find(names))
     unknown = [
         name
@@ -68,13 +68,15 @@ def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | N
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
             f"for: {listed(unknown)}.",
-            hint="An adapter must be merged into the weights first; another model needs another like=.",
+            hint="An adapter must be merged into the weights first; scales of quantised weights are not "
+            "exported; another model needs another like=.",
             details={"unknown": unknown[:100]},
         )
     found: dict[str, PublishedTensor] = {}
     for row, name in enumerate(columns.names):
         if columns.kind[row] != TENSOR:
             continue
+        _refuse_quantised(index, name, DTYPES[columns.dtype[row]].name, base)
         spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
         if view.is_tied and name == "output_layer.weight":
             raise BadInput(
@@ -93,6 +95,17 @@ def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | N
     for tensor in tensors:
         _check_covered(tensor, index.where)
     return tensors
+
+
+def _refuse_quantised(index: Index, name: str, dtype: str, base: LocalStore) -> None:
+    """Elements that mean something with scales only: the exported configuration says nothing of these."""
+    if dtype not in (*WRITTEN_AS, "float64") and "quantization_config" in (read_config(base) or {}):
+        raise BadInput(
+            f"{index.where} holds {name!r} in {dtype}, and {base.url} is quantised: such weights are not "
+            f"exported.",
+            hint="Load them into a model in floating point, and export what that saves.",
+            details={"tensor": name},
+        )
 
 
 def _as_it_is(spec: TensorSpec) -> Segment:
