@@ -231,7 +231,8 @@ def test_the_command(tmp_path: Path) -> None:
     a = spread(weights(), tmp_path / "run" / "step-00000001", 1, options=MARKED)
     b = spread(weights(), tmp_path / "b", 2, options=MARKED)
     said = CliRunner().invoke(cli, ["same", str(a.parent), str(b)])
-    assert (said.exit_code, said.output) == (0, "The same: 5 tensors, by fingerprints, nothing read.\n")
+    assert said.exit_code == 0
+    assert said.output == f"A is {a}.\nThe same: 5 tensors, by fingerprints, nothing read.\n"
     said = CliRunner().invoke(cli, ["same", str(a), str(b), "--json"])
     assert json.loads(said.output)["equal"] == 5
     c = spread(weights(1), tmp_path / "c", 2)

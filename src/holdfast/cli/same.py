@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -50,6 +51,10 @@ def command(
     if as_json:
         output.print_json(found)
     else:
+        # Of a run folder a step was chosen: said only where it is not the path that was given.
+        for letter, given, path in (("A", a, found.a), ("B", b, found.b)):
+            if os.path.abspath(given) != path:
+                output.say(f"{letter} is {path}.")
         _show(found)
     ctx.exit(0 if found.same else 1)
 

@@ -24,14 +24,13 @@ from holdfast.plan.shard_table import ShardTable
 from holdfast.store.base import Store
 
 
-class IndexedModel(PublishedModel):
-    """A published model in data files of ours, whose bytes have digests."""
+class IndexSource:
+    """An index of ours as something to load from."""
 
     object_prefix = b""
     fetched_for = ""
 
-    def __init__(self, store: Store, index: Index) -> None:
-        super().__init__(store)
+    def __init__(self, index: Index) -> None:
         self.index = index
         self.where, self.identity, self.tensors = index.where, index.identity, index.tensors
         self.about: dict[str, Any] = index.about
@@ -48,6 +47,17 @@ class IndexedModel(PublishedModel):
 
     def find_one(self, name: str) -> int:
         return self.index.find_one(name)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        return self.index.select(rows)
+
+
+class IndexedModel(IndexSource, PublishedModel):
+    """A published model in data files of ours, whose bytes have digests."""
+
+    def __init__(self, store: Store, index: Index) -> None:
+        PublishedModel.__init__(self, store)
+        IndexSource.__init__(self, index)
 
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
