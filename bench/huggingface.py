@@ -140,8 +140,9 @@ def alone(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sam
                     view = view[got:]
 
     def copy() -> None:
+        (root / "out").mkdir()
         for path in files:
-            with open(path, "rb", buffering=0) as source, open(root / "copy" / path.name, "wb") as target:
+            with open(path, "rb", buffering=0) as source, open(root / "out" / path.name, "wb") as target:
                 while part := source.read(16 << 20):
                     target.write(part)
                 target.flush()
@@ -149,16 +150,18 @@ def alone(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sam
 
     holdfast.load(state, folder, no_dist=True)
     holdfast.save(state, root / STEP, no_dist=True)
-    for _ in range(reps + 1):
+    writes: list[tuple[str, Callable[[], Any]]] = [
+        ("export", lambda: export(root / STEP, root / "out", like=folder, no_dist=True)),
+        ("copy", copy),
+        ("import", lambda: import_(folder, root / "out", no_dist=True)),
+    ]
+    for turn in range(reps + 1):
         note("load", lambda: holdfast.load(state, folder, no_dist=True))
         note("read", read)
-        note("export", lambda: export(root / STEP, root / "out", like=folder, no_dist=True))
-        shutil.rmtree(root / "out")
-        (root / "copy").mkdir()
-        note("copy", copy)
-        shutil.rmtree(root / "copy")
-        note("import", lambda: import_(folder, root / "out", no_dist=True))
-        shutil.rmtree(root / "out")
+        # Who comes first changes: memory that was just freed is cheaper to take than memory of before.
+        for what, write in writes[turn % 3 :] + writes[: turn % 3]:
+            note(what, write)
+            shutil.rmtree(root / "out")
     return found
 
 

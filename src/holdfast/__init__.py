@@ -11,8 +11,10 @@
 
     holdfast.install()                        # the frameworks of this process do the same, unchanged
 
-Integrations are `holdfast.dcp`, `holdfast.megatron` and `holdfast.megatron_fsdp`. Errors are in
-`holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
+    holdfast.same("run/step-100", "run/step-200")  # the same weights? any layouts, any formats
+
+Integrations are `holdfast.dcp`, `holdfast.megatron`, `holdfast.megatron_fsdp` and `holdfast.huggingface`. Errors
+are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
 Importing holdfast imports nothing else until a name is used.
 """
 
@@ -73,7 +75,7 @@ _WHERE = {
     "uninstall": "holdfast.integrations.install",
     "warm_up": "holdfast.groups.lifecycle.warm_up",
 }
-_MODULES = ("dcp", "errors", "events", "megatron", "megatron_fsdp", "testing")
+_MODULES = ("dcp", "errors", "events", "huggingface", "megatron", "megatron_fsdp", "testing")
 """Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not."""
 
 __all__ = [
