@@ -13,8 +13,9 @@
 
     holdfast.same("run/step-100", "run/step-200")  # the same weights? any layouts, any formats
 
-Integrations are `holdfast.dcp`, `holdfast.megatron`, `holdfast.megatron_fsdp` and `holdfast.huggingface`. Errors
-are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in `holdfast.testing`.
+Integrations are `holdfast.dcp`, `holdfast.huggingface`, `holdfast.megatron` and `holdfast.megatron_fsdp`.
+Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in
+`holdfast.testing`.
 Importing holdfast imports nothing else until a name is used.
 """
 
