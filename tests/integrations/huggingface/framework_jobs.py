@@ -182,7 +182,7 @@ def go_without(
         model.load(folder)
     dist.barrier()  # making a model takes longer on one rank than on another
     if installed:
-        holdfast.install(**{**LIMITS, "stall_timeout": 2})
+        holdfast.install(**{**LIMITS, "stall_timeout": 6})
     else:
         for group in list(dist.distributed_c10d._world.pg_map):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
@@ -260,9 +260,10 @@ def through_verl(
     import holdfast
 
     use_layers()
-    holdfast.install(**{**LIMITS, "stall_timeout": 30 if absent is None else 2})
+    holdfast.install(**{**LIMITS, "stall_timeout": 30 if absent is None else 8})
     prepare(dist.get_world_size(), layout)
     model = MAKERS[framework](folder, layout)
+    dist.barrier()  # making a model takes longer on one rank than on another
     model.load(folder)
     expected = model.weights()
     manager = verl_manager(model, vanilla=framework == "mbridge")
