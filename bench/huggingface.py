@@ -171,13 +171,18 @@ def fingerprints(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, l
 
     state = {name: value.normal_() for name, value in state_of(shape).items()}
     found: dict[str, list[Sample]] = {"live": [], "noted": [], "plain": []}
-    for _ in range(reps + 1):
+
+    def save(noted: bool) -> None:
+        holdfast.save(state, root / "step", no_dist=True, options=holdfast.Options(fingerprint=noted))
+
+    for turn in range(reps + 1):
         found["live"].append(measure(lambda: holdfast.fingerprint(state, no_dist=True))[0])
-        for what, noted in (("noted", True), ("plain", False)):
-            options = holdfast.Options(fingerprint=noted)
-            save = lambda: holdfast.save(state, root / what, no_dist=True, options=options)  # noqa: B023, E731
-            found[what].append(measure(save)[0])
-            shutil.rmtree(root / what)
+        for what, noted in (("noted", True), ("plain", False))[:: 1 if turn % 2 else -1]:
+            # A save of the other kind before each: both come after the same, whose room was just freed.
+            save(not noted)
+            shutil.rmtree(root / "step")
+            found[what].append(measure(lambda: save(noted))[0])  # noqa: B023
+            shutil.rmtree(root / "step")
     return found
 
 
