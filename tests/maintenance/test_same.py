@@ -16,7 +16,15 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast.cli import cli
-from holdfast.errors import BadInput, CorruptCheckpoint, CoverageError, NotCommitted, ReplicaMismatch
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    CoverageError,
+    HoldfastError,
+    NotCommitted,
+    RankFailed,
+    ReplicaMismatch,
+)
 from holdfast.maintenance.same import MOST_BOXES
 from tests.support.threads import on_ranks
 
@@ -303,3 +311,34 @@ def test_boxes_that_are_told_are_few(tmp_path: Path) -> None:
     (one,) = holdfast.same(tmp_path / "a", tmp_path / "b", where=True).different
     assert len(one.boxes) == MOST_BOXES
     assert one.boxes[1] == ((2, 0), (1, 2))
+
+
+def test_an_index_that_is_rebuilt_has_the_fingerprints(tmp_path: Path) -> None:
+    a = spread(weights(), tmp_path / "a", 3, options=MARKED)
+    b = spread(weights(), tmp_path / "b", 2, options=MARKED)
+    (a / "index.safetensors").unlink()
+    said = CliRunner().invoke(cli, ["reindex", str(a)])
+    assert said.exit_code == 0, said.output
+    found = holdfast.same(a, b)
+    assert found.same
+    assert found.bytes_read == 0
+
+
+def test_a_rank_that_does_not_come_is_named_and_the_next_call_is_as_ever() -> None:
+    failed = threading.Event()
+
+    def job(roster: Any) -> Any:
+        state = weights()
+        if roster.rank == 0:
+            with pytest.raises(RankFailed, match="rank 1"):
+                holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=1.0)
+            failed.set()
+        assert failed.wait(30)
+        # The rank that was missed hears of it first, as in any call.
+        try:
+            return holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=10)
+        except HoldfastError:
+            return holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=10)
+
+    told = on_ranks(2, job)
+    assert told[0] == told[1] == holdfast.fingerprint(weights(), no_dist=True)

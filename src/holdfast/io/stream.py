@@ -127,7 +127,7 @@ class Stream:
             summing = self._begin_sums()
             self._writer.write_at(self._position, self._batch)
             if summing is not None:
-                summing.result()
+                summing.result()  # arithmetic on what is in memory, under a millisecond: it needs no deadline
             self._position += self._size
             self._progress(self._size)
             self._batch, self._size = [], 0

@@ -165,7 +165,8 @@ class _Task(CollectiveTask):
         first: dict[str, int] = {}
         for rank, message in said.items():
             first.setdefault(message["undeclared"], rank)
-        return {rank: {"wanted": rank in first.values()} for rank in said}
+        wanted = set(first.values())
+        return {rank: {"wanted": rank in wanted} for rank in said}
 
     def execute(self, answer: Message) -> Message:
         if answer["wanted"]:
