@@ -24,8 +24,8 @@ from holdfast.layout.box import whole
 from holdfast.layout.tensor import CODE_OF, TensorSpec
 from holdfast.options import Options
 from holdfast.plan.merge import Merger
-from holdfast.plan.save import SavePlan, plan_save
-from holdfast.plan.shard_table import ShardTable
+from holdfast.plan.save import plan_save
+from holdfast.plan.shard_table import SavePlan, ShardTable
 
 DTYPE = {"weight": CODE_OF["bfloat16"]}
 FP32 = CODE_OF["float32"]

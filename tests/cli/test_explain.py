@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import MissingTensors
 from holdfast.format.digest import digest, hex_digest
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.io.raw_read import read_box
 from holdfast.layout.box import Box
 from holdfast.maintenance.inspect import explain, parse_box

@@ -14,7 +14,7 @@ import torch
 
 import holdfast
 from holdfast.format.columns import Columns
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.roster.memory import Board, MemoryRoster
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks

@@ -18,7 +18,7 @@ from holdfast.format.container import encode_header
 from holdfast.format.limits import DATA_HEADER_BYTES
 from holdfast.integrations.torch_dist import import_torch_dist
 from holdfast.io.file_writer import CHUNKS_PER_FILE, split_files
-from holdfast.plan.save import Planned, SavePlan
+from holdfast.plan.shard_table import Planned, SavePlan
 from tests.hostile import forged
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own

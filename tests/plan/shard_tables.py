@@ -6,8 +6,7 @@ import numpy as np
 
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import CODE_OF, TensorSpec
-from holdfast.plan.save import Planned
-from holdfast.plan.shard_table import ShardTable
+from holdfast.plan.shard_table import Planned, ShardTable
 
 
 class NoMemory:

@@ -40,8 +40,8 @@ from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, 
 from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
 from holdfast.protocol.rendezvous import CallSignature, History, leave, meet
 from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
-from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
+from holdfast.values import Message
 from tests.support.faults import Faults, draw_faults
 from tests.support.simulated_work import SimulatedSave, SimulatedTask
 

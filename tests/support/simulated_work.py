@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, HoldfastError, StorageError
 from holdfast.protocol.messages import Assigned, Final, RowList, Written
-from holdfast.roster.base import Message
+from holdfast.values import Message
 
 if TYPE_CHECKING:
     from tests.support.simulate import World

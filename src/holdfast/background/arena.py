@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from holdfast.buffers import Buffer
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims
+from holdfast.values import Buffer
 
 ALIGN = 64
 _HUGE = 2 << 20

@@ -11,14 +11,14 @@ from holdfast.background.pending import Pending
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_arguments, one_folder
-from holdfast.protocol.call import begin_call
-from holdfast.roster.base import Json, Roster
+from holdfast.protocol.call import begin_call, check_arguments, one_folder
+from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
+from holdfast.values import Json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from holdfast.background.arena import Arena
-from holdfast.state.cuda_streams import CallerStreams
-from holdfast.state.memory import not_waiting
+from holdfast.state.memory import CallerStreams, not_waiting
 
 log = logging.getLogger("holdfast")
 _side: dict[torch.device, torch.cuda.Stream] = {}

@@ -13,12 +13,12 @@ from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import HoldfastError
+from holdfast.format.container import WrittenFile
 from holdfast.format.names import DATA
 from holdfast.io.file_writer import About, discard, split_files
-from holdfast.layout.tensor import OBJECT
+from holdfast.layout.tensor import OBJECT, Replica
 from holdfast.options import Options
-from holdfast.plan.save import WrittenFile, plan_save
-from holdfast.plan.shard_table import Replica
+from holdfast.plan.save import plan_save
 from holdfast.saving.job import SaveJob
 from holdfast.state.memory import BytesMemory
 from holdfast.store.local import LocalStore

@@ -20,8 +20,8 @@ from holdfast.io.file_writer import Witnessed, witness, witness_key
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
-from holdfast.plan.save import SavePlan, plan_save
-from holdfast.plan.shard_table import ShardTable, contiguous_at
+from holdfast.plan.save import plan_save
+from holdfast.plan.shard_table import SavePlan, ShardTable, contiguous_at
 
 MiB = 1 << 20
 Into = Callable[[Arena], AbstractContextManager[None]]

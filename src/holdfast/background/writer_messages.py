@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
+from holdfast.format.container import WrittenFile
 from holdfast.io.file_writer import About
 from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
-from holdfast.plan.save import WrittenFile
 
 _HEAD = struct.Struct("<Q")
 

@@ -17,9 +17,10 @@ from collections.abc import Callable
 from holdfast.background.arena import Arena, ArenaMemory
 from holdfast.background.writer_messages import Attach, Done, Failed, Job, Moved, Planned, ToWriter, Wire
 from holdfast.errors import HoldfastError
+from holdfast.format.container import WrittenFile
 from holdfast.io.file_writer import WriteRequest, write_files
 from holdfast.layout.tensor import DTYPES
-from holdfast.plan.save import WrittenFile, plan_save
+from holdfast.plan.save import plan_save
 from holdfast.plan.shard_table import Memory, ShardTable
 from holdfast.store.base import Store
 from holdfast.store.local import open_store

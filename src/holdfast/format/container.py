@@ -16,7 +16,7 @@ import msgspec
 
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format.limits import DATA_HEADER_BYTES, bounded_memory, check_size
-from holdfast.layout.box import Dims
+from holdfast.layout.tensor import Dims
 
 ALIGN = 64
 Read = Callable[[int, int], bytes]
@@ -93,7 +93,7 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
         text = read(8, length)
         entries, metadata = _parsed(text, length, where)
     # Gaps and overlaps between entries are not looked for: chunks of a data file are found by the index,
-    # never by these entries, and `index_checks` finds chunks of an index that overlap.
+    # never by these entries, and `columns.check_rows` finds chunks of an index that overlap.
     room = size - 8 - length
     for name, entry in entries.items():
         start, stop = entry.data_offsets
@@ -118,3 +118,12 @@ def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dic
     # name, which may be as long as the header.
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None
+
+
+class WrittenFile(NamedTuple):
+    """What a rank tells the committer of a file."""
+
+    name: str
+    size: int
+    index_start: int
+    index_size: int

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from holdfast.buffers import Buffer
+from holdfast.values import Buffer
 
 MIN_BLOCK, MAX_BLOCK = 64 << 10, 4 << 20
 

@@ -17,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.buffers import Buffer
 from holdfast.layout.box import Box, from_flat_range
+from holdfast.values import Buffer
 
 Sums = npt.NDArray[np.uint64]
 """Two numbers."""

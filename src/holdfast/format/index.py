@@ -23,10 +23,20 @@ from itertools import pairwise
 import numpy as np
 
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.format.columns import FINGERPRINTS, LATE, SPECS, Array, Columns, ColumnSpec, runs
+from holdfast.format.columns import (
+    FINGERPRINTS,
+    LATE,
+    SPECS,
+    Array,
+    Columns,
+    ColumnSpec,
+    ascending,
+    check_rows,
+    possible_late,
+    runs,
+)
 from holdfast.format.container import Header, Read, encode_header, read_header
 from holdfast.format.digest import digest, digest_many, hex_digest
-from holdfast.format.index_checks import ascending, check_rows, possible_late
 from holdfast.format.limits import INDEX_BYTES, INDEX_HEADER_BYTES, check_size, in_bounded_memory
 from holdfast.format.names import FORMAT, is_data_file
 

@@ -13,14 +13,11 @@ import collections
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format.limits import OBJECT_BYTES
-
-Json: TypeAlias = Any
-"""What the json module takes and gives. From a file it may be of any shape; who reads it finds out by
-trying."""
+from holdfast.values import Json
 
 PLAIN, TORCH = b"J", b"T"
 _TAG = "!"

@@ -25,8 +25,7 @@ from holdfast.integrations.dcp_metadata import mark
 from holdfast.integrations.foreign_errors import of_torch, raising
 from holdfast.loading.job import load as _load
 from holdfast.options import Options
-from holdfast.protocol.arguments import one_folder
-from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.call import Call, begin_call, one_folder
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import flatten

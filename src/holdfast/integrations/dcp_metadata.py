@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from holdfast.format.columns import Columns
 from holdfast.format.marker import MARKER
 from holdfast.format.names import METADATA
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.layout.tensor import DTYPES, OBJECT
 from holdfast.store.base import Store, replace_file
 

@@ -23,7 +23,7 @@ from holdfast.integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard
 from holdfast.integrations.patching import Patches, Replacement
 from holdfast.integrations.settings import Participants, Settings
 from holdfast.integrations.versions import version_of
-from holdfast.protocol.arguments import check_arguments
+from holdfast.protocol.call import check_arguments
 
 log = logging.getLogger("holdfast")
 

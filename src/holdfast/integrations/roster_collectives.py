@@ -20,7 +20,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
 from holdfast.format import objects
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.operation import agree
-from holdfast.roster.base import Message
+from holdfast.values import Message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

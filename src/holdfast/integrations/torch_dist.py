@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format import objects, torch_dist
 from holdfast.format.archive import Archive, BadArchive
@@ -30,7 +29,8 @@ from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOL
 from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations import dcp_metadata as metadata
 from holdfast.integrations.dcp_metadata import Described, Stored, stored_at
-from holdfast.io.open_checkpoint import TorchDist, open_index, open_source
+from holdfast.io.index_file import open_index
+from holdfast.io.open_checkpoint import TorchDist, open_source
 from holdfast.io.raw_read import read_all, read_box
 from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box
@@ -45,6 +45,7 @@ from holdfast.state.flatten import Flat, Leaf
 from holdfast.state.memory import Part
 from holdfast.store.base import Reader, Store, replace_file, storage_errors
 from holdfast.store.local import open_store
+from holdfast.values import Buffer
 
 PER_FILE = 4 << 30
 """Bytes after which an export begins another data file."""

@@ -19,16 +19,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint, MissingTensors
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.digest import digest
-from holdfast.io.stream import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
+from holdfast.io.host_memory import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.coverage import first_problem
 from holdfast.plan.read import Overlaps, overlaps
 from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.store.base import Reader, Store
+from holdfast.values import Buffer
 
 
 class ReadPlan(NamedTuple):

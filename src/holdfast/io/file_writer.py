@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.format.columns import Array, Columns
-from holdfast.format.container import encode_header
+from holdfast.format.container import WrittenFile, encode_header
 from holdfast.format.digest import block_counts, digest, digest_many
 from holdfast.format.index import encode
 from holdfast.format.names import EMBEDDED, FORMAT, data_file, name_of_chunk
-from holdfast.io.stream import ChunkSource, Progress, stream_chunks
+from holdfast.io.host_memory import Progress
+from holdfast.io.stream import ChunkSource, stream_chunks
 from holdfast.layout.tensor import DTYPES
 from holdfast.options import Options
-from holdfast.plan.save import Planned, SavePlan, WrittenFile
-from holdfast.plan.shard_table import ShardTable
+from holdfast.plan.shard_table import Planned, SavePlan, ShardTable
 from holdfast.store.base import Store, Writer
 
 CHUNKS_PER_FILE = 200_000

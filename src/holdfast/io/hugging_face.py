@@ -20,7 +20,7 @@ from holdfast.format.container import read_header
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.limits import bounded_memory, check_size
 from holdfast.io.small_files import read_file
-from holdfast.layout.box import Dims
+from holdfast.layout.tensor import Dims
 from holdfast.store.base import Store
 from holdfast.views.family import View, families, view_of
 

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.errors import CorruptCheckpoint, NotCommitted
 from holdfast.format import tensor_archive, torch_dist
 from holdfast.format.columns import ITEMSIZE, Array, Columns
@@ -17,15 +16,16 @@ from holdfast.format.digest import digest, hex_digest
 from holdfast.format.index import Index
 from holdfast.format.limits import METADATA_BYTES
 from holdfast.format.marker import is_marker
-from holdfast.format.names import INDEX, METADATA, SLICE
+from holdfast.format.names import METADATA, SLICE
 from holdfast.format.slice import CHECKPOINT
 from holdfast.io.hugging_face import HuggingFaceFolder
+from holdfast.io.index_file import open_index
 from holdfast.io.indexed_model import IndexedModel, is_imported
 from holdfast.io.slice import Slice, slice_of
 from holdfast.io.small_files import read_file
 from holdfast.layout.tensor import OBJECT, dtype_code
-from holdfast.store.absence import explain_absence
 from holdfast.store.base import NotFound, Reader, Store
+from holdfast.values import Buffer
 
 OPEN_FILES = 256
 """Of a checkpoint of another format, at a time."""
@@ -55,29 +55,6 @@ class Source(Protocol):
     def find_one(self, name: str) -> int: ...
 
     def select(self, rows: Array | None = None) -> Columns: ...
-
-
-def nothing_there(store: Store) -> NotCommitted:
-    sentence, hint = explain_absence(store)
-    return NotCommitted(sentence, hint=hint)
-
-
-@contextmanager
-def open_index(store: Store) -> Iterator[Index]:
-    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
-    try:
-        reader = store.open(INDEX)
-    except NotFound:
-        raise nothing_there(store) from None
-    with closing(reader):
-        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-
-
-def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
-    """The index that a data file carries of itself, at bytes [start, stop) of it."""
-    return Index(
-        lambda at, length: reader.read(start + at, length), stop - start, f"the embedded index of {where}"
-    )
 
 
 @contextmanager

@@ -12,47 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.format.columns import Array, unpad
 from holdfast.format.digest import block_counts, digest
 from holdfast.format.fingerprint import Sums, box_sums
+from holdfast.io.host_memory import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.tensor import DTYPES
-from holdfast.plan.save import Planned
-from holdfast.plan.shard_table import ShardTable, contiguous_at
+from holdfast.plan.shard_table import Planned, ShardTable, contiguous_at
 from holdfast.store.base import Writer
-
-# A batch is hashed and then written, so it should still be in cache when the system copies it; and it has
-# fewer buffers than one system call takes (IOV_MAX, 1024).
-BATCH = 2 << 20
-BATCH_BUFFERS = 512
-Progress = Callable[[int], None]
-"""Told the bytes moved since the last call; raises to give the work up."""
-
-
-class ScratchBuffer:
-    """Memory that is used again and again, for bytes that do not lie as the file wants them.
-
-    Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
-    """
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray())
-        self._used = 0
-
-    def take(self, size: int) -> memoryview | None:
-        """`size` bytes, valid until `reset`; None when that is due first."""
-        # Views that were given out are not written yet: only a flush may make room.
-        if self._used and self._used + size > len(self._memory):
-            return None
-        if size > len(self._memory):
-            self._memory = memoryview(bytearray(max(size, 2 * BATCH)))
-        view = self._memory[self._used : self._used + size]
-        self._used += -(-size // 64) * 64
-        return view
-
-    def reset(self) -> None:
-        self._used = 0
+from holdfast.values import Buffer
 
 
 class ChunkSource:

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-
-Dims = tuple[int, ...]
+from holdfast.layout.tensor import Dims
 
 
 class Box(NamedTuple):

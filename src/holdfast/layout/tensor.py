@@ -9,7 +9,10 @@ from itertools import islice
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Dims
+
+Dims = tuple[int, ...]
+Replica = tuple[int, int]
+"""(index, count) of a copy of a shard."""
 
 
 class DType(NamedTuple):

@@ -33,8 +33,8 @@ from holdfast.format.columns import Array, Columns
 from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import Source, open_source
-from holdfast.layout.box import Box, Dims, whole
-from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, TensorSpec, listed, nearest
+from holdfast.layout.box import Box, whole
+from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
 from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
@@ -42,17 +42,15 @@ from holdfast.loading.published import see_published
 from holdfast.options import Options
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, describe
-from holdfast.protocol.arguments import check_arguments, one_folder
-from holdfast.protocol.call import Call, begin_call
-from holdfast.protocol.core import VISIBLE_WITHIN, load_steps
+from holdfast.protocol.call import Call, begin_call, check_arguments, one_folder
+from holdfast.protocol.core import load_steps
 from holdfast.protocol.messages import Chosen, HaveRead
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import LOAD_TRANSITIONS
 from holdfast.roster.base import Roster
-from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
-from holdfast.state.memory import BytesMemory, TensorMemory
-from holdfast.store.base import NotFound, Store
+from holdfast.state.memory import BytesMemory, CallerStreams, TensorMemory
+from holdfast.store.base import VISIBLE_WITHIN, NotFound, Store
 from holdfast.store.local import open_store
 
 if TYPE_CHECKING:

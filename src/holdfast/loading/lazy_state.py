@@ -20,8 +20,7 @@ import torch
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.format.columns import Columns
 from holdfast.io.open_checkpoint import Source
-from holdfast.layout.box import Dims
-from holdfast.layout.tensor import DTYPES, TENSOR
+from holdfast.layout.tensor import DTYPES, TENSOR, Dims
 from holdfast.plan.shard_table import ShardTable
 from holdfast.state.flatten import Leaf, Patterns, build_shard_table, is_selected, leaves_of
 from holdfast.state.live import ParameterState, Rest, zeros

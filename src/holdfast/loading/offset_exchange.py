@@ -18,8 +18,8 @@ from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call
 from holdfast.protocol.messages import from_roster, to_message
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message
 from holdfast.store.base import Store
+from holdfast.values import Message
 
 
 def unplaced(table: ShardTable, title: str) -> HoldfastError | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import torch
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import SCALES, Place
 from holdfast.io.hugging_face import PublishedModel
-from holdfast.layout.box import Box, Dims
-from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import CODE_OF, DTYPES, Dims, TensorSpec
 from holdfast.plan.shard_table import Memory
 from holdfast.state.memory import TensorMemory
+from holdfast.values import Buffer
 from holdfast.views.mapping import Segment
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]

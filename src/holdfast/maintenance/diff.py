@@ -19,7 +19,7 @@ from holdfast.errors import CorruptCheckpoint, HoldfastError
 from holdfast.format import objects
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.index import Index
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.io.raw_read import SLAB, read_all, read_box, slabs
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, OBJECT

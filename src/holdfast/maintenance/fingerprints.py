@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CoverageError, HoldfastError, ReplicaMismatch
 from holdfast.format.digest import digest, hex_digest
 from holdfast.format.fingerprint import Sums, box_sums, nothing, text_of
 from holdfast.format.names import is_weight
 from holdfast.io.raw_read import slabs
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
 from holdfast.layout.coverage import first_problem
-from holdfast.layout.tensor import DTYPES, OBJECT
+from holdfast.layout.tensor import DTYPES, OBJECT, Dims
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.messages import from_roster
 from holdfast.protocol.operation import read_state
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message, Roster
-from holdfast.state.cuda_streams import CallerStreams
+from holdfast.roster.base import Roster
 from holdfast.state.flatten import Flat, build_shard_table, flatten, select
+from holdfast.state.memory import CallerStreams
+from holdfast.values import Buffer, Message
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,8 +10,7 @@ from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.format.index import Index
 from holdfast.format.names import DATA, INDEX, METADATA
-from holdfast.format.objects import Json
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.io.raw_read import read_all
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, matches, nearest
@@ -20,6 +19,7 @@ from holdfast.plan import explain as plan_explain
 from holdfast.plan.explain import Part
 from holdfast.store.base import Kind, Store
 from holdfast.store.run_folder import is_only_marked, step_folders
+from holdfast.values import Json
 
 SHOWN_OBJECT = 1 << 20
 """Objects larger than this are not read for their one line."""

@@ -22,7 +22,7 @@ import msgspec
 
 from holdfast.errors import BadInput, HoldfastError, NotCommitted
 from holdfast.format.names import DATA, INDEX, METADATA, is_named_by_save
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.maintenance.target import Place
 from holdfast.store.base import FOLDERS, Store
 from holdfast.store.local import open_store

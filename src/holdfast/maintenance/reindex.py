@@ -20,7 +20,7 @@ from holdfast.format.columns import Columns
 from holdfast.format.container import read_header
 from holdfast.format.index import encode
 from holdfast.format.names import DATA, EMBEDDED, INDEX, is_data_file, is_fetched
-from holdfast.io.open_checkpoint import embedded_index, open_index
+from holdfast.io.index_file import embedded_index, open_index
 from holdfast.maintenance.target import Place, about, number
 from holdfast.plan.merge import Merger
 from holdfast.saving.commit import versions

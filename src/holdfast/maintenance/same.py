@@ -28,8 +28,8 @@ from holdfast.io.indexed_model import IndexedModel
 from holdfast.io.open_checkpoint import Source, open_source
 from holdfast.io.raw_read import slabs
 from holdfast.io.slice import Slice
-from holdfast.layout.box import Box, Dims, whole
-from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, matches
+from holdfast.layout.box import Box, whole
+from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, Dims, TensorSpec, matches
 from holdfast.loading.boxes import Wanted, read_boxes
 from holdfast.loading.published import published_regions
 from holdfast.maintenance.differing_boxes import differing_boxes

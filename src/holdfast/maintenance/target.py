@@ -7,7 +7,7 @@ import os
 from holdfast.errors import NotCommitted
 from holdfast.format.index import Index
 from holdfast.format.names import INDEX
-from holdfast.io.open_checkpoint import nothing_there
+from holdfast.io.index_file import nothing_there
 from holdfast.store.local import LocalStore, open_store
 from holdfast.store.run_folder import committed_steps, step_folders
 

@@ -30,7 +30,7 @@ from holdfast.format.container import Entry, Header, read_header
 from holdfast.format.digest import digest
 from holdfast.format.index import PAGE, Index
 from holdfast.format.names import EMBEDDED, FORMAT, INDEX, name_of_chunk, without_offset
-from holdfast.io.open_checkpoint import embedded_index
+from holdfast.io.index_file import embedded_index
 from holdfast.layout.coverage import first_problem
 from holdfast.layout.tensor import DTYPES
 from holdfast.maintenance.target import Place, about, checkpoint_or_run, number

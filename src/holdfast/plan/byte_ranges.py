@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from holdfast.format.columns import Columns, unpad
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims
 from holdfast.plan.explain import touched_blocks
 from holdfast.plan.read import Overlaps
 

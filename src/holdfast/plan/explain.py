@@ -13,7 +13,8 @@ import numpy as np
 
 from holdfast.format.columns import Columns, unpad
 from holdfast.format.digest import hex_digest
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims
 from holdfast.plan.read import overlaps
 
 

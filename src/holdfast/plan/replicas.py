@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from holdfast.format.digest import digest
 from holdfast.layout.box import Box
-from holdfast.plan.shard_table import Replica
+from holdfast.layout.tensor import Replica
 
 
 def cut(box: Box, nbytes: int, count: int, split_bytes: int) -> tuple[int, int]:

@@ -5,8 +5,6 @@ Only this rank's own shards are looked at, so planning costs O(own shards) in an
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from holdfast.format.columns import Array, pad
@@ -15,42 +13,13 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import matches
 from holdfast.options import Options
 from holdfast.plan.replicas import first_writer, shares
-from holdfast.plan.shard_table import RowArrays, ShardTable
+from holdfast.plan.shard_table import Planned, RowArrays, SavePlan, ShardTable
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
 """Bytes of a row that a column panel has at least; shorter rows are not worth a scattered copy."""
 PANEL_CHUNK = 256 << 10
 """Chunks below this size are read whole anyway."""
-
-
-class WrittenFile(NamedTuple):
-    """What a rank tells the committer of a file."""
-
-    name: str
-    size: int
-    index_start: int
-    index_size: int
-
-
-class Planned(NamedTuple):
-    """Rows of a plan: which row of the shard table, and the box of it (global indices)."""
-
-    row: Array
-    offset: Array
-    size: Array
-    nbytes: Array
-    block: Array
-
-
-class SavePlan(NamedTuple):
-    """What this rank writes, and what it witnesses. Both are rectangles padded to `dims`."""
-
-    dims: int
-    chunks: Planned
-    witnesses: Planned
-    witness_full: Array
-    """Per witness: all blocks are compared, not one."""
 
 
 def first_axis_bytes(size: Array, nbytes: Array) -> Array:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput
 from holdfast.format.columns import ITEMSIZE, Array, pad
-from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset
-from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
-
-Replica = tuple[int, int]
+from holdfast.layout.tensor import DTYPES, OBJECT, Dims, Replica, TensorSpec
+from holdfast.values import Buffer
 
 
 class Memory(Protocol):
@@ -147,4 +145,21 @@ def contiguous_at(shape: Dims, box: Box) -> int | None:
     return start
 
 
-__all__ = ["Memory", "Replica", "RowArrays", "ShardTable", "contiguous_at", "describe", "whole"]
+class Planned(NamedTuple):
+    """Rows of a plan: which row of the shard table, and the box of it (global indices)."""
+
+    row: Array
+    offset: Array
+    size: Array
+    nbytes: Array
+    block: Array
+
+
+class SavePlan(NamedTuple):
+    """What this rank writes, and what it witnesses. Both are rectangles padded to `dims`."""
+
+    dims: int
+    chunks: Planned
+    witnesses: Planned
+    witness_full: Array
+    """Per witness: all blocks are compared, not one."""

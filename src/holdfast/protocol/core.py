@@ -59,11 +59,9 @@ from holdfast.protocol.messages import (
     from_roster,
     to_message,
 )
-from holdfast.roster.base import Json, Message
+from holdfast.store.base import VISIBLE_WITHIN
+from holdfast.values import Json, Message
 
-VISIBLE_WITHIN = 75.0
-"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
-folder for 60."""
 UNDISTURBED = 0.25
 """Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by
 then."""

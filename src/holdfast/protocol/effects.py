@@ -22,7 +22,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.phases import TRANSITIONS, Transitions
 from holdfast.protocol.whereabouts import Inquiry
-from holdfast.roster.base import Message
+from holdfast.values import Message
 
 
 # Effects are values, not calls. `runner.perform` carries them out for real, `tests.support.simulate` with a

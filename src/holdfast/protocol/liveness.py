@@ -8,8 +8,8 @@ from holdfast.deadline import StallTimer
 from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 from holdfast.protocol.effects import Alive, Context, Get, Steps
 from holdfast.protocol.whereabouts import ASK_BEFORE, PATIENCE
-from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key, describe
+from holdfast.values import Message
 
 ASK = 64
 """Keys asked for at once."""

@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 import msgspec
 
 from holdfast.errors import HoldfastError
-from holdfast.plan.save import WrittenFile
-from holdfast.roster.base import Json, Message
+from holdfast.format.container import WrittenFile
+from holdfast.values import Json, Message
 
 
 class Generation(msgspec.Struct, frozen=True):

@@ -18,9 +18,10 @@ from holdfast.protocol.phases import CHOICE_TRANSITIONS, Transitions
 from holdfast.protocol.rendezvous import CallSignature, history_of, leave, meet
 from holdfast.protocol.runner import CallSteps, Cancel, run
 from holdfast.protocol.whereabouts import Inquiry, tell_where
-from holdfast.roster.base import Json, Roster
+from holdfast.roster.base import Roster
 from holdfast.roster.memory import MemoryRoster
 from holdfast.roster.presence import Presence
+from holdfast.values import Json
 
 _HINTS = {
     "save": "Nothing was committed; what was committed before is untouched.",

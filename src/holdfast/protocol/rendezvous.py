@@ -32,7 +32,8 @@ from holdfast.errors import HoldfastError
 from holdfast.format.digest import digest, hex_digest
 from holdfast.protocol.effects import Claim, Context, Count, Delete, Steps
 from holdfast.protocol.messages import Generation, Opened, Outcome, abandoned_by, from_roster, to_message
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
+from holdfast.values import Message
 
 _REMEMBERED = 1024
 """Different calls whose counts are kept. A call that is forgotten begins to count anew; its keys are long

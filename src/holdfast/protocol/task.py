@@ -13,10 +13,10 @@ from holdfast.protocol.call import Call
 from holdfast.protocol.core import task_steps
 from holdfast.protocol.operation import Operation
 from holdfast.protocol.phases import TASK_TRANSITIONS
-from holdfast.roster.base import Message
 from holdfast.roster.presence import at_key
 from holdfast.stacks import calls_of_frame, frame_of
 from holdfast.threads import start_thread
+from holdfast.values import Message
 
 _started: list[threading.Thread] = []
 """Threads of turns; those that are over are dropped."""

@@ -25,10 +25,11 @@ import msgspec
 
 from holdfast.errors import HoldfastError
 from holdfast.exits import Failure, Stage, at_exit, has_ended, is_over
-from holdfast.roster.base import Message, Roster, Wakeable
+from holdfast.roster.base import Roster, Wakeable
 from holdfast.roster.memory import MemoryRoster
 from holdfast.stacks import where_thread_is, where_threads_are
 from holdfast.threads import start_thread
+from holdfast.values import Message
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -8,15 +8,12 @@ the place that keeps the messages is gone, every method raises `RosterLost`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from holdfast.errors import RosterLost
-
-Json = Any
-"""A value that JSON has; whoever reads one from a message checks it."""
-Message = dict[str, Json]
+from holdfast.values import Message
 
 
 class Roster(Protocol):

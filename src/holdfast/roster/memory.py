@@ -10,7 +10,8 @@ from functools import partial
 
 import msgspec
 
-from holdfast.roster.base import Message, decode
+from holdfast.roster.base import decode
+from holdfast.values import Message
 
 
 @dataclass(eq=False)

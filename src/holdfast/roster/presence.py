@@ -18,8 +18,9 @@ from functools import cache
 from weakref import WeakKeyDictionary, ref
 
 from holdfast.errors import RankInfo, RosterLost
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.threads import start_thread
+from holdfast.values import Message
 
 
 def at_key(rank: int) -> str:

@@ -23,9 +23,10 @@ import torch.distributed as dist
 from holdfast.errors import RosterLost
 from holdfast.native_calls import native_call
 from holdfast.options import read_environment
-from holdfast.roster.base import Message, decode
+from holdfast.roster.base import decode
 from holdfast.roster.seal import Seal
 from holdfast.torch_private import clone_store, default_store, waits_by_itself
+from holdfast.values import Message
 
 Client = Any
 """A client of torch's store. torch.distributed does not export its class."""

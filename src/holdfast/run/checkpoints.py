@@ -11,15 +11,14 @@ from msgspec.structs import replace
 
 from holdfast.background.pending import Pending
 from holdfast.loading.job import LoadReport, LoadRequest
-from holdfast.protocol.arguments import whole_step
-from holdfast.protocol.call import Call
-from holdfast.roster.base import Json
+from holdfast.protocol.call import Call, whole_step
 from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import flatten
 from holdfast.store.base import Store
 from holdfast.store.run_folder import step_of
+from holdfast.values import Json
 
 log = logging.getLogger("holdfast")
 

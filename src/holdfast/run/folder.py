@@ -25,10 +25,9 @@ from holdfast.errors import (
 from holdfast.format.digest import digest, hex_digest
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_arguments, whole_step
-from holdfast.protocol.call import Call, begin_call, check_participants
+from holdfast.protocol.call import Call, begin_call, check_arguments, check_participants, whole_step
 from holdfast.protocol.operation import agree
-from holdfast.roster.base import Json, Roster
+from holdfast.roster.base import Roster
 from holdfast.run.owner import lease_of
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import Store
@@ -41,6 +40,7 @@ from holdfast.store.run_folder import (
     retire,
     step_folder,
 )
+from holdfast.values import Json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,13 +11,13 @@ import numpy as np
 from holdfast.errors import BadInput, HoldfastError
 from holdfast.format.columns import Columns
 from holdfast.format.names import INDEX, rank_in_name
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.protocol.operation import Operation
-from holdfast.roster.base import Message
 from holdfast.saving.commit import Commit
 from holdfast.saving.request import PREVIOUS, SaveRequest
 from holdfast.state.flatten import is_selected
 from holdfast.store.base import Store, version_of
+from holdfast.values import Message
 
 
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:

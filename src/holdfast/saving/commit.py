@@ -21,15 +21,14 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.columns import Columns
+from holdfast.format.container import WrittenFile
 from holdfast.format.index import encode
 from holdfast.format.names import INDEX, is_data_file
 from holdfast.io.file_writer import About
-from holdfast.io.open_checkpoint import embedded_index, open_index
+from holdfast.io.index_file import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors
-from holdfast.plan.save import WrittenFile
-from holdfast.protocol.core import VISIBLE_WITHIN
 from holdfast.protocol.messages import Final, Written
-from holdfast.store.base import VERSION_BYTES, NotFound, Store, Unsettled, version_of
+from holdfast.store.base import VERSION_BYTES, VISIBLE_WITHIN, NotFound, Store, Unsettled, version_of
 from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")

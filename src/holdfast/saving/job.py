@@ -16,29 +16,30 @@ import msgspec
 
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from holdfast.format import objects
+from holdfast.format.container import WrittenFile
 from holdfast.format.digest import digest, hex_digest
 from holdfast.io.file_writer import About, WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
-from holdfast.layout.tensor import OBJECT, listed
+from holdfast.layout.tensor import OBJECT, Replica, listed
 from holdfast.options import Options
 from holdfast.plan.merge import disagreement
-from holdfast.plan.save import WrittenFile, plan_save
-from holdfast.plan.shard_table import Replica, ShardTable, describe
-from holdfast.protocol.arguments import one_folder
-from holdfast.protocol.call import begin_call
+from holdfast.plan.save import plan_save
+from holdfast.plan.shard_table import ShardTable, describe
+from holdfast.protocol.call import begin_call, one_folder
 from holdfast.protocol.core import save_steps
 from holdfast.protocol.messages import Assigned, Final, RowList, Written
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import TRANSITIONS
-from holdfast.roster.base import Json, Roster
+from holdfast.roster.base import Roster
 from holdfast.saving.begin_commit import begin_commit
 from holdfast.saving.cleanup import clean_up
 from holdfast.saving.commit import Commit, is_of_attempt
 from holdfast.saving.request import PREVIOUS, SaveRequest
-from holdfast.state.cuda_streams import CallerStreams
 from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.state.memory import CallerStreams
 from holdfast.store.base import Kind
 from holdfast.store.local import open_store
+from holdfast.values import Json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

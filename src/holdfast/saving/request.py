@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_arguments, whole_step
-from holdfast.protocol.call import Call
-from holdfast.roster.base import Json, Message
+from holdfast.protocol.call import Call, check_arguments, whole_step
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
+from holdfast.values import Json, Message
 
 PREVIOUS = "previous"
 

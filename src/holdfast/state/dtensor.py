@@ -23,13 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset, told
-from holdfast.layout.tensor import TensorSpec
-from holdfast.plan.shard_table import Replica, ShardTable
-from holdfast.state.memory import TensorMemory
+from holdfast.layout.tensor import Dims, Replica, TensorSpec
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import TensorMemory, spec_of
 from holdfast.state.subclasses import has_memory, settled, type_name
-from holdfast.state.tensors import spec_of
 
 if TYPE_CHECKING:  # a process without DTensors never imports them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

@@ -22,11 +22,11 @@ from holdfast.errors import BadInput
 from holdfast.format import objects
 from holdfast.format.names import name_of_rank
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec, matches
-from holdfast.plan.shard_table import Replica, ShardTable
+from holdfast.layout.tensor import CODE_OF, OBJECT, Replica, TensorSpec, matches
+from holdfast.plan.shard_table import ShardTable
 from holdfast.state.dtensor import add_dtensor
 from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, Source, StateDict
-from holdfast.state.memory import BytesMemory, Part
+from holdfast.state.memory import BytesMemory, Part, TensorMemory, add_tensor, spec_of
 from holdfast.state.meta import is_meta, materialize
 from holdfast.state.modules import load_module
 from holdfast.state.optimizer_state import load_optimizer, with_lazy_states
@@ -42,7 +42,7 @@ from holdfast.state.structure import (
     join,
 )
 from holdfast.state.subclasses import inner_tensors, is_dtensor, is_sharded_tensor, is_wrapper, settled
-from holdfast.state.tensors import PerRank, Shard, add_shard, add_tensor
+from holdfast.state.tensors import PerRank, Shard
 
 UINT8 = CODE_OF["uint8"]
 Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
@@ -400,3 +400,9 @@ def _make_memory(leaf: Leaf) -> None:
         leaf.value, leaf.made = copy(value), True
         leaf.value.tensor = materialize(leaf.name, value.tensor)
         leaf.put = lambda made: setattr(value, "tensor", made.tensor)
+
+
+def add_shard(table: ShardTable, name: str, shard: Shard) -> None:
+    spec = spec_of(name, shard.tensor, shard.global_shape)
+    box = Box(shard.offset, tuple(shard.tensor.shape))
+    table.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
-from holdfast.buffers import Buffer
 from holdfast.errors import LoadFailed
-from holdfast.layout.box import Box, Dims
-from holdfast.layout.tensor import CODE_OF, OBJECT, TensorSpec
-from holdfast.plan.shard_table import Memory, Replica
+from holdfast.layout.box import Box, whole
+from holdfast.layout.tensor import CODE_OF, OBJECT, Dims, Replica, TensorSpec, dtype_code
+from holdfast.plan.shard_table import Memory, ShardTable
+from holdfast.state.subclasses import check_kind
+from holdfast.values import Buffer
 
 
 class TensorMemory:
@@ -177,3 +178,44 @@ class BytesMemory:
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         start, length = inside.offset[0], inside.shape[0]
         ctypes.memmove(self.address + box.offset[0], bytes(memoryview(data)[start : start + length]), length)
+
+
+def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
+    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be
+    stored."""
+    check_kind(name, tensor)
+    whole = tensor.shape if shape is None else shape
+    # torch prints `torch.float32`; the table of types has the names without that prefix.
+    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
+
+
+def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
+    """A plain tensor: this rank holds all of it; who else does is undeclared."""
+    spec = spec_of(name, tensor)
+    table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
+
+
+class CallerStreams:
+    """What the current streams of this thread have been given up to now, on each GPU that has a tensor of a
+    holding."""
+
+    def __init__(self, table: ShardTable) -> None:
+        self.streams: list[torch.cuda.Stream] = []
+        # Asking for a stream initialises CUDA, which a process that has no tensor on a GPU must not pay for.
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            tensors = (getattr(memory, "tensor", None) for memory in table.memory)
+            devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
+            self.streams = [torch.cuda.current_stream(device) for device in devices]
+        # Events, not a synchronize: the caller's thread goes on, and the copying one waits on the GPU.
+        self._given = [stream.record_event() for stream in self.streams]
+
+    def wait(self) -> None:
+        """Have this thread's current streams come after it."""
+        for stream, event in zip(self.streams, self._given, strict=True):
+            torch.cuda.current_stream(stream.device).wait_event(event)
+
+    def finish(self) -> None:
+        """Wait until what this thread's current streams have been given is done, so that the caller's may use
+        it."""
+        for stream in self.streams:
+            torch.cuda.current_stream(stream.device).synchronize()

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from holdfast.errors import BadInput
 from holdfast.layout.box import Box
-from holdfast.plan.shard_table import Replica, ShardTable
-from holdfast.state.memory import TensorMemory
+from holdfast.layout.tensor import Replica
+from holdfast.plan.shard_table import ShardTable
+from holdfast.state.memory import TensorMemory, spec_of
 from holdfast.state.subclasses import is_sharded_tensor
-from holdfast.state.tensors import spec_of
 
 if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

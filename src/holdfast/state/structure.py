@@ -14,10 +14,10 @@ from typing import Any, Protocol, TypeAlias, TypeGuard
 import torch
 
 from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError
-from holdfast.format.objects import Json
 from holdfast.state.live import ParameterState, StateDict
 from holdfast.state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
 from holdfast.state.tensors import PerRank, Shard
+from holdfast.values import Json
 
 STRUCTURE = "__structure__"
 """What the description of a nested state is called, under the state's own name."""

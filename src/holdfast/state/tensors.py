@@ -8,12 +8,7 @@ from typing import Any
 import torch
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, whole
 from holdfast.layout.deferred_offset import DeferredOffset
-from holdfast.layout.tensor import TensorSpec, dtype_code
-from holdfast.plan.shard_table import ShardTable
-from holdfast.state.memory import TensorMemory
-from holdfast.state.subclasses import check_kind
 
 
 class Shard:
@@ -99,24 +94,3 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
-
-
-def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
-    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be
-    stored."""
-    check_kind(name, tensor)
-    whole = tensor.shape if shape is None else shape
-    # torch prints `torch.float32`; the table of types has the names without that prefix.
-    return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
-
-
-def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
-    """A plain tensor: this rank holds all of it; who else does is undeclared."""
-    spec = spec_of(name, tensor)
-    table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
-
-
-def add_shard(table: ShardTable, name: str, shard: Shard) -> None:
-    spec = spec_of(name, shard.tensor, shard.global_shape)
-    box = Box(shard.offset, tuple(shard.tensor.shape))
-    table.add(spec, box, shard.replica, False, TensorMemory(shard.tensor), shard.late)

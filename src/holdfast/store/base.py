@@ -21,8 +21,13 @@ from contextlib import closing, contextmanager
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
+from holdfast.values import Buffer
+
+VISIBLE_WITHIN = 75.0
+"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
+folder for 60."""
+
 
 # An index ends in its seal, and the owner's file of a run in a text that is drawn anew for each version. So
 # the ends of two versions differ, and telling them apart takes one small read.

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, StorageError
 from holdfast.store.base import Entry, Kind, NotFound, checked, storage_errors
 from holdfast.store.filesystem import (
@@ -27,6 +26,7 @@ from holdfast.store.filesystem import (
     sync_folder,
 )
 from holdfast.store.publishing import publish
+from holdfast.values import Buffer
 
 # Buffers that one call takes: IOV_MAX of Linux.
 _IOV = 1024

@@ -6,9 +6,9 @@ import errno
 import threading
 from collections.abc import Sequence
 
-from holdfast.buffers import Buffer
 from holdfast.errors import Conflict, StorageError
 from holdfast.store.base import VERSION_BYTES, Entry, Kind, NotFound, checked
+from holdfast.values import Buffer
 
 
 def _error(kind: type[StorageError], message: str, number: int) -> StorageError:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
+from holdfast.values import Message
 
 
 class RosterContract:

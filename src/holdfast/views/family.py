@@ -18,8 +18,8 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.errors import BadInput, ShapeMismatch
-from holdfast.layout.box import Box, Dims
-from holdfast.layout.tensor import nearest
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims, nearest
 from holdfast.views.mapping import WAYS, Rule, Segment, Sizes, parse, shape_made
 
 _FOLDER = files("holdfast.views") / "families"

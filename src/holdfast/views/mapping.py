@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims
 
 MINUS_ONE = "minus one"
 """A change of elements: ours are the published ones less one."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims, union, whole
-from holdfast.layout.tensor import TENSOR, TensorSpec
+from holdfast.layout.box import Box, union, whole
+from holdfast.layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast.views.family import Entry, View
 from holdfast.views.rank_share import ModelSizes, RankShare, how_cut
 

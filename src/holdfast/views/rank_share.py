@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims, whole
+from holdfast.layout.box import Box, whole
 from holdfast.layout.grid import Grid
+from holdfast.layout.tensor import Dims
 
 ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"
 CUTS = {

@@ -228,7 +228,7 @@ def test_steps_that_differ_are_refused_on_all_ranks(mcore_world: ProcessWorld, t
 
 
 def notes_of(folder: Path) -> Any:
-    from holdfast.io.open_checkpoint import open_index
+    from holdfast.io.index_file import open_index
     from holdfast.store.local import open_store
 
     with open_index(open_store(str(folder))) as index:

@@ -9,7 +9,7 @@ import numpy as np
 from holdfast.errors import BadInput
 from holdfast.format.digest import digest, hex_digest
 from holdfast.groups.lifecycle.plan import from_runs, runs, shown
-from holdfast.roster.base import Message
+from holdfast.values import Message
 
 
 def claim(name: str, ranks: Sequence[int], description: str, rank: int) -> list[object]:

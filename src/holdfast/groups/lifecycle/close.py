@@ -17,9 +17,9 @@ from holdfast.groups.lifecycle.device import Device
 from holdfast.native_calls import native_call
 from holdfast.protocol.call import Call
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message
 from holdfast.threads import start_thread
 from holdfast.torch_private import abort, known_groups
+from holdfast.values import Message
 
 ABORT_TIME = 5.0
 """Seconds that aborting groups may take before the process goes on without."""

@@ -24,8 +24,9 @@ from holdfast.groups.lifecycle.state import facts, opened
 from holdfast.layout.grid import Grid
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.torch_private import abort, groups_made
+from holdfast.values import Message
 
 D = TypeVar("D")
 

@@ -14,9 +14,9 @@ from holdfast.groups.lifecycle.device import Device
 from holdfast.options import Environment, read_environment
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message
 from holdfast.roster.torch_store import TorchRoster
 from holdfast.torch_private import Store
+from holdfast.values import Message
 
 _stores: dict[tuple[str, int], Store] = {}
 """The one that a process has opened stays open: others may still read it, and a next start uses it again."""

@@ -31,9 +31,10 @@ from holdfast.groups.lifecycle.state import facts, opened, warm
 from holdfast.groups.lifecycle.uses import OPERATIONS, uses
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.roster.presence import describe
 from holdfast.torch_private import Known, is_open, known_groups
+from holdfast.values import Message
 
 DYING = 1.0
 """Seconds that a process takes to end, at most, after its connections have broken."""

@@ -24,9 +24,10 @@ from holdfast.errors import DeadlineExceeded, HoldfastError, RankFailed, RankInf
 from holdfast.groups.session.questions import Questions
 from holdfast.protocol.whereabouts import PATIENCE as WHERE
 from holdfast.protocol.whereabouts import Inquiry
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.roster.presence import Presence, at_key, describe
 from holdfast.threads import start_thread
+from holdfast.values import Message
 
 T = TypeVar("T")
 

@@ -32,10 +32,10 @@ from holdfast.groups.session.shutdown import TOLD, Leaving
 from holdfast.layout.grid import Grid
 from holdfast.protocol.call import begin_call, find_roster
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message
 from holdfast.run.checkpoints import Checkpoints
 from holdfast.threads import keep_spares
 from holdfast.torch_private import Store, default_store, known_groups
+from holdfast.values import Message
 
 open_sessions: list[Session] = []
 """Sessions that have begun, and not come to their end."""

@@ -34,9 +34,10 @@ from holdfast.groups.session.blame import (
 from holdfast.groups.session.calls import is_between_calls, is_in_collective
 from holdfast.groups.session.monitor import PATIENCE, Monitor
 from holdfast.protocol.whereabouts import end_tellers
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.stacks import calls_of_frame
 from holdfast.threads import start_thread
+from holdfast.values import Message
 
 log = logging.getLogger("holdfast")
 

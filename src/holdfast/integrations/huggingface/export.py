@@ -30,7 +30,7 @@ from holdfast.integrations.huggingface.published_tensors import (
     share_among_files,
 )
 from holdfast.io.hugging_face import read_config
-from holdfast.io.open_checkpoint import open_index
+from holdfast.io.index_file import open_index
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import DTYPES, TensorSpec
 from holdfast.loading.boxes import fill_rows
@@ -38,11 +38,12 @@ from holdfast.plan.shard_table import ShardTable
 from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.operation import read_state
 from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.base import Message, Roster
+from holdfast.roster.base import Roster
 from holdfast.state.memory import ShiftedMemory, TensorMemory
 from holdfast.state.reordered import as_ours
 from holdfast.store.base import Store, replace_file, storage_errors
 from holdfast.store.local import LocalStore, open_store
+from holdfast.values import Message
 from holdfast.views.family import View, view_of
 from holdfast.views.mapping import MINUS_ONE, Segment
 

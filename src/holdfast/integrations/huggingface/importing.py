@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from holdfast.buffers import Buffer
 from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format import hugging_face as hf
 from holdfast.format.names import IMPORTED_MODEL, INDEX
@@ -25,13 +24,14 @@ from holdfast.options import Options
 from holdfast.plan.shard_table import contiguous_at
 from holdfast.protocol.call import begin_call
 from holdfast.protocol.operation import agree, read_state
-from holdfast.roster.base import Json, Roster
+from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat, Leaf
 from holdfast.state.memory import Part
 from holdfast.store.base import Reader, Store
 from holdfast.store.local import open_store
+from holdfast.values import Buffer, Json
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -31,9 +31,9 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import listed
 from holdfast.protocol.call import Call
 from holdfast.protocol.operation import agree, read_state
-from holdfast.roster.base import Json
 from holdfast.store.local import LocalStore, open_store
 from holdfast.threads import within
+from holdfast.values import Json
 from holdfast.views.family import View
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

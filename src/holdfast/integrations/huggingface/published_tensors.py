@@ -15,9 +15,9 @@ from holdfast.format import hugging_face as hf
 from holdfast.format.index import Index
 from holdfast.format.names import is_weight
 from holdfast.io.hugging_face import HuggingFaceFolder, read_config
-from holdfast.layout.box import Dims, whole
+from holdfast.layout.box import whole
 from holdfast.layout.coverage import first_problem
-from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, TensorSpec, listed, nearest
+from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast.store.local import LocalStore
 from holdfast.views.family import View
 from holdfast.views.mapping import Segment

@@ -28,8 +28,7 @@ from holdfast.io.open_checkpoint import open_own, open_source
 from holdfast.layout.tensor import listed
 from holdfast.loading.job import LoadRequest
 from holdfast.options import Options
-from holdfast.protocol.arguments import check_arguments
-from holdfast.protocol.call import Call, begin_call
+from holdfast.protocol.call import Call, begin_call, check_arguments
 from holdfast.protocol.consensus import StepConsensus
 from holdfast.protocol.operation import agree, read_state
 from holdfast.roster.base import Roster

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
-from holdfast.buffers import Buffer
 from holdfast.format.digest import digest
+from holdfast.values import Buffer
 
 if TYPE_CHECKING:
     from holdfast.integrations.megatron import mcore

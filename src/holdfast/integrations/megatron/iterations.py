@@ -16,8 +16,7 @@ from holdfast.integrations.megatron import mcore
 from holdfast.integrations.megatron.checkpointing import load_state
 from holdfast.integrations.megatron.metadata import mark
 from holdfast.integrations.megatron.saving import State, read_state_dict
-from holdfast.protocol.arguments import whole_step
-from holdfast.protocol.call import Call
+from holdfast.protocol.call import Call, whole_step
 from holdfast.run.folder import RunFolder
 from holdfast.saving.job import SaveJob
 from holdfast.store.base import replace_file

@@ -13,11 +13,11 @@ from holdfast.integrations.megatron import mcore, steps
 from holdfast.integrations.megatron.common import Comparison
 from holdfast.integrations.megatron.shards import Copies, to_save
 from holdfast.protocol.call import Call
-from holdfast.roster.base import Message
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat
 from holdfast.store.base import Store
+from holdfast.values import Message
 
 
 class State(NamedTuple):

@@ -25,11 +25,11 @@ import torch
 from holdfast.errors import BadInput
 from holdfast.format.names import COMMON
 from holdfast.integrations.megatron import mcore
-from holdfast.layout.box import Box, Dims
-from holdfast.layout.tensor import TensorSpec
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims, TensorSpec
 from holdfast.state.flatten import Leaf
-from holdfast.state.memory import Part, ViewMemory
-from holdfast.state.tensors import Shard, spec_of
+from holdfast.state.memory import Part, ViewMemory, spec_of
+from holdfast.state.tensors import Shard
 
 _SOLE = (0, 1)
 

@@ -1,0 +1,35 @@
+"""Open an index of ours: the committed one of a folder, or the one that a data file carries of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from holdfast.errors import NotCommitted
+from holdfast.format.index import Index
+from holdfast.format.names import INDEX
+from holdfast.store.absence import explain_absence
+from holdfast.store.base import NotFound, Reader, Store
+
+
+def nothing_there(store: Store) -> NotCommitted:
+    sentence, hint = explain_absence(store)
+    return NotCommitted(sentence, hint=hint)
+
+
+@contextmanager
+def open_index(store: Store) -> Iterator[Index]:
+    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
+    try:
+        reader = store.open(INDEX)
+    except NotFound:
+        raise nothing_there(store) from None
+    with closing(reader):
+        yield Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+
+
+def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
+    """The index that a data file carries of itself, at bytes [start, stop) of it."""
+    return Index(
+        lambda at, length: reader.read(start + at, length), stop - start, f"the embedded index of {where}"
+    )
