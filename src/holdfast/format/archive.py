@@ -104,12 +104,12 @@ class Archive:
                 return name
         return None
 
-    def _bytes(self, at: int, size: int) -> bytes:
+    def _bytes(self, position: int, size: int) -> bytes:
         """Bytes of the archive; mostly they were read with its end."""
-        place = at - (self.length - len(self._tail))
+        place = position - (self.length - len(self._tail))
         if place >= 0:
             return self._tail[place : place + size]
-        return self._read(self._start + at, size) if at >= 0 else b""
+        return self._read(self._start + position, size) if position >= 0 else b""
 
     def _list(self) -> tuple[int, dict[str, Member]]:
         """Where the directory begins, and the members that it lists."""
@@ -120,49 +120,49 @@ class Archive:
         listing = self._bytes(begin, size)
         members: dict[str, Member] = {}
         known: set[str] = set()
-        at = room = 0
+        offset = room = 0
         for _ in range(count):
             try:
-                name, member, at = _entry(listing, at)
+                name, member, offset = _entry(listing, offset)
             except struct.error:
                 raise BadArchive("its directory ends too early") from None
             # Members that overlap would let a small file be read as a large one, over and over.
             room += member.nbytes + _LOCAL_BYTES
             members[name] = member
             known.add(name.lower())  # torch's reader looks for names without regard to case
-        if at != size or len(known) != count or room > begin:
+        if offset != size or len(known) != count or room > begin:
             raise BadArchive("its directory lists members that can't all be there")
         return begin, members
 
     def _end(self) -> tuple[int, int, int]:
         """Members, bytes and begin of the directory, from the records that end an archive."""
-        at = self.length - _END_BYTES
-        record = self._bytes(at, _END_BYTES)
+        record_start = self.length - _END_BYTES
+        record = self._bytes(record_start, _END_BYTES)
         # 4.3.16; the last two bytes are the length of a comment, in which another end record could hide.
         if len(record) != _END_BYTES or record[:4] != _END or record[20:] != b"\0\0":
             raise BadArchive("no zip archive ends there")
         count, size, begin = struct.unpack_from("<HII", record, 10)
-        locator = self._bytes(at - _LOCATOR_BYTES, _LOCATOR_BYTES)
+        locator = self._bytes(record_start - _LOCATOR_BYTES, _LOCATOR_BYTES)
         if locator[:4] == _LOCATOR:  # 4.3.15: there is a record with wide numbers (4.3.14), which count
-            at -= _LOCATOR_BYTES + _END64_BYTES
-            record = self._bytes(at, _END64_BYTES)
-            stands_at = struct.unpack_from("<Q", locator, 8)[0]
-            if len(record) != _END64_BYTES or record[:4] != _END64 or stands_at != at:
+            record_start -= _LOCATOR_BYTES + _END64_BYTES
+            record = self._bytes(record_start, _END64_BYTES)
+            stated = struct.unpack_from("<Q", locator, 8)[0]
+            if len(record) != _END64_BYTES or record[:4] != _END64 or stated != record_start:
                 raise BadArchive("the records at its end do not agree")
             count, size, begin = struct.unpack_from("<QQQ", record, 32)
         # Bytes before the first member move the end, but not the numbers in it. zipfile makes up for them;
         # here they are refused.
-        if begin + size != at:
+        if begin + size != record_start:
             raise BadArchive("its directory is not at its end")
         return count, size, begin
 
 
-def _entry(listing: bytes, at: int) -> tuple[str, Member, int]:
+def _entry(listing: bytes, offset: int) -> tuple[str, Member, int]:
     """An entry of a directory, and where the next begins."""
-    mark, method, crc, packed, nbytes, named, more, comment, local = _EntryFields.unpack_from(listing, at)
+    mark, method, crc, packed, nbytes, named, more, comment, local = _EntryFields.unpack_from(listing, offset)
     if mark != _ENTRY:
         raise BadArchive("its directory is damaged")
-    start = at + _ENTRY_BYTES
+    start = offset + _ENTRY_BYTES
     name = listing[start : start + named].decode("utf-8", "surrogateescape")
     if _WIDE in (packed, nbytes, local):
         extra = listing[start + named : start + named + more]
@@ -174,11 +174,11 @@ def _entry(listing: bytes, at: int) -> tuple[str, Member, int]:
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
     """Numbers over 4 GiB: 4.5.3, they stand in extra field 1 of the entry, in this order, and only they."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, size = struct.unpack_from("<HH", extra, at)
+    offset = 0
+    while offset + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, offset)
         if kind == 1:
-            fields = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
+            fields = list(struct.unpack_from(f"<{size // 8}Q", extra, offset + 4))
             return tuple(fields.pop(0) if value == _WIDE and fields else value for value in values)
-        at += 4 + size
+        offset += 4 + size
     return values

@@ -65,14 +65,14 @@ class Header(NamedTuple):
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # Of two equal names json keeps the last one; another reader may take the first, and load something else.
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    unique = dict(pairs)
+    if len(unique) != len(pairs):
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
                 raise ValueError(f"the name {name!r} stands twice")
             seen.add(name)
-    return found
+    return unique
 
 
 def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTES) -> Header:

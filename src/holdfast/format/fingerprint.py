@@ -88,20 +88,20 @@ def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
 
 def _lines(words: npt.NDArray[np.uint64], first: int) -> Sums:
     """The sums of each row of (rows, words), without the weights of rows. first: the first word's column."""
-    found = np.zeros((2, len(words)), np.uint64)
-    at = 0
-    while at < words.shape[1]:
-        line, column = divmod(first + at, _LINE)
-        stop = min(at + _LINE - column, words.shape[1])
-        weights = _weights(_LAST, column, column + stop - at)
+    sums = np.zeros((2, len(words)), np.uint64)
+    start = 0
+    while start < words.shape[1]:
+        line, column = divmod(first + start, _LINE)
+        stop = min(start + _LINE - column, words.shape[1])
+        weights = _weights(_LAST, column, column + stop - start)
         whole = _weights(_LINES, line, line + 1)
-        step = max(_TILE // (stop - at), 1)
+        step = max(_TILE // (stop - start), 1)
         for row in range(0, len(words), step):
-            part = words[row : row + step, at:stop]
-            found[0, row : row + step] += np.dot(part, weights[0]) * whole[0]
-            found[1, row : row + step] += np.dot(part.byteswap(), weights[1]) * whole[1]
-        at = stop
-    return found
+            part = words[row : row + step, start:stop]
+            sums[0, row : row + step] += np.dot(part, weights[0]) * whole[0]
+            sums[1, row : row + step] += np.dot(part.byteswap(), weights[1]) * whole[1]
+        start = stop
+    return sums
 
 
 def _line(words: npt.NDArray[np.uint64], first: int) -> Sums:
@@ -128,14 +128,14 @@ def _line(words: npt.NDArray[np.uint64], first: int) -> Sums:
 
 def _row_weights(box: Box) -> npt.NDArray[np.uint64]:
     """The weights of all rows of a box, row-major: (2, rows)."""
-    found = np.ones((2, 1), np.uint64)
+    weights = np.ones((2, 1), np.uint64)
     axes = len(box.shape) - 1
     for axis in range(axes):
         low = box.offset[axis]
         # Counted from the end. Axes beyond 254 would share weights; no tensor has them.
         more = _weights(axes - axis, low, low + box.shape[axis])
-        found = (found[:, :, None] * more[:, None, :]).reshape(2, -1)
-    return found
+        weights = (weights[:, :, None] * more[:, None, :]).reshape(2, -1)
+    return weights
 
 
 def _weights(axis: int, start: int, stop: int) -> npt.NDArray[np.uint64]:

@@ -79,7 +79,7 @@ def is_weights_file(name: str) -> bool:
 
 def places(entries: dict[str, Entry], data_start: int, file: str, where: str) -> list[Place]:
     """What a file's header says of its tensors, checked: each has as many bytes as its shape says."""
-    found = []
+    tensors = []
     for name, entry in entries.items():
         code = CODE_OF_TAG.get(entry.dtype)
         if code is None:
@@ -101,14 +101,14 @@ def places(entries: dict[str, Entry], data_start: int, file: str, where: str) ->
                 f"gives it {stop - start} bytes.",
                 details={"tensor": name},
             )
-        found.append(Place(name, file, code, entry.shape, data_start + start))
-    return found
+        tensors.append(Place(name, file, code, entry.shape, data_start + start))
+    return tensors
 
 
 def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
     """Tensors as an index's columns: each is one chunk, without a digest. sizes: of the files, in bytes."""
     files = sorted({place.file for place in chosen})
-    number = {name: at for at, name in enumerate(files)}
+    number = {name: index for index, name in enumerate(files)}
     shapes = [place.shape for place in chosen]
     dims = max(map(len, shapes), default=1) or 1
     code = np.asarray([place.code for place in chosen], "u1")

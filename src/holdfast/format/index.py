@@ -90,19 +90,21 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
     # Widest elements first keeps every column aligned without holes, which safetensors forbids.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
-    entries, at = [], 0
+    entries, offset = [], 0
     for name in order:
         array = arrays[name]
-        entries.append((name, _TAGS[array.dtype.newbyteorder("<").str], array.shape, at, at + array.nbytes))
-        at += array.nbytes
+        entries.append(
+            (name, _TAGS[array.dtype.newbyteorder("<").str], array.shape, offset, offset + array.nbytes)
+        )
+        offset += array.nbytes
     body = b"".join(arrays[name].tobytes() for name in order)
     body += b"\0" * (-len(body) % 8)  # the digests of pages, which follow, are wide
-    entries.append(("padding", "U8", (len(body) - at,), at, len(body)))
-    at = len(body)
+    entries.append(("padding", "U8", (len(body) - offset,), offset, len(body)))
+    offset = len(body)
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
-    entries.append(("pages", "U64", (len(pages),), at, at + pages.nbytes))
-    at += pages.nbytes
-    entries.append(("seal", "U64", (2,), at, at + 16))
+    entries.append(("pages", "U64", (len(pages),), offset, offset + pages.nbytes))
+    offset += pages.nbytes
+    entries.append(("seal", "U64", (2,), offset, offset + 16))
     described = {
         "format": FORMAT,
         "dims": str(columns.dims),
@@ -135,8 +137,8 @@ class Index:
         self._start = header.data_start
         self._header = header
         self.identity = self._check_seal(header)
-        if (found := header.metadata.get("format")) != FORMAT:
-            raise CorruptCheckpoint(f"{where} has format {found!r:.100}; this Holdfast reads {FORMAT!r}.")
+        if (version := header.metadata.get("format")) != FORMAT:
+            raise CorruptCheckpoint(f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}.")
         self._describe(header)
 
     @in_bounded_memory
@@ -271,8 +273,8 @@ class Index:
             self.column(name, int(part[0]), int(part[-1]) + 1)[part - part[0]]
             for part in np.split(rows, cuts)
         ]
-        found: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return found
+        values: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return values
 
     # -- names ----------------------------------------------------------------------------
 
@@ -295,13 +297,13 @@ class Index:
         """The names of tensor rows `start` to `stop`, ascending."""
         stop = self.tensors if stop is None else stop
         before = int(self.column("name_end", start - 1, start)[0]) if start else 0
-        found = self._strings("names", self.column("name_end", start, stop), before)
+        listed = self._strings("names", self.column("name_end", start, stop), before)
         # By code points, which is the order of UTF-8 bytes, too. `find` relies on it.
-        if any(a >= b for a, b in pairwise(found)):
+        if any(a >= b for a, b in pairwise(listed)):
             raise CorruptCheckpoint(
                 f"The names in {self.where} do not ascend, so one stands twice or the order is lost."
             )
-        return found
+        return listed
 
     @in_bounded_memory
     def find(self, wanted: Sequence[str]) -> Array:
@@ -319,16 +321,16 @@ class Index:
             np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right")
             - 1
         )
-        for at, group in enumerate(starts.tolist()):
+        for index, group in enumerate(starts.tolist()):
             if group >= 0:
-                groups.setdefault(group, []).append(at)
+                groups.setdefault(group, []).append(index)
         for first, last in runs(sorted(groups)):
             low = first * FENCE
             names = self.names(low, min((last + 1) * FENCE, self.tensors))
             place = {name: low + i for i, name in enumerate(names)}
             for group in range(first, last + 1):
-                for at in groups[group]:
-                    rows[at] = place.get(wanted[at], -1)
+                for index in groups[group]:
+                    rows[index] = place.get(wanted[index], -1)
         return rows
 
     def find_one(self, name: str) -> int:
@@ -336,14 +338,14 @@ class Index:
 
     def file_names(self) -> list[str]:
         """Data files, relative to the checkpoint's folder; a name that could leave it is refused."""
-        found = self._strings("file_names", self.column("file_end"), 0)
-        for name in found:
+        names = self._strings("file_names", self.column("file_end"), 0)
+        for name in names:
             if not is_data_file(name):
                 raise CorruptCheckpoint(
                     f"{self.where} names the file {name!r}, which is not inside its data folder; it was not "
                     "opened."
                 )
-        return found
+        return names
 
     # -- rows -----------------------------------------------------------------------------
 
@@ -372,7 +374,7 @@ class Index:
             names = [name for first, last in runs(rows.tolist()) for name in self.names(first, last + 1)]
         counts, chunks = self._below("chunk", "chunk_end", rows, self.chunks)
         digest_counts, digests = self._below("digest", "digest_end", chunks, self._rows["digests"])
-        found = Columns(
+        columns = Columns(
             names=names,
             dtype=self.column_rows("dtype", rows),
             kind=self.column_rows("kind", rows),
@@ -390,8 +392,8 @@ class Index:
             file_size=self.column("file_size"),
             file_rank=self.column("file_rank"),
         )
-        check_rows(found, self.where)
-        return found
+        check_rows(columns, self.where)
+        return columns
 
     @in_bounded_memory
     def fingerprints(self) -> dict[str, Array]:
@@ -413,8 +415,8 @@ class Index:
         columns = self.select()
         for name in ("tensor", "offset", "size", "block", "digest"):
             setattr(columns, f"witness_{name}", self.column(f"witness_{name}"))
-        at = columns.witness_tensor
-        if len(at) and (at.min() < 0 or at.max() >= len(columns.names)):
+        tensor_rows = columns.witness_tensor
+        if len(tensor_rows) and (tensor_rows.min() < 0 or tensor_rows.max() >= len(columns.names)):
             raise CorruptCheckpoint(f"{self.where} has witnesses of tensors that it does not list.")
         for name in (*self._late, *self._fingerprints):
             setattr(columns, name, self.column(name))

@@ -73,8 +73,8 @@ def name_of_rank(name: str, rank: int) -> str:
 
 def rank_in_name(name: str) -> int | None:
     """Whose own a value is, by its name; None if it is shared."""
-    found = _RANK.search(name)
-    return None if found is None else int(found[1])
+    match = _RANK.search(name)
+    return None if match is None else int(match[1])
 
 
 def name_of_chunk(name: str, offset: Sequence[object]) -> str:

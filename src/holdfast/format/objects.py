@@ -74,19 +74,19 @@ _BUILD: dict[str, Callable[[Json], object]] = {
 
 def _number(value: Json) -> float:
     """A part of a complex number, which may be infinite or none."""
-    found = _from_json(value)
-    if not isinstance(found, int | float):
+    number = _from_json(value)
+    if not isinstance(number, int | float):
         raise TypeError("a part of a complex number is no number")
-    return found
+    return number
 
 
 def _keys(values: list[Json]) -> list[object]:
     """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is
     compared with all."""
-    found = [_from_json(value) for value in values]
-    if len(found) > _ONE_HASH and max(collections.Counter(map(hash, found)).values()) > _ONE_HASH:
+    keys = [_from_json(value) for value in values]
+    if len(keys) > _ONE_HASH and max(collections.Counter(map(hash, keys)).values()) > _ONE_HASH:
         raise ValueError(f"more than {_ONE_HASH} keys have one hash")
-    return found
+    return keys
 
 
 def _items(pairs: list[Json]) -> Iterator[tuple[object, object]]:

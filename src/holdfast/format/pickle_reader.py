@@ -121,11 +121,11 @@ class Reader:
         # is hot: millions of operations for the metadata of a large model.
         # Bound once for each pickle, in place of a look-up by name for each operation.
         table = [getattr(self, name) for name in _NAMES]
-        data, at = self._data, 0
+        data, position = self._data, 0
         try:
             while True:
                 for _ in _OPERATIONS:
-                    at = table[data[at]](at + 1)
+                    position = table[data[position]](position + 1)
                 self._check_room()  # not at each container: thousands too many cost nothing
         except _Stop:
             self._check_room()
@@ -133,16 +133,16 @@ class Reader:
         # No operation looks whether its arguments are there. Past the end of the input, below an empty stack
         # and outside of the memo Python raises one of these by itself, and the loop stays fast.
         except (IndexError, struct.error):
-            raise BadPickle(f"it ends too early, or takes what is not there, at byte {at}") from None
+            raise BadPickle(f"it ends too early, or takes what is not there, at byte {position}") from None
         except UnicodeDecodeError:
-            raise BadPickle(f"its text at byte {at} is not UTF-8") from None
+            raise BadPickle(f"its text at byte {position} is not UTF-8") from None
         finally:  # an error that is kept keeps this reader, but not what was built
             self._stack, self._below, self._memo = [], [], []
 
-    def _unknown(self, at: int) -> int:
-        raise BadPickle(f"its byte {at - 1} is no operation that torch writes")
+    def _unknown(self, position: int) -> int:
+        raise BadPickle(f"its byte {position - 1} is no operation that torch writes")
 
-    def _stop(self, at: int) -> int:
+    def _stop(self, position: int) -> int:
         self._result = self._stack.pop()
         raise _Stop
 
@@ -150,19 +150,19 @@ class Reader:
         if self._room < 0:
             raise BadPickle("it holds more containers than its length can pay for")
 
-    def _protocol(self, at: int) -> int:
-        if self._data[at] > 5:
-            raise BadPickle(f"its protocol is {self._data[at]}")
-        return at + 1
+    def _protocol(self, position: int) -> int:
+        if self._data[position] > 5:
+            raise BadPickle(f"its protocol is {self._data[position]}")
+        return position + 1
 
-    def _frame(self, at: int) -> int:
-        return at + 8  # a frame's length helps who reads from a stream; all of the input is here
+    def _frame(self, position: int) -> int:
+        return position + 8  # a frame's length helps who reads from a stream; all of the input is here
 
     # memo
 
-    def _memoize(self, at: int) -> int:
+    def _memoize(self, position: int) -> int:
         self._memo.append(self._stack[-1])
-        return at
+        return position
 
     # Before protocol 4 the pickle says the index itself. pickle counts them up from 0, so no writer's is
     # beyond the next one.
@@ -174,138 +174,138 @@ class Reader:
         else:
             raise BadPickle(f"it keeps entry {index} of its memo, which has {len(self._memo)}")
 
-    def _binput(self, at: int) -> int:
-        self._put_at(self._data[at])
-        return at + 1
+    def _binput(self, position: int) -> int:
+        self._put_at(self._data[position])
+        return position + 1
 
-    def _long_binput(self, at: int) -> int:
-        self._put_at(_U32(self._data, at)[0])
-        return at + 4
+    def _long_binput(self, position: int) -> int:
+        self._put_at(_U32(self._data, position)[0])
+        return position + 4
 
-    def _binget(self, at: int) -> int:
-        self._stack.append(self._memo[self._data[at]])
-        return at + 1
+    def _binget(self, position: int) -> int:
+        self._stack.append(self._memo[self._data[position]])
+        return position + 1
 
-    def _long_binget(self, at: int) -> int:
-        self._stack.append(self._memo[_U32(self._data, at)[0]])
-        return at + 4
+    def _long_binget(self, position: int) -> int:
+        self._stack.append(self._memo[_U32(self._data, position)[0]])
+        return position + 4
 
     # atoms
 
-    def _none(self, at: int) -> int:
+    def _none(self, position: int) -> int:
         self._stack.append(None)
-        return at
+        return position
 
-    def _true(self, at: int) -> int:
+    def _true(self, position: int) -> int:
         self._stack.append(True)
-        return at
+        return position
 
-    def _false(self, at: int) -> int:
+    def _false(self, position: int) -> int:
         self._stack.append(False)
-        return at
+        return position
 
-    def _binint1(self, at: int) -> int:
-        self._stack.append(self._data[at])
-        return at + 1
+    def _binint1(self, position: int) -> int:
+        self._stack.append(self._data[position])
+        return position + 1
 
-    def _binint2(self, at: int) -> int:
-        self._stack.append(_U16(self._data, at)[0])
-        return at + 2
+    def _binint2(self, position: int) -> int:
+        self._stack.append(_U16(self._data, position)[0])
+        return position + 2
 
-    def _binint(self, at: int) -> int:
-        self._stack.append(_I32(self._data, at)[0])
-        return at + 4
+    def _binint(self, position: int) -> int:
+        self._stack.append(_I32(self._data, position)[0])
+        return position + 4
 
-    def _long1(self, at: int) -> int:
-        stop = at + 1 + self._data[at]
+    def _long1(self, position: int) -> int:
+        stop = position + 1 + self._data[position]
         # 255 bytes at most. The opcode for longer numbers is not taken, so no number costs much.
-        self._stack.append(int.from_bytes(self._data[at + 1 : stop], "little", signed=True))
+        self._stack.append(int.from_bytes(self._data[position + 1 : stop], "little", signed=True))
         return stop
 
-    def _binfloat(self, at: int) -> int:
-        self._stack.append(_F64(self._data, at)[0])
-        return at + 8
+    def _binfloat(self, position: int) -> int:
+        self._stack.append(_F64(self._data, position)[0])
+        return position + 8
 
     def _text(self, start: int, stop: int) -> int:
         # As pickle writes it: half of a surrogate pair is a character of Python's text.
         self._stack.append(str(self._data[start:stop], "utf-8", "surrogatepass"))
         return stop  # past the end, the next byte is missed
 
-    def _short_text(self, at: int) -> int:
-        return self._text(at + 1, at + 1 + self._data[at])
+    def _short_text(self, position: int) -> int:
+        return self._text(position + 1, position + 1 + self._data[position])
 
-    def _long_text(self, at: int) -> int:
-        return self._text(at + 4, at + 4 + _U32(self._data, at)[0])
+    def _long_text(self, position: int) -> int:
+        return self._text(position + 4, position + 4 + _U32(self._data, position)[0])
 
-    def _short_bytes(self, at: int) -> int:
-        stop = at + 1 + self._data[at]
-        self._stack.append(self._data[at + 1 : stop])
+    def _short_bytes(self, position: int) -> int:
+        stop = position + 1 + self._data[position]
+        self._stack.append(self._data[position + 1 : stop])
         return stop
 
-    def _long_bytes(self, at: int) -> int:
-        stop: int = at + 4 + _U32(self._data, at)[0]
-        self._stack.append(self._data[at + 4 : stop])
+    def _long_bytes(self, position: int) -> int:
+        stop: int = position + 4 + _U32(self._data, position)[0]
+        self._stack.append(self._data[position + 4 : stop])
         return stop
 
     # containers
 
-    def _mark(self, at: int) -> int:
+    def _mark(self, position: int) -> int:
         if len(self._below) >= MARKS:
             raise BadPickle(f"it is nested more than {MARKS} deep")
         self._below.append(self._stack)
         self._stack = []
-        return at
+        return position
 
     def _since_mark(self) -> list[object]:
         items, self._stack = self._stack, self._below.pop()
         return items
 
-    def _empty_tuple(self, at: int) -> int:
+    def _empty_tuple(self, position: int) -> int:
         # Python has one empty tuple, so it is not paid for.
         self._stack.append(())
-        return at
+        return position
 
-    def _tuple(self, at: int) -> int:
+    def _tuple(self, position: int) -> int:
         """Also a frozenset: nothing in it is hashed."""
         self._room -= 1
         items = tuple(self._since_mark())
         self._stack.append(items)
-        return at
+        return position
 
-    def _tuple1(self, at: int) -> int:
+    def _tuple1(self, position: int) -> int:
         self._room -= 1
         stack = self._stack
         stack[-1] = (stack[-1],)
-        return at
+        return position
 
-    def _tuple2(self, at: int) -> int:
+    def _tuple2(self, position: int) -> int:
         self._room -= 1
         stack = self._stack
         last = stack.pop()
         stack[-1] = (stack[-1], last)
-        return at
+        return position
 
-    def _tuple3(self, at: int) -> int:
+    def _tuple3(self, position: int) -> int:
         self._room -= 1
         stack = self._stack
         last, middle = stack.pop(), stack.pop()
         stack[-1] = (stack[-1], middle, last)
-        return at
+        return position
 
-    def _empty_list(self, at: int) -> int:
+    def _empty_list(self, position: int) -> int:
         """A set, too, is a list here: nothing in it is hashed."""
         self._room -= 1
         self._stack.append([])
-        return at
+        return position
 
-    def _append(self, at: int) -> int:
+    def _append(self, position: int) -> int:
         item = self._stack.pop()
         self._extend([item])
-        return at
+        return position
 
-    def _appends(self, at: int) -> int:
+    def _appends(self, position: int) -> int:
         self._extend(self._since_mark())
-        return at
+        return position
 
     def _extend(self, items: list[object]) -> None:
         target = self._stack[-1]
@@ -313,20 +313,20 @@ class Reader:
             raise BadPickle("it appends to what is no list")
         target.extend(items)
 
-    def _empty_dict(self, at: int) -> int:
+    def _empty_dict(self, position: int) -> int:
         self._room -= 1
         self._stack.append({})
-        return at
+        return position
 
-    def _setitem(self, at: int) -> int:
+    def _setitem(self, position: int) -> int:
         value, key = self._stack.pop(), self._stack.pop()
         self.put(self._stack[-1], [key, value])
-        return at
+        return position
 
-    def _setitems(self, at: int) -> int:
+    def _setitems(self, position: int) -> int:
         items = self._since_mark()
         self.put(self._stack[-1], items)
-        return at
+        return position
 
     # names and instances
 
@@ -337,41 +337,41 @@ class Reader:
             self._names[module, name] = self.resolve(module, name)
         return self._names[module, name]
 
-    def _line(self, at: int) -> int:
+    def _line(self, position: int) -> int:
         """The end of a name that a newline ends, as protocol 2 writes names."""
-        stop = self._data.find(b"\n", at, at + NAME)
+        stop = self._data.find(b"\n", position, position + NAME)
         if stop < 0:
-            raise BadPickle(f"its name at byte {at} has no end")
+            raise BadPickle(f"its name at byte {position} has no end")
         return stop
 
-    def _global(self, at: int) -> int:
-        middle = self._line(at)
+    def _global(self, position: int) -> int:
+        middle = self._line(position)
         stop = self._line(middle + 1)
-        module, name = str(self._data[at:middle], "utf-8"), str(self._data[middle + 1 : stop], "utf-8")
+        module, name = str(self._data[position:middle], "utf-8"), str(self._data[middle + 1 : stop], "utf-8")
         self._stack.append(self._resolved(module, name))
         return stop + 1
 
-    def _stack_global(self, at: int) -> int:
+    def _stack_global(self, position: int) -> int:
         name, module = self._stack.pop(), self._stack.pop()
         self._stack.append(self._resolved(module, name))
-        return at
+        return position
 
-    def _call(self, at: int) -> int:
+    def _call(self, position: int) -> int:
         self._room -= 1
         stack = self._stack
         args = stack.pop()
         stack[-1] = self.call(stack[-1], args)
-        return at
+        return position
 
-    def _build(self, at: int) -> int:
+    def _build(self, position: int) -> int:
         state = self._stack.pop()
         self.build(self._stack[-1], state)
-        return at
+        return position
 
-    def _persistent(self, at: int) -> int:
+    def _persistent(self, position: int) -> int:
         stack = self._stack
         stack[-1] = self.persistent(stack[-1])
-        return at
+        return position
 
 
 class _Stop(Exception):

@@ -39,13 +39,13 @@ class Origin(msgspec.Struct, frozen=True):
 def read_origin(about: Mapping[str, object], where: str) -> Origin:
     """The origin in an index's `about`; CorruptCheckpoint if it says none."""
     try:
-        found = msgspec.convert(about.get(ABOUT), Origin)
+        origin = msgspec.convert(about.get(ABOUT), Origin)
     except msgspec.ValidationError as error:
         raise CorruptCheckpoint(
             f"{where} does not say what it was fetched from: {str(error)[:200]}."
         ) from None
-    if found.kind not in (CHECKPOINT, PUBLISHED):
+    if origin.kind not in (CHECKPOINT, PUBLISHED):
         raise CorruptCheckpoint(
-            f"{where} was fetched from {found.kind[:40]!r}, which this Holdfast can't read."
+            f"{where} was fetched from {origin.kind[:40]!r}, which this Holdfast can't read."
         )
-    return found
+    return origin

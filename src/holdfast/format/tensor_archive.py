@@ -138,18 +138,18 @@ _MADE = {
 @lru_cache(maxsize=256)
 def _plan(data: bytes) -> _Tensor:
     """Chunks of one shape have the same `data.pkl`."""
-    found = _Plan(data).read()
-    if type(found) is not _Tensor:
+    tensor = _Plan(data).read()
+    if type(tensor) is not _Tensor:
         raise BadPickle("it holds no tensor")
-    return found
+    return tensor
 
 
 def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where: str) -> Member:
     """Find the elements of a tensor's chunk inside its archive."""
     try:
         archive = Archive(read, chunk.start, chunk.length)
-        found = _plan(archive.load("data.pkl", _PICKLE_BYTES))
-        return _member(archive, found, chunk, dtype, itemsize)
+        tensor = _plan(archive.load("data.pkl", _PICKLE_BYTES))
+        return _member(archive, tensor, chunk, dtype, itemsize)
     except (BadArchive, BadPickle) as error:
         raise CorruptCheckpoint(
             f"{where}/{chunk.file} is damaged: the part of {name!r} at {chunk.start} can't be read: {error}.",
@@ -157,20 +157,20 @@ def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where
         ) from None
 
 
-def _member(archive: Archive, found: _Tensor, chunk: Chunk, dtype: str, itemsize: int) -> Member:
+def _member(archive: Archive, tensor: _Tensor, chunk: Chunk, dtype: str, itemsize: int) -> Member:
     """The elements, if they are what the metadata says."""
-    member = archive.find(f"data/{found.key}")
+    member = archive.find(f"data/{tensor.key}")
     nbytes = math.prod(chunk.size) * itemsize
-    if found.shape != chunk.size and math.prod(found.shape) * itemsize != nbytes:
-        raise BadArchive(f"it holds shape {list(found.shape)}, the metadata says {list(chunk.size)}")
-    if found.dtype != dtype:
-        raise BadArchive(f"it holds {found.dtype}, the metadata says {dtype}")
+    if tensor.shape != chunk.size and math.prod(tensor.shape) * itemsize != nbytes:
+        raise BadArchive(f"it holds shape {list(tensor.shape)}, the metadata says {list(chunk.size)}")
+    if tensor.dtype != dtype:
+        raise BadArchive(f"it holds {tensor.dtype}, the metadata says {dtype}")
     # In this order the elements are one stretch of bytes, as in our own files, and readers
     # need no other path.
-    if not _row_major(found.shape, found.stride):
+    if not _row_major(tensor.shape, tensor.stride):
         raise BadArchive("its elements are not in row-major order; save it again from a contiguous tensor")
     # A view of a larger storage is stored with all of it: torch.save writes storages, not tensors.
-    begin = found.start * itemsize
+    begin = tensor.start * itemsize
     if begin + nbytes > member.nbytes:
         raise BadArchive("it ends too early")
     position = archive.content(member) + begin

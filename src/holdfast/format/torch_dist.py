@@ -96,7 +96,7 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
             stored = _stored(root.get("storage_data"))
-            return [_entry(said, stored.get(said.name, {}), where) for said in described]
+            return [_entry(description, stored.get(description.name, {}), where) for description in described]
     except BadPickle as error:
         raise CorruptCheckpoint(
             f"{where} can't be read as the metadata of a torch_dist checkpoint: {error}."
@@ -112,14 +112,14 @@ class _Described(NamedTuple):
     """Records of its chunks; None for an object."""
 
 
-def _described(found: object, length: int) -> list[_Described]:
+def _described(metadata: object, length: int) -> list[_Described]:
     """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is
     long."""
-    if type(found) is not dict or not all(type(name) is str for name in found):
+    if type(metadata) is not dict or not all(type(name) is str for name in metadata):
         raise BadPickle("it describes no tensors")
     described, count = [], 0
-    for name in sorted(found):
-        fields = _state(found[name])
+    for name in sorted(metadata):
+        fields = _state(metadata[name])
         chunks = fields.get("chunks", [])
         if not isinstance(chunks, list):
             raise BadPickle("it describes chunks that are no list")
@@ -137,13 +137,13 @@ def _state(record: object) -> dict[str, object]:
     return record.state or {}
 
 
-def _stored(found: object) -> dict[str, dict[bytes | None, object]]:
+def _stored(storage_data: object) -> dict[str, dict[bytes | None, object]]:
     """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to
     collide."""
-    if type(found) is not dict:
+    if type(storage_data) is not dict:
         raise BadPickle("it does not say where anything is stored")
     stored: dict[str, dict[bytes | None, object]] = {}
-    for key, info in found.items():
+    for key, info in storage_data.items():
         about = _state(key)
         name, offset = about.get("fqn"), about.get("offset")
         if type(name) is not str:
@@ -171,18 +171,18 @@ def _dims(values: object) -> tuple[int, ...]:
     return _PACKS[len(packed) // 8].unpack(packed)
 
 
-def _entry(said: _Described, stored: dict[bytes | None, object], where: str) -> Entry:
+def _entry(description: _Described, stored: dict[bytes | None, object], where: str) -> Entry:
     """A name's entry, with where each of its chunks is stored."""
-    name = said.name
-    if said.chunks is None:
+    name = description.name
+    if description.chunks is None:
         chunk = _chunk(name, (), (), stored.get(None), where)
         check_size(f"The object {_short(name)} of {where}", chunk.length, OBJECT_BYTES)
         return Entry(name, OBJECT, "uint8", (), [chunk])
-    shape, dtype = _dims(said.fields.get("size")), _dtype(said.fields.get("properties"))
+    shape, dtype = _dims(description.fields.get("size")), _dtype(description.fields.get("properties"))
     if math.prod(max(side, 1) for side in shape) > _MOST_ELEMENTS:
         raise BadPickle(f"{_short(name)} has the shape {list(shape)}")
     chunks = []
-    for part in said.chunks:
+    for part in description.chunks:
         about = _state(part)
         offset, size = _dims(about.get("offsets")), _dims(about.get("sizes"))
         if 0 in size:
@@ -203,10 +203,10 @@ def _dtype(properties: object) -> str:
     state = properties.state
     # TensorProperties pickles itself as a tuple that begins with the dtype, because torch.memory_format can't
     # be pickled. A dict is taken as well.
-    found = state[0] if type(state) is tuple and state else _state(properties).get("dtype")
-    if type(found) is not str or found not in CODE_OF:
+    dtype = state[0] if type(state) is tuple and state else _state(properties).get("dtype")
+    if type(dtype) is not str or dtype not in CODE_OF:
         raise BadPickle("a tensor has no dtype that Holdfast knows")
-    return found
+    return dtype
 
 
 def _short(name: str) -> str:
@@ -237,7 +237,7 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     """Entries as an index's columns; an object's bytes are one chunk, its whole archive."""
     dims = max((len(entry.shape) for entry in entries), default=1) or 1
     files = sorted({chunk.file for entry in entries for chunk in entry.chunks})
-    number = {name: at for at, name in enumerate(files)}
+    number = {name: index for index, name in enumerate(files)}
     chunks = [chunk for entry in entries for chunk in entry.chunks]
     flat = [member for some in members for member in some]
     objects = [entry.kind == OBJECT for entry in entries for _ in entry.chunks]

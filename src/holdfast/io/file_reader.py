@@ -66,7 +66,7 @@ def plan_read(
             f"{list(unpad(np.asarray(problem.place), int(columns.ndim[problem.tensor])))} on.",
             details={"tensor": name},
         )
-    found = overlaps(
+    pairs = overlaps(
         len(columns.names),
         rows,
         _widen(arrays.offset, dims, 0),
@@ -79,7 +79,7 @@ def plan_read(
         # Of a slice chunks have gaps between them; only what is wanted must be there, exactly once.
         origin = _widen(arrays.offset, dims, 0)
         problem = first_problem(
-            _widen(arrays.size, dims, 1), found.wanted, found.offset - origin[found.wanted], found.size
+            _widen(arrays.size, dims, 1), pairs.wanted, pairs.offset - origin[pairs.wanted], pairs.size
         )
         if problem is not None:
             name = table.specs[problem.tensor].name
@@ -89,8 +89,8 @@ def plan_read(
                 hint="Fetch for this rank, with the grid that it runs in, or load from the whole folder.",
                 details={"missing": [name]},
             )
-    volume = np.prod(found.size, axis=1) if len(found.size) else np.zeros(0, np.int64)
-    return ReadPlan(found, int((volume * arrays.itemsize[found.wanted]).sum()))
+    volume = np.prod(pairs.size, axis=1) if len(pairs.size) else np.zeros(0, np.int64)
+    return ReadPlan(pairs, int((volume * arrays.itemsize[pairs.wanted]).sum()))
 
 
 def _widen(values: Array, dims: int, fill: int) -> Array:
@@ -176,9 +176,13 @@ class _Job:
         memory = self.table.memory
         return {
             chunk: _Run(
-                position, size, (ctypes.c_ubyte * size).from_address(memory[target].address + at), chunk, 0
+                position,
+                size,
+                (ctypes.c_ubyte * size).from_address(memory[target].address + offset),
+                chunk,
+                0,
             )
-            for chunk, position, size, target, at in zip(
+            for chunk, position, size, target, offset in zip(
                 chunks[rows].tolist(),
                 columns.position[chunks[rows]].tolist(),
                 nbytes[rows].tolist(),
@@ -258,9 +262,9 @@ class _Job:
         ndim = int(self.columns.ndim[tensor])
         shape = unpad(self.columns.size[chunk], ndim)
         box = Box(unpad(self.plan.pairs.offset[pair], ndim), unpad(self.plan.pairs.size[pair], ndim))
-        found = shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
-        self.asked = (pair, found)
-        return found
+        relative = shape, box.relative_to(unpad(self.columns.offset[chunk], ndim)), self.itemsize[tensor]
+        self.asked = (pair, relative)
+        return relative
 
     def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
         """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""
@@ -275,10 +279,10 @@ class _Job:
         outer = self.table.boxes[row]
         ndim = len(outer.shape)
         box = Box(unpad(self.plan.pairs.offset[pair], ndim), inner.shape).relative_to(outer.offset)
-        at = contiguous_at(outer.shape, box)
-        if at is None:
+        target_start = contiguous_at(outer.shape, box)
+        if target_start is None:
             return None
-        return memory.address + at * itemsize, start * itemsize, (start + inner.volume) * itemsize
+        return memory.address + target_start * itemsize, start * itemsize, (start + inner.volume) * itemsize
 
     def _touched(self, chunk: int, pair: int, block: int) -> Array:
         """Numbers of the blocks that hold bytes of the common box, ascending."""
@@ -327,16 +331,16 @@ class _Job:
             if not digests:  # another format's files carry none
                 break
             block = self.block[run.chunk]
-            at = int(self.digest_start[run.chunk]) + run.start // block
+            digest_row = int(self.digest_start[run.chunk]) + run.start // block
             if run.length <= block:
-                if digest(buffer) != digests[at]:
+                if digest(buffer) != digests[digest_row]:
                     raise self._damaged(run, 0, name)
                 continue
             view = memoryview(buffer)
             for low in range(0, run.length, block):
-                if digest(view[low : low + block]) != digests[at]:
+                if digest(view[low : low + block]) != digests[digest_row]:
                     raise self._damaged(run, low, name)
-                at += 1
+                digest_row += 1
         # Only now that all of the batch is verified.
         for run, view in staged:
             self._scatter(run.chunk, run.start, view)
@@ -393,10 +397,10 @@ def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]
 
 
 def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
-    at = 0
+    index = 0
     for size, o in zip(shape, offset, strict=True):
-        at = at * size + o
-    return at
+        index = index * size + o
+    return index
 
 
 def read_into(

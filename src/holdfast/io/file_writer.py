@@ -148,7 +148,7 @@ def embedded_columns(
     for row in listed.tolist():
         by_name.setdefault(names[row], row)
     sorted_names = sorted(by_name)
-    place = {tensor: at for at, tensor in enumerate(sorted_names)}
+    place = {tensor: index for index, tensor in enumerate(sorted_names)}
     rows = [by_name[tensor] for tensor in sorted_names]
     tensor_of_row = np.full(len(table), -1, np.int64)
     for row in listed.tolist():
@@ -199,7 +199,7 @@ def embedded_columns(
 def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
     """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows:
     the row, then as in `DeferredOffset`."""
-    late = [(row, *found) for row in rows.tolist() if (found := table.deferred[row]) is not None]
+    late = [(row, *offset) for row in rows.tolist() if (offset := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
     number[deferred[:, 0]] = np.arange(len(deferred))
@@ -215,13 +215,13 @@ def _entries(
     starts = [0, *ends[:-1]] if ends else []
     offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
     taken: set[str] = set()
-    for at, row in enumerate(chunks.row.tolist()):
+    for index, row in enumerate(chunks.row.tolist()):
         spec = table.specs[row]
         ndim = len(spec.shape)
-        shape = tuple(sizes[at][len(sizes[at]) - ndim :])
+        shape = tuple(sizes[index][len(sizes[index]) - ndim :])
         name = spec.name
         if shape != spec.shape:
-            begin: list[int | str] = offsets[at][len(offsets[at]) - ndim :]
+            begin: list[int | str] = offsets[index][len(offsets[index]) - ndim :]
             late = table.deferred[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
@@ -233,7 +233,13 @@ def _entries(
         taken.add(name)
         dtype = DTYPES[spec.dtype]
         rows.append(
-            (name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), starts[at], ends[at])
+            (
+                name,
+                dtype.tag,
+                shape if dtype.extra == 1 else (*shape, dtype.extra),
+                starts[index],
+                ends[index],
+            )
         )
     end = ends[-1] if ends else 0
     rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
@@ -253,27 +259,27 @@ def _ragged(values: Array, ends: Array, order: Array) -> Array:
 def _fill_witnesses(
     columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: Progress
 ) -> None:
-    for at in range(len(plan.witnesses.row)):
+    for index in range(len(plan.witnesses.row)):
         # An asynchronous save has digested them when it copied, as the writer process has no copy of them.
-        known = witnessed.get(witness_key(plan, at))
-        columns.witness_block[at], columns.witness_digest[at] = known or witness(table, plan, at)
-        if at % 64 == 0:
+        known = witnessed.get(witness_key(plan, index))
+        columns.witness_block[index], columns.witness_digest[index] = known or witness(table, plan, index)
+        if index % 64 == 0:
             progress(0)  # digesting moves no bytes, but a rank that does it is no stalled one
 
 
-def witness_key(plan: SavePlan, at: int) -> tuple[int, bytes]:
+def witness_key(plan: SavePlan, index: int) -> tuple[int, bytes]:
     """What names a witness of a plan: its row, and where it begins."""
-    return int(plan.witnesses.row[at]), plan.witnesses.offset[at].tobytes()
+    return int(plan.witnesses.row[index]), plan.witnesses.offset[index].tobytes()
 
 
-def witness(table: ShardTable, plan: SavePlan, at: int) -> tuple[int, int]:
+def witness(table: ShardTable, plan: SavePlan, index: int) -> tuple[int, int]:
     """Digest what this rank holds and another writes: (-1, of every block), or one block that the box
     picks."""
     seen = plan.witnesses
-    count = int(block_counts(seen.nbytes[at : at + 1], seen.block[at : at + 1])[0])
-    source = ChunkSource(table, seen, at, int(seen.nbytes[at]), int(seen.block[at]))
-    if plan.witness_full[at]:
+    count = int(block_counts(seen.nbytes[index : index + 1], seen.block[index : index + 1])[0])
+    source = ChunkSource(table, seen, index, int(seen.nbytes[index]), int(seen.block[index]))
+    if plan.witness_full[index]:
         blocks = [digest(source.one_block(number)) for number in range(count)]
         return -1, digest_many(np.asarray(blocks, "<u8"))
-    wanted = digest(seen.offset[at].tobytes()) % count
+    wanted = digest(seen.offset[index].tobytes()) % count
     return wanted, digest(source.one_block(wanted))

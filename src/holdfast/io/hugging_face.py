@@ -128,11 +128,11 @@ class HuggingFaceFolder(PublishedModel):
 
     def identity_of_files(self) -> str:
         """A digest of the names, sizes and headers of all files."""
-        said = [self.identity]
+        lines = [self.identity]
         for file in sorted(set(self._files.values())):
             header = self._header(file)
-            said.append(f"{file} {self._sizes[file]} {hex_digest(digest(header))}")
-        return hex_digest(digest("\n".join(said).encode()))
+            lines.append(f"{file} {self._sizes[file]} {hex_digest(digest(header))}")
+        return hex_digest(digest("\n".join(lines).encode()))
 
     def place(self, name: str) -> hf.Place | None:
         return self._place(name) if name in self._row else None
@@ -170,8 +170,8 @@ class HuggingFaceFolder(PublishedModel):
         with closing(self._store.open(file)) as reader:
             header = read_header(reader.read, reader.size, where)
             self._sizes[file] = reader.size
-        found = hf.places(header.entries, header.data_start, file, where)
-        self._places[file] = {place.name: place for place in found}
+        places = hf.places(header.entries, header.data_start, file, where)
+        self._places[file] = {place.name: place for place in places}
         self.bytes_read += len(header.raw)
         return header.raw
 

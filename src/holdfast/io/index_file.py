@@ -31,5 +31,7 @@ def open_index(store: Store) -> Iterator[Index]:
 def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
     """The index that a data file carries of itself, at bytes [start, stop) of it."""
     return Index(
-        lambda at, length: reader.read(start + at, length), stop - start, f"the embedded index of {where}"
+        lambda offset, length: reader.read(start + offset, length),
+        stop - start,
+        f"the embedded index of {where}",
     )

@@ -121,11 +121,11 @@ class IndexedModel(IndexSource, PublishedModel):
             before, ndim = columns.shape_of(row), int(columns.ndim[row])
             for chunk in np.flatnonzero(tensor == row).tolist():
                 box = Box(unpad(offset[chunk], ndim), unpad(size[chunk], ndim))
-                found = reshaped(box, before, seen)
-                if found is None:
+                new_box = reshaped(box, before, seen)
+                if new_box is None:
                     raise CorruptCheckpoint(f"{self.where} cuts {name!r} where its elements belong together.")
-                offset[chunk] = (*(0,) * (dims - len(seen)), *found.offset)
-                size[chunk] = (*(1,) * (dims - len(seen)), *found.shape)
+                offset[chunk] = (*(0,) * (dims - len(seen)), *new_box.offset)
+                size[chunk] = (*(1,) * (dims - len(seen)), *new_box.shape)
             shape[row] = (*(1,) * (dims - len(seen)), *seen)
             columns.ndim[row] = len(seen)
         columns.shape, columns.offset, columns.size = shape, offset, size

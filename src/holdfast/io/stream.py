@@ -28,11 +28,11 @@ class ChunkSource:
 
     __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes", "whole")
 
-    def __init__(self, table: ShardTable, plan: Planned, at: int, nbytes: int, block: int) -> None:
-        row = int(plan.row[at])
+    def __init__(self, table: ShardTable, plan: Planned, index: int, nbytes: int, block: int) -> None:
+        row = int(plan.row[index])
         spec, outer, self._memory = table.specs[row], table.boxes[row], table.memory[row]
         ndim = len(spec.shape)
-        self.whole = Box(unpad(plan.offset[at], ndim), unpad(plan.size[at], ndim))
+        self.whole = Box(unpad(plan.offset[index], ndim), unpad(plan.size[index], ndim))
         """The chunk's place in the tensor."""
         self._box = self.whole.relative_to(outer.offset)
         self._itemsize = DTYPES[spec.dtype].size
@@ -138,7 +138,7 @@ class Stream:
 
     def add_blocks(self, view: memoryview, block: int) -> None:
         """Like `add` for several blocks, but leaves the flush to the caller: the stage may be in use."""
-        self.digests.extend([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        self.digests.extend([digest(view[low : low + block]) for low in range(0, len(view), block)])
         self._batch.append(view)
         self._size += len(view)
 
@@ -183,12 +183,12 @@ def stream_chunks(
 
     def work(start: int, stop: int) -> None:
         stream = Stream(writer, int(starts[start]), moved, beside)
-        for at in range(start, stop):
-            if simple[at]:  # a small shard as it lies: the case that MoE has thousands of
-                stream.add((ctypes.c_ubyte * nbytes[at]).from_address(simple[at]), nbytes[at])
+        for index in range(start, stop):
+            if simple[index]:  # a small shard as it lies: the case that MoE has thousands of
+                stream.add((ctypes.c_ubyte * nbytes[index]).from_address(simple[index]), nbytes[index])
             else:
-                source = ChunkSource(table, chunks, at, nbytes[at], blocks[at])
-                stream.chunk(source, None if sums is None else sums[at])
+                source = ChunkSource(table, chunks, index, nbytes[index], blocks[index])
+                stream.chunk(source, None if sums is None else sums[index])
         stream.flush()
         first = int(ends[start] - counts[start])
         digests[first : first + len(stream.digests)] = np.asarray(stream.digests, "<u8")
@@ -234,5 +234,5 @@ def _simple(table: ShardTable, chunks: Planned) -> list[int]:
     address = np.fromiter(
         (table.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
     )
-    found: list[int] = np.where(whole_shard, address, 0).tolist()
-    return found
+    addresses: list[int] = np.where(whole_shard, address, 0).tolist()
+    return addresses

@@ -88,7 +88,7 @@ def union(boxes: Sequence[Box]) -> list[Box]:
     if not boxes or not boxes[0].shape:
         return list(boxes[:1])
     edges = sorted({edge for box in boxes for edge in (box.offset[0], box.stop[0])})
-    found: list[tuple[int, int, list[Box]]] = []
+    slabs: list[tuple[int, int, list[Box]]] = []
     for low, high in pairwise(edges):
         inner = union(
             list(
@@ -99,16 +99,16 @@ def union(boxes: Sequence[Box]) -> list[Box]:
                 )
             )
         )
-        if inner and found and found[-1][1] == low and found[-1][2] == inner:
-            found[-1] = (found[-1][0], high, inner)
+        if inner and slabs and slabs[-1][1] == low and slabs[-1][2] == inner:
+            slabs[-1] = (slabs[-1][0], high, inner)
         elif inner:
-            found.append((low, high, inner))
-    return [Box((low, *box.offset), (high - low, *box.shape)) for low, high, inner in found for box in inner]
+            slabs.append((low, high, inner))
+    return [Box((low, *box.offset), (high - low, *box.shape)) for low, high, inner in slabs for box in inner]
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
     """A box in pieces of at most `most` elements, cut along its first axes only, in row-major order."""
-    axis = next((at for at, side in enumerate(box.shape) if side > 1), None)
+    axis = next((index for index, side in enumerate(box.shape) if side > 1), None)
     if box.volume <= most or axis is None:
         yield box
         return

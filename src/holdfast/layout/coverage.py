@@ -75,10 +75,10 @@ def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64
     kept &= ~done[tensors]
     renumber = np.full(count, -1, np.int64)
     renumber[open_rows] = np.arange(len(open_rows))
-    found = _corners(shapes[open_rows], renumber[tensors[kept]], offsets[kept], sizes[kept])
-    if found is None:
+    corner = _corners(shapes[open_rows], renumber[tensors[kept]], offsets[kept], sizes[kept])
+    if corner is None:
         return None
-    tensor, sign, place = found
+    tensor, sign, place = corner
     return Problem(int(open_rows[tensor]), "overlap" if sign > 0 else "gap", place, -1)
 
 
@@ -143,8 +143,8 @@ def _join(
         others = [other for other in axes if other != axis]
         strides = _strides(spans, [*others, axis])
         key = base[tensors]
-        for at in axes:
-            key = key + begin[at] * strides[tensors, at]
+        for dim in axes:
+            key = key + begin[dim] * strides[tensors, dim]
         # Sorted only if need be: for the last axis, chunks of an index come in this order.
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")
@@ -195,7 +195,11 @@ def _corners_one_by_one(
             raise OverflowError(
                 f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check"
             )
-        found = _corners(small, np.zeros(len(mine), np.int64), low, high - low)
-        if found is not None:
-            return row, found[1], tuple(int(tick[at]) for tick, at in zip(ticks, found[2], strict=True))
+        corner = _corners(small, np.zeros(len(mine), np.int64), low, high - low)
+        if corner is not None:
+            return (
+                row,
+                corner[1],
+                tuple(int(tick[index]) for tick, index in zip(ticks, corner[2], strict=True)),
+            )
     return None

@@ -85,15 +85,15 @@ def place(
     wanted = (is_open | (is_told & (ends == size[order][heads])))[lane_of]
     unequal = wanted & (lengths != lengths[first][of])
     if unequal.any():
-        at = int(np.flatnonzero(unequal)[0])
-        return Placed(shift, (int(order[first[of[at]]]), int(order[at])), [])
+        row = int(np.flatnonzero(unequal)[0])
+        return Placed(shift, (int(order[first[of[row]]]), int(order[row])), [])
     before = np.cumsum(lengths[first]) - lengths[first]  # over everything; less what came before the lane
     begin = before[of] - before[of][heads][lane_of]
     mine = np.where(starts < -1, -2 - starts, np.maximum(starts, 0))
     # What is empty lies nowhere, and moving it could put it outside of its tensor.
     shift[order] = np.where(wanted & (lengths > 0), begin - mine, 0)
     totals = [
-        (int(keys[0, heads[at]]), int(keys[1, heads[at]]), int(ends[at]))
-        for at in np.flatnonzero(is_open).tolist()
+        (int(keys[0, heads[number]]), int(keys[1, heads[number]]), int(ends[number]))
+        for number in np.flatnonzero(is_open).tolist()
     ]
     return Placed(shift, None, totals)

@@ -98,23 +98,23 @@ class Grid:
                 f"Rank {rank} is not in this grid of ranks {self.first_rank} to "
                 f"{self.first_rank + self.world - 1}."
             )
-        found: dict[str, int] = {}
+        by_axis: dict[str, int] = {}
         for axes in (EXPERT, DENSE):
             sizes, fast_to_slow = self._view(axes)
             rest = place
             for name in fast_to_slow:
-                rest, found[name] = divmod(rest, sizes[name])
-        return found
+                rest, by_axis[name] = divmod(rest, sizes[name])
+        return by_axis
 
     def rank_of(self, **coordinates: int) -> int:
         """The rank at these coordinates of one view; axes left out are 0."""
         sizes, fast_to_slow = self._view(tuple(coordinates))
         rank, stride = 0, 1
         for name in fast_to_slow:
-            at = coordinates.get(name, 0)
-            if not 0 <= at < sizes[name]:
-                raise BadInput(f"{name}={at} is outside 0..{sizes[name] - 1}.")
-            rank, stride = rank + at * stride, stride * sizes[name]
+            coordinate = coordinates.get(name, 0)
+            if not 0 <= coordinate < sizes[name]:
+                raise BadInput(f"{name}={coordinate} is outside 0..{sizes[name] - 1}.")
+            rank, stride = rank + coordinate * stride, stride * sizes[name]
         return self.first_rank + rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
@@ -129,9 +129,11 @@ class Grid:
         shaped = ranks.reshape([sizes[name] for name in slow_to_fast])
         # Axes of the group go to the end and keep their order, so ranks of a group ascend, as
         # in Megatron's lists.
-        at = sorted(range(len(slow_to_fast)), key=lambda index: slow_to_fast[index] in axes)  # stable
+        permutation = sorted(
+            range(len(slow_to_fast)), key=lambda index: slow_to_fast[index] in axes
+        )  # stable
         size = math.prod(sizes[name] for name in axes)
-        return shaped.transpose(at).reshape(-1, size)
+        return shaped.transpose(permutation).reshape(-1, size)
 
     def _members(self, fixed: dict[str, int], inside: list[str], sizes: dict[str, int]) -> tuple[int, ...]:
         every = itertools.product(*(range(sizes[name]) for name in reversed(inside)))
@@ -155,12 +157,12 @@ class Grid:
     def text(self) -> str:
         """As `grid_of` takes it: what differs from the defaults."""
         plain = Grid(self.world, tp=self.tp)
-        said = [f"world={self.world}"]
+        parts = [f"world={self.world}"]
         for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order", "first_rank"):
             value = getattr(self, name)
             if value != (1 if name == "tp" else getattr(plain, name)):
-                said.append(f"{name}={value}")
-        return ",".join(said)
+                parts.append(f"{name}={value}")
+        return ",".join(parts)
 
     def describe(self) -> dict[str, int | str]:
         """Plain values for an index header or a message; equal layouts have equal descriptions."""

@@ -14,17 +14,17 @@ MOST = 1 << 20
 
 def ranks_of(text: str) -> tuple[int, ...]:
     """The ranks that a text names, ascending, each once. BadInput for what is none."""
-    found: set[int] = set()
+    ranks: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip()) if text.isascii() else None
         low = int(match[1]) if match else 0
         high = int(match[2] or match[1]) if match else -1
         if high < low or high - low >= MOST:
             raise BadInput(f"{part.strip()[:100]!r} names no ranks.", hint="Write 8-15, or 0,4,8-11.")
-        found.update(range(low, high + 1))
-        if len(found) > MOST:
+        ranks.update(range(low, high + 1))
+        if len(ranks) > MOST:
             raise BadInput(f"{text[:100]!r} names more than {MOST} ranks.")
-    return tuple(sorted(found))
+    return tuple(sorted(ranks))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -87,8 +87,8 @@ def nearest(name: str, names: Collection[str]) -> str | None:
         # difflib compares with each name, which takes seconds for 100,000 of them. Names that end alike
         # are the likeliest.
         names = list(islice((other for other in names if other.endswith(tail)), _MANY))
-    found = get_close_matches(name[:200], names, 1)
-    return found[0] if found else None
+    similar = get_close_matches(name[:200], names, 1)
+    return similar[0] if similar else None
 
 
 def listed(names: Sequence[str], say: Callable[[str], str] = repr, most: int = 10) -> str:

@@ -39,7 +39,7 @@ class ByteRange(msgspec.Struct, frozen=True):
 def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]:
     """By file, ascending: the runs that hold the boxes in `pairs`, which do not overlap each other."""
     tensor, nbytes, itemsizes = columns.tensor_of_chunk(), columns.chunk_bytes(), columns.itemsizes()
-    found: dict[str, list[ByteRange]] = {}
+    by_file: dict[str, list[ByteRange]] = {}
     by_chunk = itertools.groupby(range(len(pairs.chunk)), key=lambda pair: int(pairs.chunk[pair]))
     has_digests = len(columns.digests) > 0
     for chunk, some in by_chunk:
@@ -50,7 +50,7 @@ def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]
             Box(unpad(pairs.offset[pair], ndim), unpad(pairs.size[pair], ndim)).relative_to(origin)
             for pair in some
         ]
-        mine = found.setdefault(columns.file_names[int(columns.file[chunk])], [])
+        mine = by_file.setdefault(columns.file_names[int(columns.file[chunk])], [])
         if has_digests:
             block = int(columns.block[chunk])
             touched = {number for box in boxes for number in touched_blocks(shape, box, itemsize, block)}
@@ -61,7 +61,7 @@ def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]
         else:
             for box in boxes:
                 mine += _runs(shape, box, itemsize, position)
-    return {name: _joined(sorted(found[name], key=lambda run: run.start)) for name in sorted(found)}
+    return {name: _joined(sorted(by_file[name], key=lambda run: run.start)) for name in sorted(by_file)}
 
 
 def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange]:
@@ -69,8 +69,8 @@ def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange
     axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
     while axis > 0 and box.shape[axis] == shape[axis]:
         axis -= 1
-    strides = [math.prod(shape[at + 1 :]) * itemsize for at in range(len(shape))]
-    start = position + sum(at * stride for at, stride in zip(box.offset, strides, strict=True))
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    start = position + sum(index * stride for index, stride in zip(box.offset, strides, strict=True))
     if not shape:
         return [ByteRange(position, itemsize, itemsize, 1)]
     length = box.shape[axis] * strides[axis]
@@ -80,19 +80,19 @@ def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange
         lead -= 1
         step, count = (strides[lead], box.shape[lead]) if count == 1 else (step, count * box.shape[lead])
     starts = np.asarray([start], np.int64)
-    for at in range(lead):
-        starts = (starts[:, None] + np.arange(box.shape[at]) * strides[at]).ravel()
-    return [ByteRange(at, length, step, count) for at in starts.tolist()]
+    for dim in range(lead):
+        starts = (starts[:, None] + np.arange(box.shape[dim]) * strides[dim]).ravel()
+    return [ByteRange(begin, length, step, count) for begin in starts.tolist()]
 
 
 def _joined(runs: Iterable[ByteRange]) -> list[ByteRange]:
     """Neighbouring runs as one."""
-    found: list[ByteRange] = []
+    joined: list[ByteRange] = []
     for run in runs:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is not None and last.count == 1 == run.count and last.start + last.length == run.start:
             length = last.length + run.length
-            found[-1] = ByteRange(last.start, length, length, 1)
+            joined[-1] = ByteRange(last.start, length, length, 1)
         else:
-            found.append(run)
-    return found
+            joined.append(run)
+    return joined

@@ -52,7 +52,7 @@ def needed(columns: Columns, tensor: int, box: Box) -> tuple[Part, ...]:
     """What a reader of `box` reads, a row for each chunk that shares elements with it."""
     ndim, dims = int(columns.ndim[tensor]), columns.dims
     lead = dims - ndim
-    found = overlaps(
+    pairs = overlaps(
         len(columns.names),
         np.asarray([tensor]),
         np.asarray([(0,) * lead + box.offset], np.int64).reshape(1, dims),
@@ -63,8 +63,8 @@ def needed(columns: Columns, tensor: int, box: Box) -> tuple[Part, ...]:
     )
     nbytes, itemsize = columns.chunk_bytes(), int(columns.itemsizes()[tensor])
     out = []
-    for pair, chunk in enumerate(found.chunk.tolist()):
-        common = Box(unpad(found.offset[pair], ndim), unpad(found.size[pair], ndim))
+    for pair, chunk in enumerate(pairs.chunk.tolist()):
+        common = Box(unpad(pairs.offset[pair], ndim), unpad(pairs.size[pair], ndim))
         inner = common.relative_to(unpad(columns.offset[chunk], ndim))
         shape = unpad(columns.size[chunk], ndim)
         blocks = touched_blocks(shape, inner, itemsize, int(columns.block[chunk]))
@@ -81,7 +81,7 @@ def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> list[int
     axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
     while axis > 0 and box.shape[axis] == shape[axis]:
         axis -= 1
-    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     starts = np.asarray([sum(o * s for o, s in zip(box.offset, strides, strict=True))], np.int64)
     for lead in range(axis):
         starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
@@ -114,18 +114,18 @@ def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: range | l
         start=position,
         stop=position + nbytes,
         block=block,
-        digests=tuple(hex_digest(int(columns.digests[base + at])) for at in blocks),
+        digests=tuple(hex_digest(int(columns.digests[base + number])) for number in blocks),
         ranges=_ranges(position, nbytes, block, blocks),
     )
 
 
 def _ranges(position: int, nbytes: int, block: int, blocks: range | list[int]) -> tuple[tuple[int, int], ...]:
     """Neighbouring blocks as one range."""
-    found: list[tuple[int, int]] = []
-    for at in blocks:
-        start, stop = position + at * block, position + min((at + 1) * block, nbytes)
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
+    ranges: list[tuple[int, int]] = []
+    for number in blocks:
+        start, stop = position + number * block, position + min((number + 1) * block, nbytes)
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
         else:
-            found.append((start, stop))
-    return tuple(found)
+            ranges.append((start, stop))
+    return tuple(ranges)

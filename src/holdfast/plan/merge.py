@@ -119,33 +119,37 @@ class Merger:
 
     def _numbered(self, late: Array, rows: int) -> Array:
         """Deferred rows, numbered over all files; -1 (not deferred) stays."""
-        found = late if len(late) == rows else np.full(rows, -1, "<i8")
+        numbers = late if len(late) == rows else np.full(rows, -1, "<i8")
         # A file's rows are numbered from 0, so those of the files before it are added.
-        return np.where(found < 0, -1, found + self._deferred_before)
+        return np.where(numbers < 0, -1, numbers + self._deferred_before)
 
     def _place(self, rank: int, columns: Columns) -> Array:
         """The global row of each of a rank's tensors; a name that means something else is refused."""
         rows, place = self._rows, np.zeros(len(columns.names), np.int64)
         dtypes, kinds, ndims = columns.dtype.tolist(), columns.kind.tolist(), columns.ndim.tolist()
         shapes = columns.shape.tolist()
-        for at, name in enumerate(columns.names):
-            shape = tuple(shapes[at][len(shapes[at]) - ndims[at] :])
+        for index, name in enumerate(columns.names):
+            shape = tuple(shapes[index][len(shapes[index]) - ndims[index] :])
             # The one loop over names. Chunks, digests and witnesses, which are many more, stay in arrays.
             row = rows.setdefault(name, len(self._dtype))
             if row == len(self._dtype):
-                self._dtype.append(dtypes[at])
-                self._kind.append(kinds[at])
+                self._dtype.append(dtypes[index])
+                self._kind.append(kinds[index])
                 self._shape.append(shape)
                 self._rank.append(rank)
-            elif (self._dtype[row], self._kind[row], self._shape[row]) != (dtypes[at], kinds[at], shape):
+            elif (self._dtype[row], self._kind[row], self._shape[row]) != (
+                dtypes[index],
+                kinds[index],
+                shape,
+            ):
                 raise disagreement(
                     name,
                     self._rank[row],
                     what(self._kind[row], self._dtype[row], self._shape[row]),
                     rank,
-                    what(kinds[at], dtypes[at], shape),
+                    what(kinds[index], dtypes[index], shape),
                 )
-            place[at] = row
+            place[index] = row
         return place
 
     def finish(self, tick: Callable[[], None] = lambda: None, is_slice: bool = False) -> Columns:
@@ -186,7 +190,7 @@ class Merger:
         tick()
         kinds = np.asarray(self._kind, "u1")[by_name]
         # All chunks or none: a rank whose offsets are not known when it writes can't tell its sums.
-        told = len(joined.fingerprint_first) == len(order)
+        has_fingerprints = len(joined.fingerprint_first) == len(order)
         return Columns(
             names=sorted_names,
             dtype=np.asarray(self._dtype, "u1")[by_name],
@@ -201,8 +205,12 @@ class Merger:
             block=joined.block[order],
             digest_end=np.cumsum(counts, dtype="<i8"),
             digests=joined.digests[gather],
-            fingerprint_first=joined.fingerprint_first[order] if told else joined.fingerprint_first[:0],
-            fingerprint_second=joined.fingerprint_second[order] if told else joined.fingerprint_second[:0],
+            fingerprint_first=joined.fingerprint_first[order]
+            if has_fingerprints
+            else joined.fingerprint_first[:0],
+            fingerprint_second=joined.fingerprint_second[order]
+            if has_fingerprints
+            else joined.fingerprint_second[:0],
             file_names=self._file_names,
             file_size=np.asarray(self._file_size, "<i8"),
             file_rank=np.asarray(self._file_rank, "<i4"),
@@ -218,12 +226,12 @@ class Merger:
         def wide(name: str, fill: int) -> Array:
             total = sum(len(getattr(part, name)) for part in parts)
             out = np.full((total, self._dims), fill, "<i8")
-            at = 0
+            row = 0
             for part in parts:
                 value = getattr(part, name)
                 # Files differ in their number of dimensions. Axes in front are padding, with length one.
-                out[at : at + len(value), self._dims - value.shape[1] :] = value
-                at += len(value)
+                out[row : row + len(value), self._dims - value.shape[1] :] = value
+                row += len(value)
             return out
 
         def flat(name: str) -> Array:
@@ -231,14 +239,14 @@ class Merger:
             empty = np.zeros(0, "<u8" if is_sum else "<i8")
             return np.concatenate([getattr(part, name) for part in parts]) if parts else empty
 
-        found = {}
+        columns = {}
         for name in _Part._fields:
             box = name.endswith(("offset", "size"))
-            found[name] = wide(name, 0 if name.endswith("offset") else 1) if box else flat(name)
-        found["tensor"] = renumber[found["tensor"]]
-        found["witness_tensor"] = renumber[found["witness_tensor"]]
-        found["late_tensor"] = renumber[found["late_tensor"]]
-        return _Part(**found)
+            columns[name] = wide(name, 0 if name.endswith("offset") else 1) if box else flat(name)
+        columns["tensor"] = renumber[columns["tensor"]]
+        columns["witness_tensor"] = renumber[columns["witness_tensor"]]
+        columns["late_tensor"] = renumber[columns["late_tensor"]]
+        return _Part(**columns)
 
 
 def what(kind: int, dtype: int, shape: tuple[int, ...]) -> str:
@@ -248,9 +256,11 @@ def what(kind: int, dtype: int, shape: tuple[int, ...]) -> str:
     return f"{DTYPES[dtype].name}{list(shape)}"
 
 
-def disagreement(name: str, rank: int, held: str, other: int, other_held: str) -> ReplicaMismatch:
+def disagreement(
+    name: str, rank: int, description: str, other: int, other_description: str
+) -> ReplicaMismatch:
     return ReplicaMismatch(
-        f"Ranks disagree on {name!r}: rank {rank} holds {held}, rank {other} {other_held}.",
+        f"Ranks disagree on {name!r}: rank {rank} holds {description}, rank {other} {other_description}.",
         rank=other,
         hint=DECLARE,
         details={"tensor": name, "ranks": [rank, other]},
@@ -262,7 +272,7 @@ def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
     if not len(rows.late_tensor):
         return
     pad_of = shapes.shape[1] - ndim.astype(np.int64)
-    found = place(
+    placed = place(
         rows.late_tensor,
         rows.late_axis,
         rows.late_lane,
@@ -271,8 +281,8 @@ def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
         rows.late_start,
         shapes[rows.late_tensor, pad_of[rows.late_tensor] + rows.late_axis],
     )
-    if found.differ is not None:
-        one, other = found.differ
+    if placed.differ is not None:
+        one, other = placed.differ
         tensor, axis = int(rows.late_tensor[one]), int(rows.late_axis[one])
         ranks = [int(rows.late_rank[row]) for row in (one, other)]
         raise ReplicaMismatch(
@@ -284,7 +294,7 @@ def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
             hint="Replicas must be cut alike.",
             details={"tensor": names[tensor], "ranks": ranks},
         )
-    for tensor, axis, total in found.totals:
+    for tensor, axis, total in placed.totals:
         wanted = int(shapes[tensor, shapes.shape[1] - int(ndim[tensor]) + axis])
         if total != wanted:
             raise _wrong_total(
@@ -296,20 +306,20 @@ def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
     ):
         known = np.flatnonzero(late >= 0)
         axes = rows.late_axis[late[known]] + pad_of[tensor_of[known]]
-        offset[known, axes] += found.shift[late[known]]
+        offset[known, axes] += placed.shift[late[known]]
 
 
 def _wrong_total(
     name: str, shape: tuple[int, ...], axis: int, total: int, tensor: int, rows: _Part
 ) -> CoverageError:
     mine = np.flatnonzero(rows.late_tensor == tensor)
-    held = dict(sorted(zip(rows.late_rank[mine].tolist(), rows.late_length[mine].tolist(), strict=True)))
-    said = listed([f"rank {rank} holds {length}" for rank, length in held.items()], str)
+    lengths = dict(sorted(zip(rows.late_rank[mine].tolist(), rows.late_length[mine].tolist(), strict=True)))
+    summary = listed([f"rank {rank} holds {length}" for rank, length in lengths.items()], str)
     return CoverageError(
         f"Tensor {name!r} of shape {list(shape)}: what ranks hold along axis {axis} adds up to {total}: "
-        f"{said}.",
+        f"{summary}.",
         hint="Every rank of its mesh must take part in the save, and hold what its position says.",
-        details={"tensor": name, "kind": "length", "ranks": list(held)[:64]},
+        details={"tensor": name, "kind": "length", "ranks": list(lengths)[:64]},
     )
 
 
@@ -324,8 +334,8 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
     ranks = sorted(set(rows.rank[mine].tolist()))
     place = unpad(np.asarray(problem.place), dims)
     shape = unpad(shapes[problem.tensor], dims)
-    at = f"from index {list(place)} on" if dims else "its one element"
-    sentence, guilty = _say(problem, rows, mine, ranks, at, int(first[problem.tensor]))
+    location = f"from index {list(place)} on" if dims else "its one element"
+    sentence, guilty = _say(problem, rows, mine, ranks, location, int(first[problem.tensor]))
     raise CoverageError(
         f"Tensor {name!r} of shape {list(shape)} {sentence}.",
         rank=guilty,
@@ -337,7 +347,7 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
 
 
 def _say(
-    problem: Problem, rows: _Part, mine: Array, ranks: list[int], at: str, first: int
+    problem: Problem, rows: _Part, mine: Array, ranks: list[int], location: str, first: int
 ) -> tuple[str, int | None]:
     listed = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
     if problem.kind == "gap":
@@ -348,16 +358,16 @@ def _say(
             if ranks
             else f"rank {first} names it, and no rank wrote any of it"
         )
-        return f"is not covered: {at} no rank wrote it, {wrote}{holders}", None
+        return f"is not covered: {location} no rank wrote it, {wrote}{holders}", None
     place = np.asarray(problem.place)
     # The boxes that hold the first doubled index; their writers are the ones to name.
     inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]
     if problem.kind == "overlap":
         twice = sorted(set(rows.rank[inside].tolist()))
         who = ", ".join(map(str, twice[:8]))
-        return f"is covered twice: {at} ranks {who} wrote it" if len(
+        return f"is covered twice: {location} ranks {who} wrote it" if len(
             twice
-        ) > 1 else f"is covered twice {at} by rank {who}", (twice[0] if twice else None)
+        ) > 1 else f"is covered twice {location} by rank {who}", (twice[0] if twice else None)
     rank = int(rows.rank[problem.chunk])
     return f"has a shard of rank {rank} that lies outside it, at {list(problem.place)}", rank
 
@@ -379,8 +389,8 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     keys = _keys(rows.tensor, rows.offset, rows.size)
     order = np.argsort(keys)
     wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
-    at = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
-    chunk = order[at] if len(order) else at
+    position = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
+    chunk = order[position] if len(order) else position
     # A witness without a chunk of its very box is passed over: coverage has told whether anything lacks.
     known = keys[chunk] == wanted if len(keys) else np.zeros(len(wanted), bool)
     begin = np.cumsum(rows.digest_count) - rows.digest_count

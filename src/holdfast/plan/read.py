@@ -97,9 +97,9 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
         key = key * len(starts) + number
         used = True
     if not used:
-        found = _sweep(wo, ws, co, cs)
-        assert found is not None
-        return found
+        pairs = _sweep(wo, ws, co, cs)
+        assert pairs is not None
+        return pairs
     order = np.argsort(key, kind="stable")
     left = np.searchsorted(key[order], cells_key, side="left")
     right = np.searchsorted(key[order], cells_key, side="right")

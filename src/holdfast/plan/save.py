@@ -110,9 +110,14 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
     if (parts > 1).any():
-        at = np.repeat(np.arange(len(row)), parts)
-        panel = np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)
-        row, offset, size, nbytes = row[at], offset[at].copy(), size[at].copy(), nbytes[at] // parts[at]
-        size[:, -1] //= parts[at]
+        source = np.repeat(np.arange(len(row)), parts)
+        panel = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
+        row, offset, size, nbytes = (
+            row[source],
+            offset[source].copy(),
+            size[source].copy(),
+            nbytes[source] // parts[source],
+        )
+        size[:, -1] //= parts[source]
         offset[:, -1] += panel * size[:, -1]
     return Planned(row, offset, size, nbytes, block_sizes(nbytes, first_axis_bytes(size, nbytes)))
