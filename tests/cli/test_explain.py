@@ -19,7 +19,8 @@ from holdfast.io.index_file import open_index
 from holdfast.io.raw_read import read_box
 from holdfast.layout.box import Box
 from holdfast.maintenance.inspect import explain, parse_box
-from holdfast.plan.explain import needed, touched_blocks
+from holdfast.plan.explain import needed
+from holdfast.plan.read import touched_blocks
 from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run
 
@@ -162,7 +163,7 @@ def test_touched_blocks_are_those_of_every_element(data: st.DataObject) -> None:
     flat = np.arange(int(np.prod(shape))).reshape(shape)[Box(offset, size).slices()].ravel()
     wanted = {int(at) * itemsize // block for at in flat}
     wanted |= {(int(at) * itemsize + itemsize - 1) // block for at in flat}
-    assert touched_blocks(shape, Box(offset, size), itemsize, block) == sorted(wanted)
+    assert touched_blocks(shape, Box(offset, size), itemsize, block).tolist() == sorted(wanted)
 
 
 def test_needed_counts_tensors_of_any_number_of_dimensions(kept: Path) -> None:

@@ -150,6 +150,12 @@ def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
             start = i
 
 
+def expand_ranges(starts: Array, counts: Array) -> Array:
+    """Return starts[0], starts[0] + 1, ..., counts[0] numbers in all; then those of the next range."""
+    # Each start, less the numbers of the ranges before it, which the arange has counted already.
+    return np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+
+
 def _check_boxes(columns: Columns, where: str) -> None:
     """Shapes and boxes must be countable, padded with ones, and one row of bytes for objects."""
     if not _possible(columns.size):

@@ -32,6 +32,7 @@ from holdfast.format.columns import (
     ColumnSpec,
     ascending,
     check_rows,
+    expand_ranges,
     possible_late,
     runs,
 )
@@ -359,10 +360,7 @@ class Index:
         if not ascending(start, stop, total):
             raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
         counts = stop - start
-        # Each row's start, less what rows before it have taken of the arange; so start, start + 1, ... up to
-        # stop.
-        first = np.repeat(start - np.cumsum(counts) + counts, counts)
-        return counts, first + np.arange(int(counts.sum()))
+        return counts, expand_ranges(start, counts)
 
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:

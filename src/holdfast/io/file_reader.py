@@ -8,7 +8,6 @@ wanted part is copied over. Blocks that hold none are not read.
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +24,7 @@ from holdfast.format.digest import digest
 from holdfast.io.host_memory import BATCH, BATCH_BUFFERS, Progress, ScratchBuffer
 from holdfast.layout.box import Box, from_flat_range
 from holdfast.layout.coverage import first_problem
-from holdfast.plan.read import Overlaps, overlaps
+from holdfast.plan.read import Overlaps, overlaps, touched_blocks
 from holdfast.plan.shard_table import ShardTable, contiguous_at
 from holdfast.store.base import Reader, Store
 from holdfast.values import Buffer
@@ -232,7 +231,7 @@ class _Job:
         first, last = self.first[chunk], self.last[chunk]
         # Several targets may want parts of one block, so only a single one is read into directly.
         target = self._direct(chunk, first) if last - first == 1 else None
-        touched = [self._touched(chunk, pair, block) for pair in range(first, last)]
+        touched = [touched_blocks(*self._relative(chunk, pair), block) for pair in range(first, last)]
         numbers = touched[0] if last - first == 1 else np.unique(np.concatenate(touched))
         starts = numbers * block
         stops = np.minimum(starts + block, nbytes)
@@ -283,28 +282,6 @@ class _Job:
         if target_start is None:
             return None
         return memory.address + target_start * itemsize, start * itemsize, (start + inner.volume) * itemsize
-
-    def _touched(self, chunk: int, pair: int, block: int) -> Array:
-        """Numbers of the blocks that hold bytes of the common box, ascending."""
-        shape, box, itemsize = self._relative(chunk, pair)
-        if box.shape == shape:
-            return np.arange(-(-int(self.nbytes[chunk]) // block))
-        strides = [1]
-        for size in shape[:0:-1]:
-            strides.insert(0, strides[0] * size)
-        axis = len(shape)  # from the last axis that the box cuts on, it is made of contiguous runs
-        while axis > 1 and box.shape[axis - 1] == shape[axis - 1]:
-            axis -= 1
-        axis -= 1
-        # Where each run begins, in elements: an axis before the cut one multiplies their number.
-        starts = np.asarray([_flat(shape, box.offset)], np.int64)
-        for lead in range(axis):
-            starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
-        run = math.prod(box.shape[axis:]) * itemsize
-        low = starts * itemsize // block
-        counts = -(-(starts * itemsize + run) // block) - low
-        numbers = np.repeat(low - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
-        return numbers if len(starts) == 1 else np.unique(numbers)
 
     def _flush(self, reader: Reader, name: str, batch: list[_Run], scratch: ScratchBuffer) -> int:
         """Read a batch, verify every block, and copy over what was not read to where it belongs."""
@@ -394,13 +371,6 @@ def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]
     stride = np.ones_like(shape)
     stride[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
     return (after[:, ::-1] | (size == 1)).all(axis=1), (offset * stride).sum(axis=1)
-
-
-def _flat(shape: tuple[int, ...], offset: tuple[int, ...]) -> int:
-    index = 0
-    for size, o in zip(shape, offset, strict=True):
-        index = index * size + o
-    return index
 
 
 def read_into(

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast.format.columns import Array, Columns
+from holdfast.format.columns import Array, Columns, expand_ranges
 from holdfast.format.container import WrittenFile, encode_header
 from holdfast.format.digest import block_counts, digest, digest_many
 from holdfast.format.index import encode
-from holdfast.format.names import EMBEDDED, FORMAT, data_file, name_of_chunk
+from holdfast.format.names import DATA, EMBEDDED, FORMAT, data_file, name_of_chunk
 from holdfast.io.host_memory import Progress
 from holdfast.io.stream import ChunkSource, stream_chunks
 from holdfast.layout.tensor import DTYPES
@@ -92,7 +92,7 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
 
 def discard(store: Store, names: list[str]) -> None:
     """Delete this rank's files of a save that failed, and their folder if it is empty then; never raises."""
-    for name in [*names, "data"]:
+    for name in [*names, DATA]:
         with suppress(Exception):
             store.delete(name)
 
@@ -252,8 +252,7 @@ def _ragged(values: Array, ends: Array, order: Array) -> Array:
         return values
     counts = np.diff(ends, prepend=0)[order]
     begin = (ends - np.diff(ends, prepend=0))[order]
-    # Each group's begin, less what groups before it have taken of the arange; so begin, begin + 1 and so on.
-    return values[np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))]
+    return values[expand_ranges(begin, counts)]
 
 
 def _fill_witnesses(

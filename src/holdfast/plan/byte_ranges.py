@@ -16,8 +16,7 @@ import numpy as np
 from holdfast.format.columns import Columns, unpad
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import Dims
-from holdfast.plan.explain import touched_blocks
-from holdfast.plan.read import Overlaps
+from holdfast.plan.read import Overlaps, touched_blocks
 
 
 class ByteRange(msgspec.Struct, frozen=True):
@@ -53,7 +52,9 @@ def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]
         mine = by_file.setdefault(columns.file_names[int(columns.file[chunk])], [])
         if has_digests:
             block = int(columns.block[chunk])
-            touched = {number for box in boxes for number in touched_blocks(shape, box, itemsize, block)}
+            touched = {
+                number for box in boxes for number in touched_blocks(shape, box, itemsize, block).tolist()
+            }
             for number in sorted(touched):
                 start = number * block
                 length = min(block, int(nbytes[chunk]) - start)

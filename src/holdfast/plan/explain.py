@@ -6,16 +6,13 @@ whole, and a block that holds no wanted byte is not read.
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import numpy as np
 
 from holdfast.format.columns import Columns, unpad
 from holdfast.format.digest import hex_digest
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import Dims
-from holdfast.plan.read import overlaps
+from holdfast.plan.read import overlaps, touched_blocks
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -67,31 +64,9 @@ def needed(columns: Columns, tensor: int, box: Box) -> tuple[Part, ...]:
         common = Box(unpad(pairs.offset[pair], ndim), unpad(pairs.size[pair], ndim))
         inner = common.relative_to(unpad(columns.offset[chunk], ndim))
         shape = unpad(columns.size[chunk], ndim)
-        blocks = touched_blocks(shape, inner, itemsize, int(columns.block[chunk]))
+        blocks = touched_blocks(shape, inner, itemsize, int(columns.block[chunk])).tolist()
         out.append(_part(columns, chunk, int(nbytes[chunk]), common, blocks))
     return tuple(out)
-
-
-def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> list[int]:
-    """Numbers of the blocks of a row-major chunk of `shape` that hold bytes of a box in it."""
-    if not shape:
-        return [0]
-    # The same arithmetic as `_touched` in `io/file_reader.py`, which this room can't import: what is said
-    # here must be what is read there.
-    axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
-    while axis > 0 and box.shape[axis] == shape[axis]:
-        axis -= 1
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    starts = np.asarray([sum(o * s for o, s in zip(box.offset, strides, strict=True))], np.int64)
-    for lead in range(axis):
-        starts = (starts[:, None] + np.arange(box.shape[lead]) * strides[lead]).ravel()
-    run = math.prod(box.shape[axis:]) * itemsize
-    first, last = starts * itemsize // block, (starts * itemsize + run - 1) // block
-    touched: set[int] = set()
-    # Neighbouring runs mostly touch the same blocks: unique pairs are few where runs are many.
-    for low, high in np.unique(np.stack([first, last], axis=1), axis=0).tolist():
-        touched.update(range(low, high + 1))
-    return sorted(touched)
 
 
 def _blocks(columns: Columns, chunk: int) -> int:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
-from holdfast.format.columns import Array, Columns, unpad
+from holdfast.format.columns import Array, Columns, expand_ranges, unpad
 from holdfast.format.digest import digest_many
 from holdfast.layout.coverage import Problem, first_problem
 from holdfast.layout.deferred_offset import place
@@ -181,9 +181,9 @@ class Merger:
         # Rows in order: by tensor, then by where the box begins.
         order = np.lexsort((*joined.offset.T[::-1], joined.tensor))
         counts = joined.digest_count[order]
-        # The digests of each chunk, in the new order: begin, begin + 1, ... for all chunks at once.
+        # The digests of each chunk, in the new order.
         begin = (np.cumsum(joined.digest_count) - joined.digest_count)[order]
-        gather = np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        gather = expand_ranges(begin, counts)
         tick()
         # After coverage, which has made sure that no two chunks have the same box.
         check_witnesses(sorted_names, joined)

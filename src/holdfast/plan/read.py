@@ -9,11 +9,14 @@ afterwards; if there is none that is, a sweep along the axis that leaves the few
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.format.columns import Array
+from holdfast.format.columns import Array, expand_ranges
+from holdfast.layout.box import Box
+from holdfast.layout.tensor import Dims
 
 DIRECT = 32
 """Compare all pairs of a tensor while they are at most this many times its boxes."""
@@ -47,7 +50,7 @@ def overlaps(
     heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)
     light = np.flatnonzero(~heavy[wanted_tensor])
     counts = chunks_of[wanted_tensor[light]]
-    lists = [(np.repeat(light, counts), _ranges(begin[wanted_tensor[light]], counts))]
+    lists = [(np.repeat(light, counts), expand_ranges(begin[wanted_tensor[light]], counts))]
     for tensor in np.flatnonzero(heavy).tolist():
         mine = np.flatnonzero(wanted_tensor == tensor)
         theirs = np.arange(begin[tensor], end[tensor])
@@ -64,11 +67,6 @@ def overlaps(
     # By chunk: the reader takes all pairs of a chunk together, and reads its blocks once.
     hit = hit[np.argsort(chunk[hit], kind="stable")]
     return Overlaps(wanted[hit], chunk[hit], low[hit], (high - low)[hit])
-
-
-def _ranges(begin: Array, counts: Array) -> Array:
-    """begin[0], begin[0]+1, … counts[0] of them, then the next."""
-    return np.repeat(begin - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
 
 
 def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
@@ -93,7 +91,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
             continue  # a wanted box that spans a sparse grid: leave this axis to the filter
         # A key that overflows int64 wraps, and may meet another: more candidates, and none is lost.
         owner = np.repeat(owner, counts)
-        cells_key = np.repeat(cells_key, counts) * len(starts) + _ranges(low, counts)
+        cells_key = np.repeat(cells_key, counts) * len(starts) + expand_ranges(low, counts)
         key = key * len(starts) + number
         used = True
     if not used:
@@ -109,7 +107,7 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
         fewer = _sweep(wo, ws, co, cs, many)  # the axes that are grids may be the ones that tell little
         if fewer is not None:
             return fewer
-    return np.repeat(owner, counts), order[_ranges(left, counts)]
+    return np.repeat(owner, counts), order[expand_ranges(left, counts)]
 
 
 def _sweep(
@@ -134,4 +132,22 @@ def _sweep(
     total, order, left, counts = best
     if below is not None and total >= below:
         return None
-    return np.repeat(np.arange(len(wo)), counts), order[_ranges(left, counts)]
+    return np.repeat(np.arange(len(wo)), counts), order[expand_ranges(left, counts)]
+
+
+def touched_blocks(shape: Dims, box: Box, itemsize: int, block: int) -> Array:
+    """Return the numbers of the blocks of a row-major chunk that hold bytes of a box in it, ascending."""
+    if box.shape == shape:
+        return np.arange(-(-math.prod(shape) * itemsize // block))
+    axis = len(shape) - 1  # from this axis on, the box consists of contiguous runs
+    while axis > 0 and box.shape[axis] == shape[axis]:
+        axis -= 1
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    # The first element of each run: every axis before `axis` multiplies the number of runs.
+    starts = np.asarray([sum(o * s for o, s in zip(box.offset, strides, strict=True))], np.int64)
+    for dim in range(axis):
+        starts = (starts[:, None] + np.arange(box.shape[dim]) * strides[dim]).ravel()
+    run = math.prod(box.shape[axis:]) * itemsize
+    first = starts * itemsize // block
+    numbers = expand_ranges(first, -(-(starts * itemsize + run) // block) - first)
+    return numbers if len(starts) == 1 else np.unique(numbers)
