@@ -1,19 +1,19 @@
-"""The archives of torch.save: zip files whose members are stored as they are, so a tensor's elements lie in
-one piece.
+"""Read the archives of torch.save: zip files with uncompressed members, so a tensor's elements are
+contiguous.
 
-An archive is: members, each a local header and its bytes; the directory, an entry a member; end records,
-which say where the directory is. All numbers are little-endian. A reader begins at the end.
+An archive consists of members, each a local header and its bytes; the directory, one entry per member; and
+end records, which give the directory's position. All numbers are little-endian. A reader begins at the end.
 
-Read by hand, and only as torch writes them. Refused is what torch does not write:
-- a directory that is not the last thing before the end records, or end records that disagree;
-- members that are compressed, share a name (also in another case), or are together longer than the archive.
+The reader accepts only what torch writes. It refuses:
+- a directory that does not lie directly before the end records, or end records that disagree;
+- members that are compressed, share a name (ignoring case), or are together longer than the archive.
 
-So there is one way to read an archive, torch's reader finds the same members, and nothing can grow when it is
-read. `zipfile` takes more (bytes before the first member, end records that disagree), in which it and torch's
-reader find different members.
+So an archive has one meaning: torch's reader finds the same members, and no member is larger in memory than
+on disk. `zipfile` accepts more (bytes before the first member, end records that disagree). In such files it
+finds other members than torch's reader.
 
-Source: torch/csrc's inline_container (PyTorch 1.6 to 2.13), PKWARE's APPNOTE.TXT 6.3.10, whose sections the
-comments name.
+Source: torch/csrc's inline_container (PyTorch 1.6 to 2.13), PKWARE's APPNOTE.TXT 6.3.10, whose section
+numbers the comments cite.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from typing import NamedTuple
 from holdfast.format.container import Read
 
 DIRECTORY_BYTES = 128 << 20
-"""Of a directory, which is read whole: an archive with a million members has as much."""
+"""Limit of a directory, which is read whole: enough for a million members."""
 _TAIL = 4096
-"""Bytes that are read at once from the end: of a small archive that is all of the directory."""
+"""Bytes read at once from the end. In a small archive they include the whole directory."""
 _LOCAL_BYTES, _ENTRY_BYTES, _END_BYTES, _LOCATOR_BYTES, _END64_BYTES = 30, 46, 22, 20, 56
-"""Of records, without names, extra fields and comments."""
+"""Sizes of the records, without names, extra fields and comments."""
 _LOCAL, _ENTRY = b"PK\x03\x04", b"PK\x01\x02"
 _END, _END64, _LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _WIDE = 0xFFFFFFFF
-"""Stands where a number does not fit into 32 bits: it is in the zip64 extra field."""
+"""Placeholder for a number that does not fit into 32 bits; the number is in the zip64 extra field."""
 _EntryFields = struct.Struct("<4s6xH4xIIIHHH8xI")
 """4.3.12: signature, method, crc, packed and unpacked size, lengths of name, extra and comment, offset."""
 
 
 class BadArchive(ValueError):
-    """What is wrong with an archive."""
+    """An archive is damaged, or torch did not write it. The message says why."""
 
 
 class Member(NamedTuple):
-    """A file in an archive. `local` is where its own header begins."""
+    """A file in an archive. `local` is the position of its local header."""
 
     local: int
     nbytes: int
@@ -52,10 +52,10 @@ class Member(NamedTuple):
 
 
 class Archive:
-    """An archive that begins at `start` of what `read` reads, and has `length` bytes.
+    """An archive of `length` bytes, at position `start` of the file that `read` reads.
 
-    `members` are by their full names; `folder` is the one that torch puts all of them into. Raises BadArchive
-    for what torch would not write.
+    `members` maps full names to members; `folder` is the folder that torch puts all of them into. Raises
+    BadArchive if torch would not write such an archive.
     """
 
     def __init__(self, read: Read, start: int, length: int) -> None:
@@ -67,27 +67,26 @@ class Archive:
         self.folder = next(iter(self.members)).partition("/")[0]
 
     def find(self, name: str) -> Member:
-        """A member by its name inside the archive's folder."""
+        """Return a member by its name inside the archive's folder."""
         try:
             return self.members[f"{self.folder}/{name}"]
         except KeyError:
             raise BadArchive(f"it has no {name[:200]!r}") from None
 
     def content(self, member: Member) -> int:
-        """Where a member's bytes begin, as `read` counts."""
+        """Return the position of a member's bytes in the file that `read` reads."""
         head = self._bytes(member.local, _LOCAL_BYTES)
         if head[:4] != _LOCAL:
             raise BadArchive("a member is not where its directory says")
-        # 4.3.7: the lengths of the name and of the extra field, with which torch aligns the bytes. Nothing
-        # else of the local header counts: the directory says it, too, and torch's reader believes the
-        # directory.
+        # 4.3.7: the lengths of the name and of the extra field, which torch uses to align the bytes. The rest
+        # of the local header is ignored: the directory repeats it, and torch's reader uses the directory.
         begin: int = member.local + _LOCAL_BYTES + sum(struct.unpack_from("<HH", head, 26))
         if begin + member.nbytes > self._directory:
             raise BadArchive("a member overlaps its directory")
         return self._start + begin
 
     def load(self, name: str, limit: int) -> bytes:
-        """All of a small member, if its CRC is right."""
+        """Read a whole small member, and check its CRC."""
         member = self.find(name)
         if member.nbytes > limit:
             raise BadArchive(f"its {name} has {member.nbytes} bytes, more than {limit}")
@@ -97,7 +96,7 @@ class Archive:
         return data
 
     def damaged(self) -> str | None:
-        """The first member whose bytes do not match their CRC."""
+        """Return the name of the first member whose bytes do not match their CRC, or None."""
         for name, member in self.members.items():
             data = self._read(self.content(member), member.nbytes)
             if member.crc not in (0, zlib.crc32(data)):
@@ -105,16 +104,16 @@ class Archive:
         return None
 
     def _bytes(self, position: int, size: int) -> bytes:
-        """Bytes of the archive; mostly they were read with its end."""
+        """Return bytes of the archive, usually from the part that was read with its end."""
         place = position - (self.length - len(self._tail))
         if place >= 0:
             return self._tail[place : place + size]
         return self._read(self._start + position, size) if position >= 0 else b""
 
     def _list(self) -> tuple[int, dict[str, Member]]:
-        """Where the directory begins, and the members that it lists."""
+        """Return the position of the directory, and the members that it lists."""
         count, size, begin = self._end()
-        # An entry has at least so many bytes, so the loop below is bounded by what is there, not by a number.
+        # An entry has a minimum size, so the bytes that exist bound the loop below, not a stored count.
         if size > DIRECTORY_BYTES or not 0 < count <= size // _ENTRY_BYTES:
             raise BadArchive(f"its directory says {count} members in {size} bytes")
         listing = self._bytes(begin, size)
@@ -126,39 +125,39 @@ class Archive:
                 name, member, offset = _entry(listing, offset)
             except struct.error:
                 raise BadArchive("its directory ends too early") from None
-            # Members that overlap would let a small file be read as a large one, over and over.
+            # With overlapping members a small archive could expand to a large one.
             room += member.nbytes + _LOCAL_BYTES
             members[name] = member
-            known.add(name.lower())  # torch's reader looks for names without regard to case
+            known.add(name.lower())  # torch's reader ignores case
         if offset != size or len(known) != count or room > begin:
             raise BadArchive("its directory lists members that can't all be there")
         return begin, members
 
     def _end(self) -> tuple[int, int, int]:
-        """Members, bytes and begin of the directory, from the records that end an archive."""
+        """Return (members, bytes, position) of the directory, from the records that end an archive."""
         record_start = self.length - _END_BYTES
         record = self._bytes(record_start, _END_BYTES)
-        # 4.3.16; the last two bytes are the length of a comment, in which another end record could hide.
+        # 4.3.16; the last two bytes are the length of a comment, which could contain another end record.
         if len(record) != _END_BYTES or record[:4] != _END or record[20:] != b"\0\0":
             raise BadArchive("no zip archive ends there")
         count, size, begin = struct.unpack_from("<HII", record, 10)
         locator = self._bytes(record_start - _LOCATOR_BYTES, _LOCATOR_BYTES)
-        if locator[:4] == _LOCATOR:  # 4.3.15: there is a record with wide numbers (4.3.14), which count
+        if locator[:4] == _LOCATOR:  # 4.3.15: then a record with 64-bit numbers (4.3.14) is valid instead
             record_start -= _LOCATOR_BYTES + _END64_BYTES
             record = self._bytes(record_start, _END64_BYTES)
             stated = struct.unpack_from("<Q", locator, 8)[0]
             if len(record) != _END64_BYTES or record[:4] != _END64 or stated != record_start:
                 raise BadArchive("the records at its end do not agree")
             count, size, begin = struct.unpack_from("<QQQ", record, 32)
-        # Bytes before the first member move the end, but not the numbers in it. zipfile makes up for them;
-        # here they are refused.
+        # Bytes before the first member move the end records, but not the positions in them. zipfile corrects
+        # for that; this reader refuses it.
         if begin + size != record_start:
             raise BadArchive("its directory is not at its end")
         return count, size, begin
 
 
 def _entry(listing: bytes, offset: int) -> tuple[str, Member, int]:
-    """An entry of a directory, and where the next begins."""
+    """Return a directory entry's name, its member, and the offset of the next entry."""
     mark, method, crc, packed, nbytes, named, more, comment, local = _EntryFields.unpack_from(listing, offset)
     if mark != _ENTRY:
         raise BadArchive("its directory is damaged")
@@ -173,7 +172,8 @@ def _entry(listing: bytes, offset: int) -> tuple[str, Member, int]:
 
 
 def _wide(extra: bytes, values: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers over 4 GiB: 4.5.3, they stand in extra field 1 of the entry, in this order, and only they."""
+    """Replace placeholders by the 64-bit numbers of extra field 1 (4.5.3), which lists only these, in
+    order."""
     offset = 0
     while offset + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, offset)

@@ -1,5 +1,4 @@
-"""The columns of an index in memory: numbers of a whole checkpoint, or of the part that somebody asked
-for."""
+"""The columns of an index in memory: of a whole checkpoint, or of selected tensors."""
 # ruff: noqa: RUF009 (`_column` gives dataclass fields, which ruff can't see)
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from holdfast.format.limits import OBJECT_BYTES, check_size
 from holdfast.layout.tensor import DTYPES, KINDS, OBJECT
 
 Array = npt.NDArray[Any]
-"""A column: its dtype differs from one to another, so a type can't say it."""
+"""A column. Columns have different dtypes, so the type is open."""
 
 
 def _column(rows: str, dtype: str = "<i8", wide: bool = False) -> Array:
-    """A column of `dtype`, empty until it is given. `rows` says which columns have equally many; a `wide` one
-    has d numbers in each row."""
+    """Declare a column of `dtype`, empty by default. Columns with equal `rows` have equal lengths; a `wide`
+    column has d numbers per row."""
     return field(
         default_factory=partial(np.zeros, (0, 1) if wide else 0, dtype),
         metadata={"spec": ColumnSpec(rows, np.dtype(dtype), wide)},
@@ -30,7 +29,7 @@ def _column(rows: str, dtype: str = "<i8", wide: bool = False) -> Array:
 
 
 class ColumnSpec(NamedTuple):
-    """What each row of a column stands for (a letter, see `Columns`), and how it is stored."""
+    """What a row of a column describes (a letter, see `Columns`), and how the column is stored."""
 
     rows: str
     dtype: np.dtype[np.generic]
@@ -41,31 +40,31 @@ class ColumnSpec(NamedTuple):
 class Columns:
     """A whole index in memory.
 
-    Its rows: T tensors, C chunks, G block digests, F files, W witnesses, L late shards; d is the largest
-    number of dimensions. Tensors are sorted by name, chunks grouped by tensor, digests by chunk. Wide columns
-    are rectangles of numbers: what has fewer dimensions is padded in front, shapes and sizes with ones,
-    offsets with zeros.
+    Lengths: T tensors, C chunks, G block digests, F files, W witnesses, L shards with a deferred offset; d is
+    the largest number of dimensions. Tensors are sorted by name, chunks are grouped by tensor, digests by
+    chunk. Wide columns have shape (rows, d). Rows with fewer dimensions are padded in front: shapes and sizes
+    with ones, offsets with zeros.
     """
 
     names: list[str] = field(default_factory=list)
     dtype: Array = _column("T", "u1")
-    """The number of a dtype in `layout.tensor.DTYPES`."""
+    """Index into `layout.tensor.DTYPES`."""
     kind: Array = _column("T", "u1")
-    """Tensor or object: a number in `layout.tensor.KINDS`."""
+    """Tensor or object: index into `layout.tensor.KINDS`."""
     ndim: Array = _column("T", "u1")
     shape: Array = _column("T", wide=True)
     chunk_end: Array = _column("T")
-    """The row after a tensor's last chunk; its first is the previous tensor's end."""
+    """The row after a tensor's last chunk. Its first chunk is at the previous tensor's end."""
     offset: Array = _column("C", wide=True)
     size: Array = _column("C", wide=True)
-    """The chunk's box, its elements row-major in the file."""
+    """Offset and size are the chunk's box. Its elements are row-major in the file."""
     file: Array = _column("C", "<i4")
     position: Array = _column("C")
     """Bytes from the start of the file."""
     block: Array = _column("C")
-    """Bytes a digest block has in this chunk."""
+    """Bytes per digest block in this chunk."""
     digest_end: Array = _column("C")
-    """The row after a chunk's last digest; its first is the previous chunk's end."""
+    """The row after a chunk's last digest. Its first digest is at the previous chunk's end."""
     digests: Array = _column("G", "<u8")
     file_names: list[str] = field(default_factory=list)
     file_size: Array = _column("F")
@@ -74,7 +73,7 @@ class Columns:
     witness_offset: Array = _column("W", wide=True)
     witness_size: Array = _column("W", wide=True)
     witness_block: Array = _column("W")
-    """Which block's digest it is, or -1 for the digest of all block digests."""
+    """The block that the digest covers, or -1 for the digest of all block digests."""
     witness_digest: Array = _column("W", "<u8")
     late_tensor: Array = _column("L")
     late_axis: Array = _column("L")
@@ -82,31 +81,31 @@ class Columns:
     late_position: Array = _column("L")
     late_length: Array = _column("L")
     late_start: Array = _column("L")
-    """Shards whose offset others' lengths may tell, as `layout.deferred_offset.DeferredOffset`; only in the
-    index of a data file."""
+    """Shards with a deferred offset: the fields of `layout.deferred_offset.DeferredOffset`. Only the index of
+    a data file has them."""
     fingerprint_first: Array = _column("C", "<u8")
     fingerprint_second: Array = _column("C", "<u8")
-    """If they were asked for: the two sums of each chunk's fingerprint (`format.fingerprint`)."""
+    """The two sums of each chunk's fingerprint (`format.fingerprint`), if the save computed them."""
     chunk_late: Array = _column("C")
     witness_late: Array = _column("W")
-    """If L is not 0: the shard that each chunk, or witness, is of, or -1."""
+    """If L is not 0: the row among the L that each chunk (or witness) is a part of, or -1."""
 
     @property
     def dims(self) -> int:
         return int(self.shape.shape[1])
 
     def itemsizes(self) -> Array:
-        """T: bytes an element."""
+        """Return (T): bytes per element."""
         sizes: Array = ITEMSIZE[self.dtype]
         return sizes
 
     def tensor_of_chunk(self) -> Array:
-        """C: the tensor row each chunk belongs to."""
+        """Return (C): the tensor row of each chunk."""
         counts = np.diff(self.chunk_end, prepend=0)
         return np.repeat(np.arange(len(self.names)), counts)
 
     def chunk_bytes(self) -> Array:
-        """C: bytes of each chunk."""
+        """Return (C): bytes of each chunk."""
         nbytes: Array = np.prod(self.size, axis=1) * self.itemsizes()[self.tensor_of_chunk()]
         return nbytes
 
@@ -115,25 +114,24 @@ class Columns:
 
 
 SPECS: dict[str, ColumnSpec] = {f.name: f.metadata["spec"] for f in fields(Columns) if f.metadata}
-"""How each column is stored; names of tensors and of files are stored as text (`index`)."""
+"""How each column is stored. Names of tensors and files are stored as text (`index`)."""
 LATE = tuple(name for name in SPECS if "late" in name)
-"""Columns that a file has only if there are such shards."""
+"""Columns of an index file only if it has shards with deferred offsets."""
 FINGERPRINTS = ("fingerprint_first", "fingerprint_second")
-"""Columns that a file has only if they were asked for."""
+"""Columns of an index file only if the save computed fingerprints."""
 ITEMSIZE = np.asarray([dtype.size for dtype in DTYPES], np.int64)
 
 
 def unpad(values: Array, ndim: int) -> tuple[int, ...]:
-    """The last `ndim` of a padded row."""
+    """Return the last `ndim` numbers of a padded row."""
     return tuple(values[len(values) - ndim :].tolist())
 
 
 def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
-    """Rows of differing length as a rectangle, padded in front."""
+    """Return rows of different lengths as one array (rows, dims), padded in front."""
     out = np.full((len(values), dims), fill, "<i8")
     lengths = np.fromiter(map(len, values), np.int64, len(values))
-    # One assignment for each number of dimensions, of which there are a handful, not one for
-    # each of 100,000 rows.
+    # One assignment per number of dimensions, of which there are a handful, not one per row (100,000).
     for length in np.unique(lengths).tolist():
         if length:
             rows = np.flatnonzero(lengths == length).tolist()
@@ -142,7 +140,7 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
 
 
 def runs(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive integers as (first, last)."""
+    """Yield each run of consecutive integers as (first, last)."""
     start = 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i] != values[i - 1] + 1:
@@ -157,7 +155,8 @@ def expand_ranges(starts: Array, counts: Array) -> Array:
 
 
 def _check_boxes(columns: Columns, where: str) -> None:
-    """Shapes and boxes must be countable, padded with ones, and one row of bytes for objects."""
+    """Check that shapes and boxes are countable and padded with ones, and that objects are vectors of
+    bytes."""
     if not _possible(columns.size):
         raise CorruptCheckpoint(f"{where} holds a chunk of impossible size.")
     padding = np.arange(columns.dims) < columns.dims - columns.ndim[:, None].astype(np.int64)
@@ -168,7 +167,7 @@ def _check_boxes(columns: Columns, where: str) -> None:
         or ((columns.kind == OBJECT) & ~bytes_only).any()
     ):
         raise CorruptCheckpoint(f"{where} gives a tensor or an object an impossible shape.")
-    # An object is read whole into memory, unlike a tensor, which is read in blocks to where it belongs.
+    # An object is read whole into memory. A tensor is read block by block into its target.
     objects = np.where(columns.kind == OBJECT, columns.shape[:, -1], 0)
     if (objects > OBJECT_BYTES).any():
         row = int(np.argmax(objects))
@@ -176,7 +175,7 @@ def _check_boxes(columns: Columns, where: str) -> None:
 
 
 def check_rows(columns: Columns, where: str) -> None:
-    """Numbers that are used as positions must be possible ones."""
+    """Raise CorruptCheckpoint if numbers that are used as rows or positions are out of range."""
     files = len(columns.file_names)
     if len(columns.file_size) != files or len(columns.file_rank) != files:
         raise CorruptCheckpoint(f"{where} does not agree with itself on how many files there are.")
@@ -194,17 +193,17 @@ def check_rows(columns: Columns, where: str) -> None:
     if columns.file.min() < 0 or columns.file.max() >= files:
         raise CorruptCheckpoint(f"{where} refers to a file that it does not name.")
     nbytes = columns.chunk_bytes()
-    room = columns.file_size[columns.file] - nbytes  # compared so that no sum can overflow
+    room = columns.file_size[columns.file] - nbytes  # subtracted, as a sum could overflow
     bad = (columns.position < 0) | (columns.block < 1) | (room < 0) | (columns.position > room)
     if bad.any():
         name = columns.names[int(columns.tensor_of_chunk()[np.flatnonzero(bad)[0]])]
         raise CorruptCheckpoint(f"{where} places a chunk of {name!r} outside its file.")
-    # Readers count blocks by this rule, and look a digest up by the number of its block.
+    # Readers compute the number of blocks by this rule, and find a digest by its block number.
     if (np.diff(columns.digest_end, prepend=0) != -(-nbytes // columns.block)).any():
         raise CorruptCheckpoint(f"{where} has too few or too many digests for a chunk.")
     stop = columns.position + nbytes
-    # In order of file and position, if any two overlap then two neighbours do. An empty chunk overlaps
-    # nothing, and would hide the two beside it from each other.
+    # Sorted by file and position, two neighbours overlap if any two chunks do. Empty chunks are left out:
+    # they overlap nothing, but would separate two chunks that do.
     order = np.lexsort((stop, columns.position, columns.file))
     order = order[nbytes[order] > 0]
     same = columns.file[order][1:] == columns.file[order][:-1]
@@ -213,21 +212,21 @@ def check_rows(columns: Columns, where: str) -> None:
 
 
 def ascending(before: Array, ends: Array, rows: int) -> bool:
-    """Are these different stretches of so many rows? Compared so that no difference can overflow."""
+    """Return whether [before, ends) are ranges of `rows` rows that do not share any; without overflow."""
     inside = (before >= 0) & (before <= ends) & (ends <= rows)
     return bool(inside.all()) and int((ends - before).sum()) <= rows
 
 
 def _possible(sides: Array) -> bool:
-    """Are these sides of boxes whose bytes an int64 can count?"""
-    # In floats, which become infinite where integers would wrap; 16 is more than any element has bytes.
+    """Return whether an int64 can count the bytes of boxes with these sides."""
+    # In floats, which become infinite where integers would wrap. No element has more than 16 bytes.
     with np.errstate(over="ignore"):
         volumes = np.prod(np.maximum(sides, 1).astype(float), axis=1)
     return bool((sides >= 0).all() and (volumes * 16 <= float(1 << 62)).all())
 
 
 def possible_late(columns: Columns) -> bool:
-    """Do the late columns point at rows that are there, and at axes that tensors have?"""
+    """Return whether the late columns refer to existing rows, and to axes that their tensors have."""
     rows, tensor = len(columns.late_tensor), columns.late_tensor
     if not ((tensor >= 0) & (tensor < len(columns.names))).all():
         return False
@@ -238,5 +237,5 @@ def possible_late(columns: Columns) -> bool:
     if not (inside & counted & small).all() or not ((links >= -1) & (links < rows)).all():
         return False
     of = np.concatenate([columns.tensor_of_chunk(), columns.witness_tensor])
-    # A chunk that names another tensor's shard would be moved by that one's offset.
+    # A chunk that refers to another tensor's shard would be moved by that shard's offset.
     return bool((tensor[links[links >= 0]] == of[links >= 0]).all())

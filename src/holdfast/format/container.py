@@ -1,8 +1,7 @@
-"""The safetensors container: write its header ahead of streamed data, read it with suspicion.
+"""The safetensors container: write its header before streamed data, and check every field when reading it.
 
-A file is `u64 length | JSON header | data`. We write the header ourselves because data is
-streamed and hashed on its way out, and because the safetensors library neither syncs nor checks.
-What we write, the library opens.
+A file is `u64 length | JSON header | data`. Holdfast writes the header itself, because it streams and hashes
+the data, and because the safetensors library neither syncs nor verifies. The library can open the files.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from holdfast.layout.tensor import Dims
 
 ALIGN = 64
 Read = Callable[[int, int], bytes]
-"""`read(start, length)` gives those bytes of one file, or fewer at its end."""
+"""`read(start, length)` returns these bytes of one file; fewer at its end."""
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -32,9 +31,8 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
-    """Length and JSON header for `(name, tag, shape, start, stop)` rows, padded so that data is aligned."""
-    # Rows are put together as text: there may be 200,000 of them, and json.dumps of all would
-    # need a dict for each.
+    """Return length and JSON header for `(name, tag, shape, start, stop)` rows, padded to align the data."""
+    # The rows are formatted as text, because json.dumps would need a dict for each of up to 200,000 rows.
     quoted = json.encoder.encode_basestring
     rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
     for name, tag, shape, start, stop in entries:
@@ -47,7 +45,7 @@ def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: 
             f"more than the {DATA_HEADER_BYTES} that readers take.",
             hint="Use shorter names.",
         )
-    # safetensors lets spaces follow the JSON; with them, data begins where its dtypes want it.
+    # safetensors allows spaces after the JSON. They align the data that follows.
     text += b" " * (-(len(text) + 8) % ALIGN)
     return struct.pack("<Q", len(text)) + text
 
@@ -56,15 +54,15 @@ class Header(NamedTuple):
     """A parsed header."""
 
     raw: bytes
-    """With the length before it, for digesting."""
+    """Length and JSON: the bytes that the header's digest covers."""
     entries: dict[str, Entry]
     metadata: dict[str, str]
     data_start: int
-    """Where data begins, in bytes from the start of the file."""
+    """Position of the data, in bytes from the start of the file."""
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    # Of two equal names json keeps the last one; another reader may take the first, and load something else.
+    # json keeps the last of two equal names. Another reader may keep the first, and load something else.
     unique = dict(pairs)
     if len(unique) != len(pairs):
         seen: set[str] = set()
@@ -76,14 +74,14 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTES) -> Header:
-    """Read and check a header; every way in which it can lie ends in CorruptCheckpoint."""
+    """Read and check a header. CorruptCheckpoint if it is damaged or contradicts the file's size."""
     prefix = read(0, 8)
     if len(prefix) < 8:
         raise CorruptCheckpoint(
             f"{where} is {size} bytes long, too short for a safetensors file: it is truncated."
         )
     length = struct.unpack("<Q", prefix)[0]
-    # Checked before a read of that size is made: eight bytes can say 2^64.
+    # Before reading that many bytes: a damaged length can be up to 2^64.
     if length > size - 8:
         raise CorruptCheckpoint(
             f"{where} announces a header of {length} bytes in a file of {size}: it is damaged or truncated."
@@ -92,8 +90,8 @@ def read_header(read: Read, size: int, where: str, limit: int = DATA_HEADER_BYTE
     with bounded_memory(f"The header of {where}"):
         text = read(8, length)
         entries, metadata = _parsed(text, length, where)
-    # Gaps and overlaps between entries are not looked for: chunks of a data file are found by the index,
-    # never by these entries, and `columns.check_rows` finds chunks of an index that overlap.
+    # Gaps and overlaps between entries are not checked: the index locates the chunks of a data file, not
+    # these entries, and `columns.check_rows` finds overlapping chunks in an index.
     room = size - 8 - length
     for name, entry in entries.items():
         start, stop = entry.data_offsets
@@ -114,14 +112,14 @@ def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dic
             raise ValueError("it is not a JSON object")
         metadata = msgspec.convert(values.pop("__metadata__", {}), dict[str, str])
         return msgspec.convert(values, dict[str, Entry]), metadata
-    # json recurses, so brackets in brackets end in RecursionError. The message is cut because it may quote a
-    # name, which may be as long as the header.
+    # RecursionError: json recurses into nested brackets. The message is cut, because it may quote a name,
+    # which may be as long as the header.
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None
 
 
 class WrittenFile(NamedTuple):
-    """What a rank tells the committer of a file."""
+    """What a rank reports to the committer about a file."""
 
     name: str
     size: int

@@ -1,13 +1,13 @@
-"""Fingerprints: 128 bits of a tensor that do not depend on how it is cut.
+"""Fingerprints: 128 bits of a tensor that do not depend on how it is sharded.
 
-A fingerprint is a sum, modulo 2^64 and twice, over all elements, each times a weight that its place in the
-global tensor gives. So the sums of disjoint boxes add up to that of the whole, in any layout. Elements along
-the last axis are taken eight bytes at a time, as one number; its weight is a product of one for each axis.
-All weights are odd: a change of one number is always seen. The second sum takes the bytes in reverse, so that
-what is weak in one (the highest bits, of which an even difference of weights loses some) is strong in the
-other.
+A fingerprint consists of two sums, modulo 2^64, over all elements. Each element is multiplied by a weight,
+which depends on its index in the global tensor. So the sums of disjoint boxes add up to those of the tensor,
+in any layout. Eight bytes along the last axis are one number (a word); its weight is a product of one weight
+per axis. All weights are odd, so a change of a single word always changes the sums. The second sum takes the
+bytes in reverse order: the first is weak in the highest bits, some of which an even difference of weights
+loses, and the second is strong there.
 
-Zeros add nothing: padding with zeros changes no fingerprint. It detects accidents, not forgers. No torch.
+Zeros add nothing, so padding with zeros changes no fingerprint. It detects accidents, not forgery. No torch.
 """
 
 from __future__ import annotations
@@ -24,35 +24,36 @@ Sums = npt.NDArray[np.uint64]
 """Two numbers."""
 _WORD = 8
 _LINE = 4096
-"""Words along the last axis that share a weight, besides one of their own."""
+"""Words per line. A word's weight along the last axis is the product of its weight in the line and the
+line's weight."""
 _TILE = 1 << 17
-"""Words that are taken at a time: their reversed copy stays in cache."""
+"""Words per step, so few that their reversed copy stays in cache."""
 _ROWS = 1 << 16
-"""Weights of an axis that are kept."""
+"""Weights per axis that are cached."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LAST, _LINES = 0, 255
-"""Numbers of the weights of words in a line, and of lines; other axes are counted from the end."""
+"""Axis numbers for the weights of words in a line, and of lines. Other axes are counted from the end."""
 
 
 def nothing() -> Sums:
-    """The sums of no element."""
+    """Return the sums of an empty box."""
     return np.zeros(2, np.uint64)
 
 
 def text_of(sums: Sums) -> str:
-    """32 hex digits."""
+    """Return the sums as 32 hex digits."""
     return f"{int(sums[0]):016x}{int(sums[1]):016x}"
 
 
 def box_sums(data: Buffer, itemsize: int, box: Box, first: int = 0) -> Sums:
-    """The sums of a part of a box whose elements lie row-major.
+    """Return the sums of consecutive elements of a row-major box.
 
-    data: the bytes of consecutive elements. itemsize: of one, in bytes: 1, 2, 4, 8 or a multiple of 8.
-    box: in the global tensor. first: the number of the first element within the box.
+    data: the bytes of the elements. itemsize: bytes per element: 1, 2, 4, 8 or a multiple of 8.
+    box: in the global tensor. first: row-major index of the first element in the box.
     """
     count = len(memoryview(data).cast("B")) // itemsize
     sums, done = nothing(), 0
-    with np.errstate(over="ignore"):  # modulo 2^64 is what is wanted
+    with np.errstate(over="ignore"):  # the sums are modulo 2^64
         for part in from_flat_range(box.shape, first, first + count):
             size = part.volume * itemsize
             offset = tuple(a + b for a, b in zip(part.offset, box.offset, strict=True))
@@ -63,7 +64,7 @@ def box_sums(data: Buffer, itemsize: int, box: Box, first: int = 0) -> Sums:
 
 
 def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
-    """The sums of a whole box."""
+    """Return the sums of a whole box."""
     if not box.shape:
         box = Box((0,), (1,))
     width, low = box.shape[-1], box.offset[-1]
@@ -73,7 +74,7 @@ def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
     before = low % each
     many = -(-(before + width) // each)
     if before or (before + width) % each:
-        # A word that the box holds a part of only: the rest of it counts as zero here.
+        # The box holds only a part of the first or last word of a row. The rest of that word counts as zero.
         filled = np.zeros((len(raw) // (width * itemsize), many * _WORD), np.uint8)
         filled[:, before * itemsize : (before + width) * itemsize] = raw.reshape(len(filled), -1)
         raw = filled.reshape(-1)
@@ -87,7 +88,7 @@ def _dense(raw: npt.NDArray[np.uint8], itemsize: int, box: Box) -> Sums:
 
 
 def _lines(words: npt.NDArray[np.uint64], first: int) -> Sums:
-    """The sums of each row of (rows, words), without the weights of rows. first: the first word's column."""
+    """Return the sums of each row of (rows, words), without row weights. first: the first word's column."""
     sums = np.zeros((2, len(words)), np.uint64)
     start = 0
     while start < words.shape[1]:
@@ -105,7 +106,7 @@ def _lines(words: npt.NDArray[np.uint64], first: int) -> Sums:
 
 
 def _line(words: npt.NDArray[np.uint64], first: int) -> Sums:
-    """The sums of one row, however long: its whole lines are the rows of a matrix."""
+    """Return the sums of one row of any length: its whole lines are summed as rows of a matrix."""
     head = min(-first % _LINE, len(words))
     lines = (len(words) - head) // _LINE
     sums = nothing()
@@ -127,7 +128,7 @@ def _line(words: npt.NDArray[np.uint64], first: int) -> Sums:
 
 
 def _row_weights(box: Box) -> npt.NDArray[np.uint64]:
-    """The weights of all rows of a box, row-major: (2, rows)."""
+    """Return the weights of all rows of a box, row-major: (2, rows)."""
     weights = np.ones((2, 1), np.uint64)
     axes = len(box.shape) - 1
     for axis in range(axes):
@@ -139,7 +140,7 @@ def _row_weights(box: Box) -> npt.NDArray[np.uint64]:
 
 
 def _weights(axis: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    """Odd numbers for places `start` to `stop` of an axis: (2, stop - start)."""
+    """Return odd weights for the indices `start` to `stop` of an axis: (2, stop - start)."""
     if stop <= _ROWS:
         return _kept(axis)[:, start:stop]
     return _made(axis, start, stop)
@@ -151,10 +152,10 @@ def _kept(axis: int) -> npt.NDArray[np.uint64]:
 
 
 def _made(axis: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    # splitmix64 of the place, from a seed for each axis and each of the two sums.
+    # splitmix64 of the index, with a seed for each axis and each of the two sums.
     seeds = np.asarray([axis << 48, 256 + axis << 48], np.uint64)
-    places = np.arange(start + 1, stop + 1, dtype=np.uint64)
-    z: npt.NDArray[np.uint64] = np.add(seeds[:, None], places, dtype=np.uint64)
+    indices = np.arange(start + 1, stop + 1, dtype=np.uint64)
+    z: npt.NDArray[np.uint64] = np.add(seeds[:, None], indices, dtype=np.uint64)
     z *= _GOLDEN
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,8 @@
-"""A folder of safetensors files as the Hugging Face hub publishes models: names, shapes and places, from the
-headers alone.
+"""A folder of safetensors files as the Hugging Face hub publishes models: names, shapes and positions, from
+the headers alone.
 
-`model.safetensors.index.json` says which file holds which name; a model of one file has none. Nothing in
-such a folder tells digests, so its bytes are read as they are. No torch.
+`model.safetensors.index.json` says which file holds which tensor; a model of one file has none. Such a folder
+has no digests, so its bytes are read unverified. No torch.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from holdfast.format.container import Entry
 from holdfast.layout.tensor import DTYPES
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
-"""Which file holds which tensor."""
+"""The file that maps tensor names to files."""
 WEIGHTS = "model.safetensors"
-"""The only file of a model that has no index."""
+"""The single weights file of a model without that index."""
 CONFIG = "config.json"
 """What the model is: its type and its sizes."""
 SUFFIX = ".safetensors"
 CARRIED = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
-"""Ends of the names of files that go with a model: configuration, tokenizer, code."""
+"""Suffixes of the files that belong to a model besides its weights: configuration, tokenizer, code."""
 WEIGHTS_INDEX_BYTES = 256 << 20
-"""More than the index of any model: that of 100,000 tensors has 10 MB."""
+"""More than the index of any model: with 100,000 tensors it has 10 MB."""
 CONFIG_BYTES = 64 << 20
 MOST_AXES = 32
 BLOCK = 4 << 20
-"""Bytes that are read at once."""
+"""Bytes per read."""
 
 SCALES = "_scale_inv"
-"""After a tensor's name: that of the scales of its blocks, by which its elements are to be multiplied."""
+"""Suffix of the tensor that holds a quantized tensor's scales, one per block: elements are multiplied by
+it."""
 _CONSTANT = ".rotary_emb.inv_freq"
-"""What old versions of transformers wrote, of no use to anybody."""
+"""Suffix of constants that old versions of transformers wrote, and that no model reads."""
 CODE_OF_TAG = {dtype.tag: code for code, dtype in reversed(list(enumerate(DTYPES))) if dtype.extra == 1}
-"""By safetensors' name of a dtype: its code. Those that it has no name for are stored as bytes."""
+"""The dtype code of a safetensors tag. Dtypes without a tag of their own are stored as bytes."""
 
 
 class Place(NamedTuple):
-    """Where a tensor lies."""
+    """The position of a tensor: file, offset, dtype and shape."""
 
     name: str
     file: str
@@ -58,7 +59,7 @@ class _WeightMap(msgspec.Struct):
 
 
 def read_weight_map(data: bytes, where: str) -> dict[str, str]:
-    """By name: the file that holds it. A file's name that could lead out of the folder is damage."""
+    """Return the file of each tensor, by name. CorruptCheckpoint if a file's name could leave the folder."""
     try:
         files = msgspec.json.decode(data, type=_WeightMap).weight_map
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
@@ -73,12 +74,13 @@ def read_weight_map(data: bytes, where: str) -> dict[str, str]:
 
 
 def is_weights_file(name: str) -> bool:
-    """Is it the plain name of a safetensors file? A folder, or a way out of it, is none."""
+    """Return whether this is the plain name of a safetensors file, without any folder."""
     return name.endswith(SUFFIX) and not {"/", "\\", "\0"} & set(name) and 0 < len(name) <= 255
 
 
 def places(entries: dict[str, Entry], data_start: int, file: str, where: str) -> list[Place]:
-    """What a file's header says of its tensors, checked: each has as many bytes as its shape says."""
+    """Return the tensors that a file's header lists; check that each has as many bytes as its shape
+    requires."""
     tensors = []
     for name, entry in entries.items():
         code = CODE_OF_TAG.get(entry.dtype)
@@ -106,7 +108,7 @@ def places(entries: dict[str, Entry], data_start: int, file: str, where: str) ->
 
 
 def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
-    """Tensors as an index's columns: each is one chunk, without a digest. sizes: of the files, in bytes."""
+    """Return tensors as index columns, each as one chunk without a digest. sizes: of the files, in bytes."""
     files = sorted({place.file for place in chosen})
     number = {name: index for index, name in enumerate(files)}
     shapes = [place.shape for place in chosen]
@@ -136,22 +138,23 @@ def to_columns(chosen: Sequence[Place], sizes: dict[str, int]) -> Columns:
 
 
 def is_weight(name: str) -> bool:
-    """Is it a weight by its name? Scales are none, nor are constants."""
+    """Return whether this is the name of a weight, not of scales or of a constant."""
     return not name.endswith((SCALES, "_scales")) and not is_constant(name)
 
 
 def is_constant(name: str) -> bool:
-    """Is it something that every model of its sizes has?"""
+    """Return whether this is the name of a constant, which is equal in all models of the same sizes."""
     return name.endswith(_CONSTANT)
 
 
 def weights_files(names: Iterable[str]) -> list[str]:
-    """The safetensors files among the names in a folder."""
+    """Return the safetensors files among the names in a folder, sorted."""
     return sorted(name for name in names if is_weights_file(name))
 
 
 def carried_files(names: Iterable[str]) -> list[str]:
-    """Files that go with a model, but for indexes of weights, among the names in a folder."""
+    """Return the files that belong to a model besides weights and their index, among the names in a
+    folder."""
     return [
         name
         for name in names

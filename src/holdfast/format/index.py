@@ -1,16 +1,16 @@
 """The index: what a checkpoint holds and where, as columns in one sealed safetensors file.
 
-A row a tensor, sorted by name; a row a chunk, grouped by tensor; a digest a block. Columns, not
-records: a million chunks open in milliseconds, because only a header is read until somebody
-asks, and then only the pages that answer. Every page (16 KiB) has a digest, the digests have
-one, the header has one, so nothing that a damaged index says is believed.
+One row per tensor, sorted by name; one row per chunk, grouped by tensor; one digest per block. Columns, not
+records: a million chunks open in milliseconds, because opening reads only the header, and a query only the
+pages that it needs. Every page (16 KiB) has a digest; the digests and the header have digests too. So damage
+anywhere in an index is detected before it is used.
 
-Every data file ends with an index of itself (entry `__holdfast__`), in this same format: that is
-what a commit merges and what `holdfast reindex` starts from. There it also carries *witnesses*:
-digests of replicas that this rank holds and another rank writes.
+Every data file ends with an index of itself (entry `__holdfast__`) in the same format. A commit merges these,
+and `holdfast reindex` starts from them. They also carry *witnesses*: digests of replicas that this rank holds
+and another rank writes.
 
-Shapes and boxes are padded with leading ones to the widest tensor's number of dimensions, so
-that they are plain rectangles of numbers. The layout is specified in docs/format.md.
+Shapes and boxes are padded with leading ones to the widest tensor's number of dimensions, so that each is a
+two-dimensional array. docs/format.md specifies the layout.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from holdfast.format.names import FORMAT, is_data_file
 
 PAGE = 16 << 10
 FENCE = 256
-"""Every 256th name stands in the fence, which is read whole; the others are read by the page."""
+"""Every 256th name is in the fence, which is read whole; other names are read page by page."""
 
 _HEADER_ROOM = 64 << 10
-"""Bytes that an index's header takes but for what it is about."""
+"""Bytes of an index's header, besides the metadata."""
 
 _TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
 _NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
@@ -68,14 +68,14 @@ _STORED = SPECS | {
     "file_names": _TEXT,
     "file_end": _ENDS._replace(rows="F"),
 }
-"""All columns of an index file. Names are one text, with where each of them ends."""
+"""All columns of an index file. Names are stored as one text, and a column of the ends of each name."""
 
 
 def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
-    """The bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
+    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
     about = json.dumps(metadata)
-    # The header is JSON, and `about` is JSON as a text in it: its quotes are escaped once more, so its length
-    # is that of the second encoding.
+    # The header is JSON, and `about` is a JSON text inside of it. Its quotes are escaped again, so the second
+    # encoding has the length that counts.
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
             f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
@@ -89,7 +89,7 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     late = LATE if len(columns.late_tensor) else ()
     for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
-    # Widest elements first keeps every column aligned without holes, which safetensors forbids.
+    # With the widest elements first, every column is aligned without gaps, which safetensors forbids.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
     entries, offset = [], 0
     for name in order:
@@ -99,7 +99,7 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         )
         offset += array.nbytes
     body = b"".join(arrays[name].tobytes() for name in order)
-    body += b"\0" * (-len(body) % 8)  # the digests of pages, which follow, are wide
+    body += b"\0" * (-len(body) % 8)  # align the page digests, which follow
     entries.append(("padding", "U8", (len(body) - offset,), offset, len(body)))
     offset = len(body)
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
@@ -111,15 +111,15 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         "dims": str(columns.dims),
         "about": about,
     }
-    # The header says how long everything is, so it is made last. The seal covers it and, by the pages, the
-    # body. Nothing covers the seal; its own digest is the name of this version.
+    # The header contains all lengths, so it is encoded last. The seal covers it and, through the page
+    # digests, the body. Nothing covers the seal; its own digest identifies this version.
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
     return b"".join((header, body, pages.tobytes(), seal.tobytes()))
 
 
 class Index:
-    """An index file opened for reading; verifies every page before it believes it."""
+    """An index file opened for reading. It verifies every page before it uses it."""
 
     object_prefix = b""
     fetched_for = ""
@@ -131,9 +131,9 @@ class Index:
         self._pages: dict[int, bytes] = {}
         self.bytes_read = 0
         check_size(where, size, INDEX_BYTES)
-        # The header says where the page digests are, so it is parsed before the seal can be checked, and
-        # nothing else is done with it. Once the seal is right it is what somebody wrote, who may be a forger:
-        # so columns are still compared with each other.
+        # The header locates the page digests, so it must be parsed before the seal can be checked; nothing
+        # else uses it until then. A valid seal excludes accidents, not forgery, so columns are still checked
+        # against each other.
         header = read_header(self._counted, size, where, INDEX_HEADER_BYTES)
         self._start = header.data_start
         self._header = header
@@ -144,7 +144,7 @@ class Index:
 
     @in_bounded_memory
     def _describe(self, header: Header) -> None:
-        """What the header says of the checkpoint and of the columns."""
+        """Read the header's metadata, and the number of rows of each column."""
         try:
             self.about: dict[str, object] = json.loads(header.metadata["about"])
             if not isinstance(self.about, dict):
@@ -168,8 +168,8 @@ class Index:
         return data
 
     def _check_seal(self, header: Header) -> str:
-        # The last 16 bytes: a digest of the header, and one of the pages' digests. So whoever has checked
-        # them has what each page is to be checked with, and has read no page.
+        # The last 16 bytes are the seal: a digest of the header, and one of the page digests. After this
+        # check the page digests can be trusted, and no page was read.
         ending = self._counted(self.size - 16, 16) if self.size >= 16 else b""
         seal = np.frombuffer(ending if len(ending) == 16 else b"", "<u8")
         if len(seal) != 2 or int(seal[0]) != digest(header.raw):
@@ -180,7 +180,7 @@ class Index:
             start, stop = header.entries["pages"].data_offsets
         except KeyError:
             raise CorruptCheckpoint(f"{self.where} has no page digests: it is not an index.") from None
-        # `pages` begins where the body ends, so its offset is the body's length.
+        # `pages` follows the body, so its offset is the body's length.
         if stop - start != -(-start // PAGE) * 8 or self.size != self._start + stop + 16:
             raise CorruptCheckpoint(
                 f"{self.where} is {self.size} bytes long, which is not what its header says."
@@ -191,12 +191,12 @@ class Index:
                 f"The page digests of {self.where} do not match theirs: the file is damaged."
             )
         self._digests, self._body = np.frombuffer(raw, "<u8"), start
-        # The seal covers every byte of the index, so its digest names this version. Ranks of
-        # a load compare it.
+        # The seal covers every byte of the index, so its digest identifies this version. The ranks of a load
+        # compare it.
         return hex_digest(digest(seal.tobytes()))
 
     def _bytes(self, start: int, stop: int) -> bytes:
-        """Verified bytes of the body; whole pages are read, and kept when they are few."""
+        """Return verified bytes of the body. Whole pages are read; single pages are cached."""
         first, last = start // PAGE, -(-stop // PAGE)
         if start >= stop:
             return b""
@@ -213,13 +213,15 @@ class Index:
                     raise CorruptCheckpoint(
                         f"Page {page} of {self.where} does not match its digest: the file is damaged."
                     )
-            # A page that is read alone is likely asked for again, by a neighbour; 16 MiB of them are kept.
+            # A page that is read alone is likely needed again, for a neighbouring row; up to 16 MiB are
+            # cached.
             if last - first == 1 and len(self._pages) < 1024:
                 self._pages[first] = data
         return data[start - first * PAGE : stop - first * PAGE]
 
     def _check_shapes(self) -> None:
-        """Columns that go together must agree on their number of rows, and have the right types."""
+        """Raise ValueError if related columns differ in their number of rows, or a column has a wrong
+        type."""
         rows = self._rows
         counts = {"T": self.tensors, "C": self.chunks, "G": rows["digests"], "F": rows["file_end"]}
         counts |= {"W": rows["witness_digest"], "fence": -(-self.tensors // FENCE)}
@@ -227,8 +229,7 @@ class Index:
         if self._late:
             counts["L"] = rows["late_tensor"]
         self._fingerprints = FINGERPRINTS if any(name in rows for name in FINGERPRINTS) else ()
-        # Other columns may be there, and are ignored: a later version may add some
-        # (docs/format.md, Versions).
+        # Other columns are ignored: a later version may add some (docs/format.md, Versions).
         for name, spec in _STORED.items():
             if name in (*LATE, *FINGERPRINTS) and name not in (*self._late, *self._fingerprints):
                 continue
@@ -246,12 +247,12 @@ class Index:
                 raise ValueError(f"column {name!r}")
 
     def column(self, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Rows `start` to `stop` of a column, verified."""
+        """Return rows `start` to `stop` of a column, verified."""
         entry = self._header.entries[name]
         dtype = _NUMPY[entry.dtype]
         rows = int(entry.shape[0])
         stop = rows if stop is None else stop
-        # Row numbers come from other columns, which a forger can choose; a slice would cut them silently.
+        # Row numbers come from other columns, which may be forged; a slice would clip them silently.
         if not 0 <= start <= stop <= rows:
             raise CorruptCheckpoint(
                 f"{self.where} points at rows {start} to {stop} of column {name!r}, which has {rows}."
@@ -264,12 +265,13 @@ class Index:
         )
 
     def column_rows(self, name: str, rows: Array) -> Array:
-        """Some rows (ascending) of a column: reads only stretches that hold wanted rows."""
+        """Return some rows (ascending) of a column; read only the ranges that contain wanted rows."""
         if len(rows) == 0:
             return self.column(name, 0, 0)
         entry = self._header.entries[name]
         width = _NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
-        cuts = np.flatnonzero(np.diff(rows) > max(PAGE // width, 1)) + 1  # a gap of a page is worth a seek
+        # A gap of more than a page costs more than a seek.
+        cuts = np.flatnonzero(np.diff(rows) > max(PAGE // width, 1)) + 1
         parts = [
             self.column(name, int(part[0]), int(part[-1]) + 1)[part - part[0]]
             for part in np.split(rows, cuts)
@@ -295,11 +297,11 @@ class Index:
 
     @in_bounded_memory
     def names(self, start: int = 0, stop: int | None = None) -> list[str]:
-        """The names of tensor rows `start` to `stop`, ascending."""
+        """Return the names of tensor rows `start` to `stop`, ascending."""
         stop = self.tensors if stop is None else stop
         before = int(self.column("name_end", start - 1, start)[0]) if start else 0
         listed = self._strings("names", self.column("name_end", start, stop), before)
-        # By code points, which is the order of UTF-8 bytes, too. `find` relies on it.
+        # Ordered by code points, which is also the order of UTF-8 bytes. `find` relies on it.
         if any(a >= b for a, b in pairwise(listed)):
             raise CorruptCheckpoint(
                 f"The names in {self.where} do not ascend, so one stands twice or the order is lost."
@@ -308,15 +310,15 @@ class Index:
 
     @in_bounded_memory
     def find(self, wanted: Sequence[str]) -> Array:
-        """The tensor row of each wanted name, or -1; reads only the pages that can hold them."""
+        """Return the tensor row of each wanted name, or -1; read only the pages that can contain them."""
         rows = np.full(len(wanted), -1, np.int64)
         if not self.tensors:
             return rows
         fence = self._strings("fence", self.column("fence_end"), 0)
         if any(a >= b for a, b in pairwise(fence)):
             raise CorruptCheckpoint(f"The names in the fence of {self.where} do not ascend.")
-        # A wanted name can only be in the group whose first name is the last one that is not above it. Names
-        # are compared as Python's text: NumPy's own would lose NUL characters at the end of one.
+        # A wanted name can only be in the group with the greatest first name that is not greater than it. The
+        # dtype is object, because NumPy's own text type drops NUL characters at the end of a name.
         groups: dict[int, list[int]] = {}
         starts = (
             np.searchsorted(np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object), side="right")
@@ -338,7 +340,7 @@ class Index:
         return int(self.find([name])[0])
 
     def file_names(self) -> list[str]:
-        """Data files, relative to the checkpoint's folder; a name that could leave it is refused."""
+        """Return the data files, relative to the checkpoint's folder; refuse a name that could leave it."""
         names = self._strings("file_names", self.column("file_end"), 0)
         for name in names:
             if not is_data_file(name):
@@ -351,8 +353,10 @@ class Index:
     # -- rows -----------------------------------------------------------------------------
 
     def _below(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
-        """How many chunks each tensor of `rows` has, or digests each chunk, and in which rows they are."""
-        # A row says where its chunks end, and the row before it, wanted or not, where they begin.
+        """Return the number of chunks of each tensor in `rows` (or of digests of each chunk), and their
+        rows."""
+        # The ends column gives the end of a row's chunks; the row before it, wanted or not, gives their
+        # start.
         stop = self.column_rows(ends, rows)
         start = stop
         if len(rows):
@@ -364,7 +368,7 @@ class Index:
 
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
-        """The columns of some tensor rows (ascending), or of all; chunk rows come along, renumbered."""
+        """Return the columns of some tensor rows (ascending), or of all, with their chunks, renumbered."""
         if rows is None:
             rows = np.arange(self.tensors)
             names = self.names()
@@ -395,12 +399,12 @@ class Index:
 
     @in_bounded_memory
     def fingerprints(self) -> dict[str, Array]:
-        """The two sums of every tensor, by name; empty if the save was not asked for them."""
+        """Return the two sums of every tensor, by name; empty if the save did not compute them."""
         if not self._fingerprints:
             return {}
         sums = np.stack([self.column(name) for name in self._fingerprints])
         counts, _ = self._below("chunk", "chunk_end", np.arange(self.tensors), self.chunks)
-        # Sums of stretches that may be empty: the difference of running sums, modulo 2^64 as these are.
+        # Sums over ranges that may be empty: differences of running sums, which are modulo 2^64, too.
         running = np.concatenate(
             [np.zeros((2, 1), np.uint64), np.cumsum(sums, axis=1, dtype=np.uint64)], axis=1
         )
@@ -409,7 +413,7 @@ class Index:
 
     @in_bounded_memory
     def embedded(self) -> Columns:
-        """All columns, also those that only the index of a data file has."""
+        """Return all columns, including those that only the index of a data file has."""
         columns = self.select()
         for name in ("tensor", "offset", "size", "block", "digest"):
             setattr(columns, f"witness_{name}", self.column(f"witness_{name}"))

@@ -1,7 +1,7 @@
-"""Calls that torch allows and that do harm with arguments which no writer gives them.
+"""Check the arguments of calls in a pickle that torch allows, but that do harm with forged arguments.
 
-NumPy takes what a dtype is told of itself on trust, and ends the process; and a number alone makes a buffer,
-a storage or a tensor of that many bytes.
+NumPy does not check the state that a dtype is given, and a wrong one crashes the process. A single number as
+argument allocates a buffer, a storage or a tensor of that many bytes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,28 @@ from collections.abc import Callable
 from holdfast.format.pickle_reader import BadPickle, Global, Record
 
 _TEXT = (str, bytes)
-# torch.save pickles by protocol 2, which has no opcode for bytes: pickle writes a call of `_codecs.encode`
-# there, and one of `bytes` for empty ones.
+# torch.save uses pickle protocol 2, which has no opcode for bytes. There pickle writes a call of
+# `_codecs.encode`, or of `bytes` if they are empty.
 _BYTES = ("_codecs.encode", "__builtin__.bytes", "builtins.bytes")
 
 
 def check_call(kind: Global, args: tuple[object, ...]) -> None:
-    """Refuse a call that no writer writes."""
+    """Raise BadPickle if no writer produces such a call."""
     known = _never if _is_memory(kind) else _CALLS.get((kind.module, kind.name))
     if known is not None and not known(args):
         raise BadPickle(f"it calls {kind} with arguments that are not its own")
 
 
 def check_state(target: Record, state: object) -> None:
-    """Refuse a state that no writer writes."""
+    """Raise BadPickle if no writer produces such a state."""
     known = _STATES.get((target.kind.module, target.kind.name))
     if known is not None and not known(state):
         raise BadPickle(f"it gives what {target.kind} makes a state that is not its own")
 
 
 def _is_memory(kind: Global) -> bool:
-    """Is it a class of tensors, storages, arrays or dtypes? They are referred to, and made by functions."""
+    """Return whether this is a class of tensors, storages, arrays or dtypes: pickles refer to it, never call
+    it."""
     torch_class = kind.module.partition(".")[0] == "torch" and kind.name.endswith(("Tensor", "Storage"))
     return torch_class or kind.module == "numpy.dtypes" or (kind.module, kind.name) == ("numpy", "ndarray")
 
@@ -41,12 +42,12 @@ def _never(args: tuple[object, ...]) -> bool:
 
 
 def _content(args: tuple[object, ...]) -> bool:
-    """Of bytes: what they hold, not how many there are."""
+    """Return whether the arguments of `bytes` are content, not a size to allocate."""
     return not any(type(value) is int for value in args)
 
 
 def _is(value: object, *names: str) -> bool:
-    """Is it a call of one of these, or a reference to one?"""
+    """Return whether a value is a call of one of `names`, or a reference to it."""
     kind = value.kind if isinstance(value, Record) else value
     return isinstance(kind, Global) and repr(kind) in names
 
@@ -63,9 +64,9 @@ def _dtype(args: tuple[object, ...]) -> bool:
 
 
 def _dtype_state(state: object) -> bool:
-    """Of a plain number: no fields, no parts."""
-    # Version, byte order, subarray, names, fields, size, alignment, flags. NumPy takes the last three on
-    # trust.
+    """Return whether this is the state of a numeric dtype, without fields or subarrays."""
+    # Version, byte order, subarray, names, fields, size, alignment, flags. NumPy does not check the last
+    # three.
     return (
         type(state) is tuple
         and len(state) == 8
@@ -76,12 +77,12 @@ def _dtype_state(state: object) -> bool:
 
 
 def _reconstruct(args: tuple[object, ...]) -> bool:
-    """An empty array, which gets its content as its state."""
+    """Return whether the call makes an empty array, which gets its content as its state."""
     return len(args) == 3 and isinstance(args[0], Global) and args[1] == (0,)
 
 
 def _array_state(state: object) -> bool:
-    # Version, shape, dtype, is it in Fortran's order, content. NumPy itself compares content and shape.
+    # Version, shape, dtype, is Fortran order, content. NumPy itself compares content and shape.
     return (
         type(state) is tuple
         and len(state) == 5

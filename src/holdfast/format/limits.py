@@ -1,6 +1,6 @@
-"""Bounds on what is read whole. A file that says more is refused before memory or time is spent on it.
+"""Limits of what is read whole into memory. A larger file is refused before it costs memory or time.
 
-They are far above what checkpoints have, and what is written keeps to them, too.
+They are far above the sizes in real checkpoints, and writers obey them, too.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from holdfast.errors import CorruptCheckpoint
 
 METADATA_BYTES = 1 << 30
-"""`.metadata` of torch DCP or megatron-core: 183 bytes a chunk were measured, so over five million chunks."""
+"""`.metadata` of torch DCP or megatron-core: enough for five million chunks, at 183 bytes each (measured)."""
 OBJECT_BYTES = 16 << 30
-"""One object, or a file that is one, such as `common.pt`."""
+"""One object, or a file that holds one, such as `common.pt`."""
 INDEX_BYTES = 8 << 30
-"""An index: about 150 bytes a chunk and 8 a digest block."""
+"""An index: about 150 bytes per chunk and 8 per digest block."""
 INDEX_HEADER_BYTES = 16 << 20
 """The JSON header of an index: a few KiB and the user's notes."""
 DATA_HEADER_BYTES = 100_000_000
-"""The JSON header of a data file, a line a chunk: what the safetensors library reads."""
+"""The JSON header of a data file, one line per chunk: the limit of the safetensors library."""
 
 
 def check_size(where: str, size: int, limit: int) -> None:
-    """Refuse what is larger than its bound."""
+    """Raise CorruptCheckpoint if `size` exceeds `limit`."""
     if size > limit:
         raise CorruptCheckpoint(f"{where} has {size} bytes, more than the {limit} that Holdfast reads of it.")
 
 
 @contextmanager
 def bounded_memory(where: str) -> Iterator[None]:
-    """Turn a failed allocation for what a file says of itself into damage of the file, so that `restore`
-    falls back."""
+    """Turn a MemoryError into CorruptCheckpoint: a file caused the allocation, so `restore` can fall back to
+    another step."""
     try:
         yield
     except MemoryError:
@@ -54,7 +54,7 @@ _R = TypeVar("_R")
 def in_bounded_memory(
     method: Callable[Concatenate[_Self, _P], _R],
 ) -> Callable[Concatenate[_Self, _P], _R]:
-    """`bounded_memory` around a method of what knows `where` it reads."""
+    """Run a method inside `bounded_memory`, for an object whose `where` names what it reads."""
 
     @wraps(method)
     def bounded(self: _Self, /, *args: _P.args, **named: _P.kwargs) -> _R:

@@ -1,5 +1,5 @@
-"""Every name and constant of the format on disk, and the syntax of names inside of it. docs/format.md
-describes them.
+"""Every name and constant of the format on disk, and the syntax of names in it. docs/format.md describes
+them.
 
 No torch, no NumPy.
 """
@@ -10,54 +10,55 @@ import re
 from collections.abc import Sequence
 
 FORMAT = "holdfast-1"
-"""The version that an index and each data file's header name."""
+"""The format version, in an index and in the header of each data file."""
 
 # -- files of a checkpoint ------------------------------------------------------------------------
 
 INDEX = "index.safetensors"
-"""A folder that holds it is a committed checkpoint."""
+"""A folder with this file is a committed checkpoint."""
 DATA = "data"
-"""The folder of the data files, inside of a checkpoint's."""
+"""The folder of the data files, inside the checkpoint's folder."""
 SLICE = "slice.holdfast"
-"""The index of what `holdfast fetch` took of a checkpoint or a published model. No other tool takes a folder
-that holds it for a whole one, so its name ends like that of no weights."""
+"""The index of what `holdfast fetch` copied of a checkpoint or a published model. Its suffix is not one of
+weights, so no other tool takes the folder for a complete model."""
 OWNER = ".holdfast-owner.json"
-"""In a run folder: which job saves there."""
+"""In a run folder: the job that saves there."""
 EMBEDDED = "__holdfast__"
-"""The entry of a data file under which it carries an index of itself."""
+"""The entry of a data file that contains the file's own index."""
 # `\Z`, because `$` would also match before a newline at the end. Each part begins with a letter, a digit, `_`
-# or `-`, and the first with a letter or digit: so no name is hidden, and none has `..` in it.
+# or `-`, and the first with a letter or digit: so no name is hidden, and none contains `..`.
 _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.safetensors\Z")
-# What `data_file` gives. Ranks of 100,000 and more have more than five digits.
+# What `data_file` returns. Ranks of 100,000 and more have more than five digits.
 _OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
 
 _FETCHED = "fetch-"
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:
-    """The path of a rank's data file. It holds the attempt's name, so that no attempt touches the bytes of
-    another."""
+    """Return the path of a rank's data file. It contains the attempt's name, so that no attempt overwrites
+    files of another."""
     suffix = f"-{part:03d}" if part else ""
     return f"{DATA}/{attempt}-r{rank:05d}{suffix}.safetensors"
 
 
 def is_data_file(path: str) -> bool:
-    """Is a path inside of a checkpoint one that a data file may have? Others could lead out of the folder."""
+    """Return whether a data file may have this path in a checkpoint. Other paths could leave the folder."""
     return _DATA_FILE.match(path) is not None
 
 
 def name_of_fetch(fetch: str, number: int) -> str:
-    """Stands for the attempt in the names of a slice's data files. `fetch` says what was fetched."""
+    """Return what replaces the attempt in the names of a slice's data files. `fetch` identifies the
+    content."""
     return f"{_FETCHED}{fetch}-{number:05d}"
 
 
 def is_fetched(name: str, fetch: str = "") -> bool:
-    """Is a file's name, without its folder, that of a data file of a slice, finished or not?"""
+    """Return whether a file name (without folder) is that of a slice's data file, finished or not."""
     return name.removeprefix(".").startswith(_FETCHED + fetch)
 
 
 def is_named_by_save(name: str) -> bool:
-    """Is a file's name, without its folder, one that a save gives? Others are not swept."""
+    """Return whether a save gives this file name (without folder). Other files are never swept."""
     return _OWN_FILE.match(name) is not None
 
 
@@ -67,52 +68,52 @@ _RANK = re.compile(r"@(\d+)(?:\.|\Z)")
 
 
 def name_of_rank(name: str, rank: int) -> str:
-    """The name of a value that is one rank's own (`PerRank`)."""
+    """Return the name of a value that belongs to one rank (`PerRank`)."""
     return f"{name}@{rank}"
 
 
 def rank_in_name(name: str) -> int | None:
-    """Whose own a value is, by its name; None if it is shared."""
+    """Return the rank that a value belongs to, by its name; None if it is shared."""
     match = _RANK.search(name)
     return None if match is None else int(match[1])
 
 
 def name_of_chunk(name: str, offset: Sequence[object]) -> str:
-    """The entry of a data file's header for a part of a tensor; `offset` is where the part begins."""
+    """Return the entry name, in a data file's header, of a part of a tensor that begins at `offset`."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def without_offset(entry: str) -> str:
-    """The name in the entry of a part."""
+    """Return the tensor's name in the entry name of a part."""
     return entry.partition("@")[0]
 
 
 IMPORTED_MODEL = "hf"
-"""What the notes of a checkpoint say that was made of a model that Hugging Face publishes."""
+"""Value of `imported` in the notes of a checkpoint that was imported from a Hugging Face model."""
 _NO_WEIGHT = re.compile(r"(optimizer|optim|chained_\d+)\.|rng_state(?![a-z_])|common_state|.*_extra_state")
 
 
 def is_weight(name: str) -> bool:
-    """Can it be one of a model's weights, by its name in a training checkpoint? State of optimizers is none,
-    nor that of random numbers."""
+    """Return whether a name in a training checkpoint can be that of a model weight. States of optimizers and
+    of random number generators are not."""
     return _NO_WEIGHT.match(name) is None
 
 
 # -- checkpoints of torch DCP and megatron-core ---------------------------------------------------
 
 METADATA = ".metadata"
-"""A folder that holds it is a checkpoint of torch DCP or megatron-core, unless it is a marker
+"""A folder with this file is a checkpoint of torch DCP or megatron-core, unless the file is a marker
 (`format.marker`)."""
 COMMON_FILE = "common.pt"
-"""Where megatron-core keeps what isn't sharded."""
+"""megatron-core's file of the unsharded state."""
 COMMON = "common_state"
-"""The object that holds it in a Holdfast checkpoint; megatron-core 0.19's name for it."""
+"""The object with that state in a Holdfast checkpoint; megatron-core 0.19 uses this name."""
 COMMON_SHARD = f"{COMMON}/shard_0_1"
-"""Where megatron-core keeps it since 0.19."""
+"""The object with that state since megatron-core 0.19."""
 SHARD = "/shard_"
-"""In the name of a ShardedObject of megatron-core, which stores it in a list of one."""
+"""Part of the name of a megatron-core ShardedObject, which megatron-core stores in a list of length 1."""
 CONFIG = "metadata.json"
-"""By which Megatron's frameworks know a distributed checkpoint."""
+"""The file by which Megatron's frameworks recognize a distributed checkpoint."""
 HOLDFAST_CONFIG = {
     "sharded_backend": "holdfast",
     "sharded_backend_version": 1,
@@ -121,6 +122,6 @@ HOLDFAST_CONFIG = {
 }
 """The content of CONFIG in a Holdfast checkpoint."""
 TRACKER = "latest_checkpointed_iteration.txt"
-"""By which Megatron-LM, and frameworks that are built on it, find their newest checkpoint."""
+"""The file in which Megatron-LM, and frameworks built on it, keep the number of their newest checkpoint."""
 TRAINER_STATE = "trainer_state.json"
-"""In each checkpoint of the Hugging Face Trainer."""
+"""A file in each checkpoint of the Hugging Face Trainer."""

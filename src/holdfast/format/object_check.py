@@ -1,9 +1,10 @@
-"""Looks through an archive of torch.save before torch's weights-only unpickler does.
+"""Check an archive of torch.save before torch's weights-only unpickler reads it.
 
-That unpickler calls nothing but what is allowed, but it builds as much as a pickle says: it decompresses
-members, takes tensors from storages that are shorter, hashes keys however deep, and prints what it refuses.
-Here the same operations are gone through with nothing built. What torch would hash, copy or print is charged
-for: all that it says, shared parts as often as they are said, may be WORTH times as long as the pickle.
+That unpickler calls only what is allowed, but it builds as much as a pickle asks for: it decompresses
+members, takes tensors from storages that are too short, hashes keys of any depth, and prints what it refuses.
+This module executes the same opcodes without building anything. It counts the parts that torch would hash,
+copy or print, shared parts each time they occur. Their number may be at most WORTH times the length of the
+pickle.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from holdfast.format.pickle_reader import BadPickle, Global, Reader, Record
 from holdfast.layout.tensor import DTYPES
 
 WORTH = 8
-"""Parts that a pickle may say for each of its bytes, if parts that are shared count each time."""
+"""Parts that a pickle may use per byte of its length; a shared part counts each time."""
 SOME = 4_000_000
-"""Parts that any pickle may say; it takes a second to look at."""
+"""Parts that any pickle may use; counting them takes a second."""
 DEPTH = 1000
-"""Containers in containers, of what is to be hashed, copied or printed: Python's own limit of recursion."""
-_ITEMSIZE = {  # bytes an element, by the names of storages; of others a byte is taken
+"""Nesting of containers that are hashed, copied or printed: Python's own recursion limit."""
+_ITEMSIZE = {  # bytes per element, by the names of storages; 1 for others
     "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
     "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2,
     "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16, "QInt32Storage": 4,
@@ -31,21 +32,20 @@ _ITEMSIZE |= {dtype.name: dtype.size for dtype in DTYPES}
 
 
 def check(data: bytes) -> None:
-    """Raise BadArchive or BadPickle if torch should not see this."""
+    """Raise BadArchive or BadPickle if torch must not read this."""
     archive = Archive(lambda start, length: data[start : start + length], 0, len(data))
     _Check(archive, archive.load("data.pkl", OBJECT_BYTES)).read()
 
 
 class _Check(Reader):
-    """Goes through `data.pkl`. A dict's items are kept in their order, by number: no key is hashed."""
+    """Reads `data.pkl`. A dict's items are kept under their number, so that no key is hashed."""
 
     def __init__(self, archive: Archive, data: bytes) -> None:
         super().__init__(data)
         self._archive = archive
         self._left = SOME + WORTH * len(data)
         self._hashes: dict[int, tuple[object, dict[int, int]]] = {}
-        """How many keys of each hash a dict has, by the dict's identity, with the dict so that it keeps
-        it."""
+        """By `id` of a dict: the dict, which keeps the `id` unique, and its number of keys per hash."""
 
     def resolve(self, module: str, name: str) -> Global:
         return Global(module, name)  # torch decides
@@ -55,8 +55,8 @@ class _Check(Reader):
             return super().call(kind, args)  # which refuses it
         self._charge(args)
         check_call(kind, args)
-        # torch writes one for each state dict, and for the hooks of each tensor. As a dict its items are
-        # kept, and charged for where it is used again.
+        # torch writes an OrderedDict for each state dict, and for the hooks of each tensor. As a dict, its
+        # items are kept, and charged for wherever it is used again.
         is_ordered_dict = (kind.module, kind.name) == ("collections", "OrderedDict")
         return {} if is_ordered_dict and not args else Record(kind, args)
 
@@ -76,7 +76,7 @@ class _Check(Reader):
                 target[len(target)] = (key, value)
 
     def persistent(self, about: object) -> Record:
-        """A storage, if the archive has all of it."""
+        """Return a storage, if the archive contains all of it."""
         kinds = (str, Global, str, str, int)
         if type(about) is not tuple or len(about) != 5 or tuple(map(type, about)) != kinds:
             raise BadPickle("it refers to a storage by what is none")
@@ -88,8 +88,8 @@ class _Check(Reader):
         return Record(kind, ())
 
     def _key(self, target: object, key: object) -> None:
-        """Charge for hashing a key, and for the keys of its dict that it will be compared with."""
-        # First: it refuses what is nested too deep. hash() recurses in C, and would end the process.
+        """Charge for hashing a key, and for comparing it with the keys of equal hash in its dict."""
+        # Before hash(), which recurses in C: deep nesting, refused here, would crash the process.
         self._charge(key)
         try:
             hashed = hash(key)
@@ -105,8 +105,8 @@ class _Check(Reader):
             raise BadPickle("it says more than its length can pay for, by sharing or nesting its parts")
 
     def _charge(self, value: object) -> None:
-        """Charge for everything that is in a value, as often as it is there."""
-        # Level by level, not by recursion: how deep it is, the file says.
+        """Charge for all parts of a value, each time they occur."""
+        # Level by level, not by recursion, because the file determines the depth.
         level = [value]
         for _ in range(DEPTH):
             below: list[object] = []
@@ -122,7 +122,7 @@ class _Check(Reader):
 
 
 def _parts(value: object) -> Sequence[object]:
-    """What is in a value; text and bytes as they are."""
+    """Return the direct parts of a value; text and bytes unchanged."""
     if isinstance(value, dict):
         return [part for pair in value.values() for part in pair]
     if isinstance(value, Record):

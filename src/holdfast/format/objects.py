@@ -1,9 +1,8 @@
-"""Python values to bytes and back, such that reading executes nothing.
+"""Encode Python values as bytes and decode them; decoding executes no code.
 
-Plain values (None, bool, numbers, text, bytes, lists, tuples, dicts, sets) become JSON with
-tags for what JSON has no word for; any program can read it, torch is not needed, and equal
-values have equal bytes on every rank. Everything else goes through torch's weights-only
-format, whose reader knows an allow-list of types and calls nothing outside it.
+Plain values (None, bool, numbers, text, bytes, lists, tuples, dicts, sets) become JSON, with tags for types
+that JSON lacks. Any program can read it without torch, and equal values have equal bytes on every rank. All
+other values use torch's weights-only format, whose reader calls only types on an allow-list.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _NotPlain(Exception):
 
 
 def _to_json(value: Any) -> Json:
-    """A value in JSON. Exact types only: what a subclass adds would be lost."""
+    """Return a value as JSON. Exact types only, because the additions of a subclass would be lost."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -43,11 +42,11 @@ def _to_json(value: Any) -> Json:
         return {_TAG: "dict", "v": [[_to_json(k), _to_json(v)] for k, v in value.items()]}
     if kind is tuple:
         return {_TAG: "tuple", "v": [_to_json(v) for v in value]}
-    if kind in (set, frozenset):  # in order, so that equal sets have equal bytes on all ranks
+    if kind in (set, frozenset):  # sorted, so that equal sets have equal bytes on all ranks
         return {_TAG: kind.__name__, "v": sorted((_to_json(v) for v in value), key=json.dumps)}
     if kind in (bytes, bytearray):
         return {_TAG: kind.__name__, "v": value.hex()}
-    if kind in _NAMED:  # by value: a pickle differs with what is the same object, and with the order
+    if kind in _NAMED:  # by value: a pickle also depends on object identity and order
         return {_TAG: kind.__name__, "v": [[_to_json(k), _to_json(v)] for k, v in _NAMED[kind](value)]}
     if kind is complex:
         return {_TAG: "complex", "v": [_to_json(value.real), _to_json(value.imag)]}
@@ -73,7 +72,7 @@ _BUILD: dict[str, Callable[[Json], object]] = {
 
 
 def _number(value: Json) -> float:
-    """A part of a complex number, which may be infinite or none."""
+    """Return the real or imaginary part of a complex number, which may be infinite or NaN."""
     number = _from_json(value)
     if not isinstance(number, int | float):
         raise TypeError("a part of a complex number is no number")
@@ -81,8 +80,8 @@ def _number(value: Json) -> float:
 
 
 def _keys(values: list[Json]) -> list[object]:
-    """Members of a set or keys of a dict. Numbers can be chosen so that all have one hash; then each is
-    compared with all."""
+    """Return the members of a set or keys of a dict. ValueError if too many have one hash: forged numbers
+    can, and then each is compared with all others."""
     keys = [_from_json(value) for value in values]
     if len(keys) > _ONE_HASH and max(collections.Counter(map(hash, keys)).values()) > _ONE_HASH:
         raise ValueError(f"more than {_ONE_HASH} keys have one hash")
@@ -95,7 +94,7 @@ def _items(pairs: list[Json]) -> Iterator[tuple[object, object]]:
 
 
 _UNREADABLE = (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MemoryError)
-"""What JSON that means nothing raises; an OverflowError is a number that no float holds."""
+"""What decoding invalid JSON values raises; ArithmeticError: a number is too large for a float."""
 
 
 def _from_json(value: Json) -> object:
@@ -109,14 +108,13 @@ def _from_json(value: Json) -> object:
 
 
 def encode(value: object, name: str) -> bytes:
-    """The bytes that stand for a value; `name` says in an error whose it is."""
+    """Return the bytes of a value; `name` is its name, for errors."""
     try:
         data = PLAIN + json.dumps(_to_json(value), ensure_ascii=True, separators=(",", ":")).encode()
-    # ValueError: a whole number of more than 4300 digits, which Python does not turn into text. What torch's
-    # format can't hold either is refused there, with a sentence.
+    # ValueError: an integer of more than 4300 digits, which Python does not convert to text. If torch's
+    # format can't store the value either, `torch_objects` raises the error.
     except (_NotPlain, ValueError, RecursionError):
-        # Imported here, as only such values need torch: the command line and the writer
-        # process do without it.
+        # Imported here, because the command line and the writer process run without torch.
         from holdfast.format import torch_objects
 
         data = TORCH + torch_objects.encode(value, name)
@@ -129,7 +127,8 @@ def encode(value: object, name: str) -> bytes:
 
 
 def decode(data: bytes, name: str) -> object:
-    """The value; a value outside the allow-list is LoadFailed, damaged bytes are CorruptCheckpoint."""
+    """Return the value. LoadFailed if its type is not on the allow-list, CorruptCheckpoint if it is
+    damaged."""
     if data[:1] == PLAIN:
         try:
             return _from_json(json.loads(data[1:]))
@@ -145,7 +144,7 @@ def decode(data: bytes, name: str) -> object:
 
 
 def preview(data: bytes, limit: int = 60) -> str:
-    """One line for people, without torch."""
+    """Return one line that describes a value, without torch."""
     if data[:1] != PLAIN:
         return f"<{len(data) - 1} bytes, weights-only format>"
     try:

@@ -1,20 +1,19 @@
-"""Reads a pickle without the pickle module: plain values and inert records, nothing imported, called or
-compared.
+"""Read a pickle without the pickle module, as plain values and inert records. Nothing is imported or called.
 
-A pickle is a program for a machine with a stack and a memo (what was built and may be referred to again).
-This is that machine, over the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of
-the standard library says what each of them does. A name becomes a `Global`, an instance or a call a `Record`,
-unless who extends `Reader` says otherwise.
+A pickle is a program for a machine with a stack and a memo (values that it may refer to again). This is that
+machine, for the opcodes that torch and megatron-core write (protocols 2 to 5); `pickletools` of the standard
+library documents each of them. A name becomes a `Global`, an instance or a call becomes a `Record`, unless a
+subclass of `Reader` decides otherwise.
 
-What it costs is bounded by the length of the input, whatever the input says:
+The length of the input limits time and memory, whatever the input contains:
 
-- a memo index names an entry that is there or the next one, so that no index makes room by itself;
-- marks are nested MARKS deep at most, and nothing that is built is walked, so depth costs nothing;
-- a container is paid for with BYTES_PER_CONTAINER of the input; sharing one costs its reference alone;
-- a key is text, a small number or a record, which is known by its identity: no hash looks into anything, and
-  no two keys are made to collide.
+- a memo index refers to an existing entry or to the next one, so that no index allocates memory;
+- marks are nested at most MARKS deep, and no value is walked, so depth costs nothing;
+- every container needs BYTES_PER_CONTAINER of input; sharing a container costs only the reference;
+- a key is text, a small number or a record, which is hashed by its identity: no hash walks a value, and no
+  keys can be chosen to collide.
 
-Any other opcode, name or key is `BadPickle`, with a reason that goes into a sentence after "because".
+Any other opcode, name or key raises `BadPickle`. Its message continues a sentence after "because".
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ import struct
 from collections.abc import Callable
 
 MARKS = 1000
-"""Nested marks: far more than `.metadata` or a state dict has."""
+"""Limit of nested marks: far more than `.metadata` or a state dict has."""
 BYTES_PER_CONTAINER = 4
-"""Bytes of input that a container costs. What torch writes has more, with what is in it."""
+"""Bytes of input that every container needs. What torch writes has more, including the content."""
 SOME_CONTAINERS = 1000
 """Containers that any input may have."""
 SMALL = 1 << 60
-"""Whole numbers below hash to themselves."""
+"""Integers below this hash to themselves."""
 NAME = 1000
-"""Characters that a module's or a class's name may have."""
+"""Limit of characters in the name of a module or a class."""
 _U16, _I32, _U32, _F64 = (struct.Struct(code).unpack_from for code in ("<H", "<i", "<I", ">d"))
 
 
 class BadPickle(ValueError):
-    """What is wrong with a pickle."""
+    """A pickle is damaged or not allowed. The message says why."""
 
 
 class Global:
-    """A name that a pickle refers to. `make` builds the value of a call of it; without one, a call is a
-    record."""
+    """A name that a pickle refers to. `make` returns the value of a call of it; without `make`, a call
+    becomes a Record."""
 
     __slots__ = ("make", "module", "name")
 
@@ -55,7 +54,7 @@ class Global:
 
 
 class Record:
-    """Stands for an instance or a call: of what, with which arguments, and its state."""
+    """An instance or a call: the class or function, its arguments, and the state."""
 
     __slots__ = ("args", "kind", "state")
 
@@ -65,42 +64,41 @@ class Record:
 
 
 class Reader:
-    """Reads one pickle. Who extends it says what names stand for, and may look at calls, keys and persistent
-    values."""
+    """Reads one pickle. Subclasses resolve names, and may check calls, keys and persistent values."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._stack: list[object] = []
-        """What was built since the last mark."""
+        """Values since the last mark."""
         self._below: list[list[object]] = []
-        """The stacks below each mark."""
+        """The stack below each mark."""
         self._memo: list[object] = []
         self._names: dict[tuple[str, str], object] = {}
         self._room = SOME_CONTAINERS + len(data) // BYTES_PER_CONTAINER
-        """Containers that may still be made."""
+        """Containers that the input may still create."""
         self._result: object = None
 
-    # -- what others may say differently --------------------------------------------------------
+    # -- for subclasses to override -------------------------------------------------------------
 
     def resolve(self, module: str, name: str) -> object:
-        """What a name stands for: a Global, or a plain value."""
+        """Return what a name stands for: a Global, or a plain value."""
         raise BadPickle(f"it names {module}.{name}, which is not part of the format")
 
     def call(self, kind: object, args: object) -> object:
-        """The value of `kind(*args)`."""
+        """Return the value of `kind(*args)`."""
         if type(kind) is not Global or type(args) is not tuple:
             raise BadPickle("it calls what is no name")
         return Record(kind, args) if kind.make is None else kind.make(args)
 
     def build(self, target: object, state: object) -> None:
-        """Give an instance its state; attributes of a dict are dropped."""
+        """Set an instance's state; drop the attributes of a dict."""
         if isinstance(target, Record):
             target.state = state
         elif type(target) is not dict:
             raise BadPickle("it gives a state to what has none")
 
     def put(self, target: object, items: list[object]) -> None:
-        """Keys and values, alternating, into a dict."""
+        """Put items into a dict; `items` alternates keys and values."""
         if type(target) is not dict or len(items) % 2:
             raise BadPickle("it puts items into what is no dict")
         rest = iter(items)
@@ -110,33 +108,33 @@ class Reader:
             target[key] = next(rest)
 
     def persistent(self, about: object) -> object:
-        """A value that is kept outside the pickle."""
+        """Return a value that is stored outside the pickle."""
         raise BadPickle("it refers to values outside it")
 
     # -- the machine ------------------------------------------------------------------------------
 
     def read(self) -> object:
-        """The value, or BadPickle."""
-        # An operation is given where its arguments begin, and returns where the next operation is. The loop
-        # is hot: millions of operations for the metadata of a large model.
-        # Bound once for each pickle, in place of a look-up by name for each operation.
+        """Return the value of the pickle. Raises BadPickle."""
+        # An operation takes the position of its arguments, and returns that of the next operation. The loop
+        # is hot (millions of operations for the metadata of a large model), so methods are bound once per
+        # pickle.
         table = [getattr(self, name) for name in _NAMES]
         data, position = self._data, 0
         try:
             while True:
                 for _ in _OPERATIONS:
                     position = table[data[position]](position + 1)
-                self._check_room()  # not at each container: thousands too many cost nothing
+                self._check_room()  # not for each container: a few thousand too many do no harm
         except _Stop:
             self._check_room()
             return self._result
-        # No operation looks whether its arguments are there. Past the end of the input, below an empty stack
-        # and outside of the memo Python raises one of these by itself, and the loop stays fast.
+        # Operations do not check that their arguments exist, which keeps the loop fast. Python itself raises
+        # one of these past the end of the input, for an empty stack, and outside of the memo.
         except (IndexError, struct.error):
             raise BadPickle(f"it ends too early, or takes what is not there, at byte {position}") from None
         except UnicodeDecodeError:
             raise BadPickle(f"its text at byte {position} is not UTF-8") from None
-        finally:  # an error that is kept keeps this reader, but not what was built
+        finally:  # the traceback of an error keeps this reader alive; it must not keep the values
             self._stack, self._below, self._memo = [], [], []
 
     def _unknown(self, position: int) -> int:
@@ -156,7 +154,7 @@ class Reader:
         return position + 1
 
     def _frame(self, position: int) -> int:
-        return position + 8  # a frame's length helps who reads from a stream; all of the input is here
+        return position + 8  # the length of a frame helps readers of streams only
 
     # memo
 
@@ -164,8 +162,8 @@ class Reader:
         self._memo.append(self._stack[-1])
         return position
 
-    # Before protocol 4 the pickle says the index itself. pickle counts them up from 0, so no writer's is
-    # beyond the next one.
+    # Before protocol 4 the pickle contains the index itself. pickle counts from 0, so no writer's index is
+    # greater than that of the next entry.
     def _put_at(self, index: int) -> None:
         if index == len(self._memo):
             self._memo.append(self._stack[-1])
@@ -218,7 +216,7 @@ class Reader:
 
     def _long1(self, position: int) -> int:
         stop = position + 1 + self._data[position]
-        # 255 bytes at most. The opcode for longer numbers is not taken, so no number costs much.
+        # 255 bytes at most. The opcode for longer numbers is refused, so no number costs much.
         self._stack.append(int.from_bytes(self._data[position + 1 : stop], "little", signed=True))
         return stop
 
@@ -227,9 +225,9 @@ class Reader:
         return position + 8
 
     def _text(self, start: int, stop: int) -> int:
-        # As pickle writes it: half of a surrogate pair is a character of Python's text.
+        # "surrogatepass", as pickle writes it: Python text may contain half of a surrogate pair.
         self._stack.append(str(self._data[start:stop], "utf-8", "surrogatepass"))
-        return stop  # past the end, the next byte is missed
+        return stop  # if past the end, reading the next opcode fails
 
     def _short_text(self, position: int) -> int:
         return self._text(position + 1, position + 1 + self._data[position])
@@ -261,12 +259,12 @@ class Reader:
         return items
 
     def _empty_tuple(self, position: int) -> int:
-        # Python has one empty tuple, so it is not paid for.
+        # Python has a single empty tuple, so it costs no room.
         self._stack.append(())
         return position
 
     def _tuple(self, position: int) -> int:
-        """Also a frozenset: nothing in it is hashed."""
+        """Build a tuple. A frozenset becomes a tuple, too, so that its members are not hashed."""
         self._room -= 1
         items = tuple(self._since_mark())
         self._stack.append(items)
@@ -293,7 +291,7 @@ class Reader:
         return position
 
     def _empty_list(self, position: int) -> int:
-        """A set, too, is a list here: nothing in it is hashed."""
+        """Build a list. A set becomes a list, too, so that its members are not hashed."""
         self._room -= 1
         self._stack.append([])
         return position
@@ -338,7 +336,7 @@ class Reader:
         return self._names[module, name]
 
     def _line(self, position: int) -> int:
-        """The end of a name that a newline ends, as protocol 2 writes names."""
+        """Return the end of a name, which a newline ends in protocol 2."""
         stop = self._data.find(b"\n", position, position + NAME)
         if stop < 0:
             raise BadPickle(f"its name at byte {position} has no end")
@@ -375,21 +373,21 @@ class Reader:
 
 
 class _Stop(Exception):
-    """The pickle is at its end."""
+    """Ends `Reader.read`."""
 
 
 def _check_key(key: object) -> None:
-    """Refuse keys that could be made to have one hash: then each is compared with all, which takes time with
-    the square of the input's length. Text is hashed with a secret of the process."""
+    """Raise BadPickle for keys that could be chosen to have one hash: dict operations would take quadratic
+    time. Text is safe, because the process hashes it with a secret."""
     small = type(key) is int and -SMALL < key < SMALL
     if not small and key is not None and type(key) not in (Record, bool):
         raise BadPickle(f"a key in it is a {type(key).__name__}, or a large number")
 
 
 _OPERATIONS = range(4096)
-"""How many are done before the containers are counted."""
-# Absent, and so refused: the text forms of protocol 0 (but for names), extensions, buffers out of band, and
-# lengths of eight bytes. torch writes none of them.
+"""Operations between two checks of the room for containers."""
+# Absent, and so refused, because torch does not write them: the text forms of protocol 0 (except for names),
+# extensions, out-of-band buffers, and lengths of eight bytes.
 _OPCODES = {
     b".": "_stop",
     b"\x80": "_protocol", b"\x95": "_frame",

@@ -1,7 +1,7 @@
-"""What the index of a slice says of where it was taken from: the key `slice` of its `about`.
+"""The origin of a slice, in its index: the key `slice` of `about`.
 
 A slice is what `holdfast fetch` copies for some ranks: an index like a checkpoint's (`names.SLICE`) that
-lists all names of the source, with chunks of what was fetched only. No torch, no NumPy.
+lists all names of the source, but only the chunks that were fetched. No torch, no NumPy.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ CHECKPOINT, PUBLISHED = "checkpoint", "published"
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a slice comes from, and for whom it was fetched."""
+    """The source of a slice, and the ranks that it was fetched for."""
 
     identity: str
-    """Of the source's version. Slices of it on several hosts share it, so that their ranks load together."""
+    """Identity of the source's version. All slices of it have the same, so ranks on several hosts can load
+    together."""
     kind: str
     source: str
     ranks: str
-    """As `layout.ranks.ranks_text` writes them."""
+    """As `layout.ranks.ranks_text` formats them."""
     grid: str
     fetch: str
-    """What was fetched, as a digest: the same command goes on with the same files."""
+    """A digest of what was fetched, so that the same command resumes with the same files."""
 
     @property
     def fetched_for(self) -> str:
-        """For messages."""
+        """Ranks and grid, for messages."""
         return f"ranks {self.ranks} of {self.grid}"
 
 
 def read_origin(about: Mapping[str, object], where: str) -> Origin:
-    """The origin in an index's `about`; CorruptCheckpoint if it says none."""
+    """Return the origin in an index's `about`; CorruptCheckpoint if there is none."""
     try:
         origin = msgspec.convert(about.get(ABOUT), Origin)
     except msgspec.ValidationError as error:

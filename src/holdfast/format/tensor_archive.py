@@ -1,9 +1,9 @@
-"""Where a tensor's elements lie in the archive that torch.save made of it.
+"""Locate a tensor's elements in the archive that torch.save wrote.
 
 Stock checkpoints store a chunk of a tensor as such an archive: `data.pkl`, which calls `_rebuild_tensor_v2`
 with a storage, an offset, a shape and strides, and `data/<key>`, the storage's bytes. Nothing is unpickled:
-`data.pkl` is read for these numbers, and the elements are read where they lie. Refused is a tensor that is
-not row-major, or is not what the metadata says of it.
+only these numbers are read from `data.pkl`, and then the elements from the storage. A tensor that is not
+row-major, or that contradicts the metadata, is refused.
 
 Source: torch/_utils.py and torch/serialization.py (PyTorch 2.6 to 2.13).
 """
@@ -21,8 +21,8 @@ from holdfast.format.pickle_reader import BadPickle, Global, Reader
 from holdfast.layout.tensor import CODE_OF
 
 _PICKLE_BYTES = 64 << 10
-"""Of `data.pkl` in an archive of one tensor, which has a few hundred."""
-_STORAGES = {  # the classes that torch names in a pickle, by the dtype of their elements
+"""Limit of `data.pkl` in an archive of one tensor, which has a few hundred bytes."""
+_STORAGES = {  # storage classes that torch names in a pickle, and the dtype of their elements
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -49,13 +49,13 @@ class Chunk(NamedTuple):
 
 
 class Member(NamedTuple):
-    """Where a chunk's elements lie in its file."""
+    """The position of a chunk's elements in its file."""
 
     position: int
     nbytes: int
     crc: int
     whole: bool
-    """The chunk is the whole member, so that `crc` is of exactly its bytes."""
+    """The chunk is the whole member, so `crc` covers exactly its bytes."""
 
 
 class _Storage(NamedTuple):
@@ -72,8 +72,8 @@ class _Tensor(NamedTuple):
 
 
 def _tensor(args: tuple[object, ...]) -> _Tensor:
-    """A call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of `_v3`,
-    which has the dtype after these, because its storage has none."""
+    """Read a call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of
+    `_v3`, which also has the dtype at the end, because its storage has none."""
     storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
     if type(storage) is not _Storage or not _is_whole(shape) or not _is_whole(stride):
         raise BadPickle("it makes a tensor of other values")
@@ -86,7 +86,7 @@ def _tensor(args: tuple[object, ...]) -> _Tensor:
 
 
 def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
-    """Are these few whole numbers, from 0 on, whose products int64 arithmetic can bear?"""
+    """Return whether this is a tuple of at most 64 integers from 0 to 2^62."""
     return (
         type(values) is tuple
         and len(values) <= 64
@@ -95,17 +95,18 @@ def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
 
 
 def _parameter(args: tuple[object, ...]) -> object:
-    """A call of `_rebuild_parameter`: the tensor that it is made of."""
+    """Return the tensor in a call of `_rebuild_parameter`."""
     return args[0] if args else None
 
 
 def _hooks(args: tuple[object, ...]) -> dict[object, object]:
-    """The OrderedDict of backward hooks that each tensor is stored with; torch stores none in it."""
+    """Return an empty dict for the OrderedDict of backward hooks, which torch stores with each tensor,
+    empty."""
     return {}
 
 
 class _Plan(Reader):
-    """Reads `data.pkl` of one tensor: which storage, where in it, which strides."""
+    """Reads `data.pkl` of one tensor: storage, offset and strides."""
 
     def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
@@ -137,7 +138,7 @@ _MADE = {
 
 @lru_cache(maxsize=256)
 def _plan(data: bytes) -> _Tensor:
-    """Chunks of one shape have the same `data.pkl`."""
+    """Read `data.pkl`; cached, because chunks of one shape have the same."""
     tensor = _Plan(data).read()
     if type(tensor) is not _Tensor:
         raise BadPickle("it holds no tensor")
@@ -158,18 +159,17 @@ def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where
 
 
 def _member(archive: Archive, tensor: _Tensor, chunk: Chunk, dtype: str, itemsize: int) -> Member:
-    """The elements, if they are what the metadata says."""
+    """Return the position of the elements. BadArchive if they contradict the metadata."""
     member = archive.find(f"data/{tensor.key}")
     nbytes = math.prod(chunk.size) * itemsize
     if tensor.shape != chunk.size and math.prod(tensor.shape) * itemsize != nbytes:
         raise BadArchive(f"it holds shape {list(tensor.shape)}, the metadata says {list(chunk.size)}")
     if tensor.dtype != dtype:
         raise BadArchive(f"it holds {tensor.dtype}, the metadata says {dtype}")
-    # In this order the elements are one stretch of bytes, as in our own files, and readers
-    # need no other path.
+    # Row-major elements are contiguous, as in our own files, so readers need no other path.
     if not _row_major(tensor.shape, tensor.stride):
         raise BadArchive("its elements are not in row-major order; save it again from a contiguous tensor")
-    # A view of a larger storage is stored with all of it: torch.save writes storages, not tensors.
+    # torch.save writes storages, not tensors: a view is stored with all of its storage.
     begin = tensor.start * itemsize
     if begin + nbytes > member.nbytes:
         raise BadArchive("it ends too early")
@@ -180,7 +180,7 @@ def _member(archive: Archive, tensor: _Tensor, chunk: Chunk, dtype: str, itemsiz
 def _row_major(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        # An axis of one element may have any stride: no second element is looked for there.
+        # An axis of one element may have any stride, because it is never used.
         if size != 1 and step != expected:
             return False
         expected *= size

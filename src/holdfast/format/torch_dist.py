@@ -1,10 +1,10 @@
-"""Checkpoints of torch DCP and of megatron-core's `torch_dist`, read as columns: where each chunk's bytes
-lie.
+"""Read checkpoints of torch DCP and of megatron-core's `torch_dist` as columns with the position of each
+chunk.
 
-`.metadata` is a pickle. It is read by `pickle_reader`, which imports and calls nothing: a handful of names
-become plain values and records, and every other is refused. A `.distcp` file holds one archive of torch.save
-after another, one a chunk (`tensor_archive`). The formats carry no digests; a zip member has a CRC-32, for
-who reads it whole. No torch here.
+`.metadata` is a pickle. `pickle_reader` reads it, which imports and calls nothing: a handful of names become
+plain values and records, and all others are refused. A `.distcp` file is a sequence of torch.save archives,
+one per chunk (`tensor_archive`). The formats have no digests; a zip member has a CRC-32, which only a reader
+of the whole member can check. No torch here.
 
 Source: torch/distributed/checkpoint/{metadata,filesystem}.py (2.6 to 2.13), megatron-core 0.13 to 0.16.
 """
@@ -26,20 +26,20 @@ from holdfast.format.tensor_archive import Chunk, Member
 from holdfast.layout.tensor import CODE_OF, OBJECT, TENSOR, dtype_code
 
 OBJECT_PREFIX = b"T"
-"""An object here is an archive of torch.save: what `format.objects` marks with this byte."""
+"""An object here is an archive of torch.save, which `format.objects` marks with this byte."""
 BLOCK = 4 << 20
-"""Bytes that are read at once of a chunk of which not all is wanted."""
+"""Bytes per read of a chunk that is read in part."""
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _PACKS = [struct.Struct(f"<{count}q") for count in range(65)]
 """By number of dimensions; torch has no more than 64."""
 _APART = frozenset("/\\\0")
-"""Characters that a file's name can't have."""
-# Times 16, the bytes of the widest element, an int64 still counts them.
+"""Characters that a file name can't have."""
+# At 16 bytes per element, the widest, an int64 can still count the bytes.
 _MOST_ELEMENTS = 1 << 58
 
 
 def _size(args: tuple[object, ...]) -> object:
-    """A torch.Size."""
+    """Return the tuple that a torch.Size is made of."""
     if len(args) != 1 or type(args[0]) is not tuple:
         raise BadPickle("it makes a torch.Size of what is no tuple")
     return args[0]
@@ -56,7 +56,7 @@ def _empty_dict(args: tuple[object, ...]) -> dict[object, object]:
 
 
 class _Metadata(Reader):
-    """`.metadata`, in which every class but a few is a record."""
+    """Reads `.metadata`; all but a few of its classes become records."""
 
     def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
@@ -88,10 +88,10 @@ class Entry(NamedTuple):
 
 
 def read_metadata(data: bytes, where: str) -> list[Entry]:
-    """The tensors and objects of a checkpoint, sorted by name."""
+    """Return the tensors and objects of a checkpoint, sorted by name."""
     try:
-        # Millions of records are built, and none let go: the collector would look at all of them again and
-        # again, which took half of the time (docs/decisions/0011).
+        # Millions of records are built, and none is freed. The garbage collector would visit all of them
+        # again and again, which took half of the time (docs/decisions/0011).
         with bounded_memory(where), collector_paused():
             root = _state(_Metadata(data).read())
             described = _described(root.get("state_dict_metadata"), len(data))
@@ -104,7 +104,7 @@ def read_metadata(data: bytes, where: str) -> list[Entry]:
 
 
 class _Described(NamedTuple):
-    """What `state_dict_metadata` says of a name."""
+    """The entry of a name in `state_dict_metadata`."""
 
     name: str
     fields: dict[str, object]
@@ -113,8 +113,8 @@ class _Described(NamedTuple):
 
 
 def _described(metadata: object, length: int) -> list[_Described]:
-    """What is said of each name, sorted. Lists of chunks may be shared, but not to be more than the pickle is
-    long."""
+    """Return the entry of each name, sorted. Lists of chunks may be shared, but all together may not have
+    more chunks than the pickle has bytes (`length`)."""
     if type(metadata) is not dict or not all(type(name) is str for name in metadata):
         raise BadPickle("it describes no tensors")
     described, count = [], 0
@@ -131,15 +131,15 @@ def _described(metadata: object, length: int) -> list[_Described]:
 
 
 def _state(record: object) -> dict[str, object]:
-    """The fields of a record."""
+    """Return the fields of a record."""
     if type(record) is not Record or not (record.state is None or type(record.state) is dict):
         raise BadPickle("a part of it is of another kind than it should be")
     return record.state or {}
 
 
 def _stored(storage_data: object) -> dict[str, dict[bytes | None, object]]:
-    """Where each chunk is stored, by name and offset. Offsets as bytes: hashes of numbers can be made to
-    collide."""
+    """Return where each chunk is stored, by name and offset. Offsets are bytes, because numbers can be chosen
+    so that their hashes collide."""
     if type(storage_data) is not dict:
         raise BadPickle("it does not say where anything is stored")
     stored: dict[str, dict[bytes | None, object]] = {}
@@ -153,7 +153,7 @@ def _stored(storage_data: object) -> dict[str, dict[bytes | None, object]]:
 
 
 def _packed(dims: object) -> bytes:
-    """Dimensions as bytes, once they are whole numbers from 0 on."""
+    """Return dimensions as bytes. BadPickle if they are not integers from 0 on."""
     if not isinstance(dims, tuple | list) or len(dims) >= len(_PACKS):
         raise BadPickle("a shape or an offset in it is none")
     try:
@@ -166,13 +166,13 @@ def _packed(dims: object) -> bytes:
 
 
 def _dims(values: object) -> tuple[int, ...]:
-    """Dimensions, once they are known to be some."""
+    """Return checked dimensions."""
     packed = _packed(values)
     return _PACKS[len(packed) // 8].unpack(packed)
 
 
 def _entry(description: _Described, stored: dict[bytes | None, object], where: str) -> Entry:
-    """A name's entry, with where each of its chunks is stored."""
+    """Return the entry of a name, with the position of each of its chunks."""
     name = description.name
     if description.chunks is None:
         chunk = _chunk(name, (), (), stored.get(None), where)
@@ -202,7 +202,7 @@ def _dtype(properties: object) -> str:
         raise BadPickle("a tensor has no properties")
     state = properties.state
     # TensorProperties pickles itself as a tuple that begins with the dtype, because torch.memory_format can't
-    # be pickled. A dict is taken as well.
+    # be pickled. A dict is accepted as well.
     dtype = state[0] if type(state) is tuple and state else _state(properties).get("dtype")
     if type(dtype) is not str or dtype not in CODE_OF:
         raise BadPickle("a tensor has no dtype that Holdfast knows")
@@ -224,7 +224,7 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: obje
     path = info.get("relative_path")
     if type(path) is not str:
         raise BadPickle(f"it stores {_short(name)} in what is no file")
-    # A name of a file, not a path: what is loaded must lie in the folder that was asked for.
+    # A plain file name, not a path: only files in the requested folder may be read.
     if not 0 < len(path) <= 255 or path in (".", "..") or not _APART.isdisjoint(path):
         raise CorruptCheckpoint(
             f"{where}: {_short(name)} points at the file {_short(path)}, outside the checkpoint's folder."
@@ -234,7 +234,7 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: obje
 
 
 def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
-    """Entries as an index's columns; an object's bytes are one chunk, its whole archive."""
+    """Return entries as index columns; an object is one chunk, its whole archive."""
     dims = max((len(entry.shape) for entry in entries), default=1) or 1
     files = sorted({chunk.file for entry in entries for chunk in entry.chunks})
     number = {name: index for index, name in enumerate(files)}
@@ -246,7 +246,7 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
     ]
     offsets = [(0,) if is_object else chunk.offset for chunk, is_object in zip(chunks, objects, strict=True)]
     shapes = [(entry.chunks[0].length,) if entry.kind == OBJECT else entry.shape for entry in entries]
-    # These formats say nothing of digests, sizes of files or ranks: no digest, -1 and 0 stand for that.
+    # These formats have no digests, file sizes or ranks: the columns have no digest, -1 and 0 instead.
     code = np.asarray([dtype_code(entry.dtype, repr(entry.name)) for entry in entries], "u1")
     nbytes = np.asarray([member.nbytes for member in flat], "<i8")
     return Columns(
@@ -260,8 +260,7 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
         size=pad(sizes, dims, 1),
         file=np.asarray([number[chunk.file] for chunk in chunks], "<i4"),
         position=np.asarray([member.position for member in flat], "<i8"),
-        # There are no digests to verify. A block is what a reader takes at once of a chunk
-        # that it wants in part.
+        # Without digests, a block is only the unit in which a reader reads parts of a chunk.
         block=np.clip(nbytes, 1, BLOCK),
         digest_end=np.zeros(len(chunks), "<i8"),
         digests=np.zeros(0, "<u8"),

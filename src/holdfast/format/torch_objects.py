@@ -1,9 +1,9 @@
-"""Values that JSON can't carry, in torch's weights-only format.
+"""Encode values that JSON can't represent in torch's weights-only format.
 
-The reader is torch's restricted unpickler: it builds tensors and the types listed here and in
-`torch.serialization.add_safe_globals`, and refuses everything else before running it. What would cost it more
-than its length is refused before (`object_check`). The writer reads back what it wrote, so that what can't be
-loaded is refused while it can still be mended.
+The reader is torch's restricted unpickler. It builds tensors and the types listed here and in
+`torch.serialization.add_safe_globals`, and refuses everything else before it runs. Before it, `object_check`
+refuses data that would cost more time or memory than its length justifies. The writer reads its own output
+back, so that a value that can't be loaded is refused when it is saved.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from holdfast.format.archive import BadArchive
 from holdfast.format.pickle_reader import BadPickle
 from holdfast.layout.tensor import listed
 
-# NumPy 2 has moved what arrays are pickled by, and warns whoever asks for it in the old place.
+# NumPy 2 moved the functions that pickled arrays refer to, and warns about uses of the old module.
 _numpy = import_module("numpy._core" if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else "numpy.core")
-# The classes of dtypes, such as numpy.dtypes.Float64DType: before torch's unpickler gives an object its state
-# it asks whether the object's very class is allowed.
+# The classes of dtypes, such as numpy.dtypes.Float64DType: torch's unpickler sets an object's state only if
+# the object's exact class is allowed.
 _NUMPY_TYPES = tuple({type(np.dtype(code)) for code in "?bBhHiIlLqQefdFD"})
 Allowed = Callable[..., object] | tuple[Callable[..., object], str]
-"""A class, or a function that a pickle may call; or one with the name that pickles have for it."""
+"""A class or a function that a pickle may call; or (class or function, its name in pickles)."""
 _ALLOWED: list[Allowed] = [
     argparse.Namespace,
     collections.OrderedDict,
     collections.Counter,
-    bytes,  # how an empty array's content is pickled
+    bytes,  # the content of an empty array
     np.ndarray,
     np.dtype,
     np.float64,
@@ -52,23 +52,22 @@ _ALLOWED: list[Allowed] = [
 
 _lock = threading.Lock()
 _allowed: dict[Allowed, tuple[int, AbstractContextManager[object]]] = {}
-"""What is allowed for now: how many want it, and what takes it back."""
+"""What is allowed temporarily: its number of users, and the context manager that ends it."""
 
 
 @contextmanager
 def allowing(kinds: Iterable[Allowed]) -> Iterator[None]:
-    """Let torch's unpickler build these, too. What the process allows by itself stays allowed afterwards, and
-    what another thread wants stays allowed until that one is done."""
+    """Let torch's unpickler build these types, too. Types that the process itself allows stay allowed, and
+    those that another thread uses stay allowed until it is done."""
     mine = list(kinds)
-    with _lock:  # torch's list is the process's: a load in another thread must not take away what we need
+    with _lock:  # torch's list is global: a load in another thread must not remove what this one needs
         present = set(torch.serialization.get_safe_globals())
         for kind in mine:
             if kind in _allowed:
                 count, ends = _allowed[kind]
                 _allowed[kind] = count + 1, ends
             elif kind not in present:
-                # One manager for each type: they end one by one, as loads do, and each takes
-                # back its own only.
+                # One context manager per type, because loads end one by one, and each removes only its own.
                 manager: AbstractContextManager[object] = torch.serialization.safe_globals([kind])
                 manager.__enter__()
                 _allowed[kind] = 1, manager
@@ -94,14 +93,14 @@ def _read(data: bytes) -> object:
 
 
 def _reason(error: Exception) -> str:
-    """The line of torch's long message that says what was refused."""
+    """Return the line of torch's long message that says what was refused."""
     lines = str(error).split("\n")
     telling = (line.partition("WeightsUnpickler error:")[2].strip() for line in lines)
     return next((line for line in telling if line), lines[0])[:200]
 
 
 def encode(value: object, name: str) -> bytes:
-    """torch's bytes for a value, once they were shown to load again."""
+    """Return torch's bytes of a value, after loading them back as a check."""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -124,7 +123,7 @@ def encode(value: object, name: str) -> bytes:
 
 
 def _odd_array(value: object) -> str | None:
-    """The dtype of a NumPy array in a value that is not of numbers."""
+    """Return the dtype of the first non-numeric NumPy array in a value, or None."""
     if isinstance(value, np.ndarray | np.generic):
         return None if value.dtype.kind in "biufc" else str(value.dtype)
     if isinstance(value, Mapping):
@@ -135,10 +134,10 @@ def _odd_array(value: object) -> str | None:
 
 
 def decode(data: bytes, name: str) -> object:
-    """The value, built by the restricted unpickler."""
+    """Return the value, built by the restricted unpickler."""
     try:
         return _read(data)
-    # Refused before torch saw it, or too large for this host: no type is to blame, so none is looked for.
+    # Refused before torch read it, or too large for this host: no type is the cause.
     except (BadArchive, BadPickle, MemoryError) as error:
         reason, wanted = str(error) or "there is not enough memory for what it says", []
     except Exception as error:
@@ -156,8 +155,8 @@ def decode(data: bytes, name: str) -> object:
 
 
 def _refused(data: bytes) -> list[str]:
-    """Types and functions that a pickle names and this process does not allow; empty where that can't be
-    told."""
+    """Return the types and functions that a pickle names and this process does not allow; empty if
+    unknown."""
     try:
         with allowing(_ALLOWED):
             return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data)))

@@ -1,8 +1,8 @@
-"""Read what a rank wants, straight to where it belongs, and verify every byte on the way.
+"""Read the boxes that a rank wants directly into their targets, and verify every byte.
 
-A block that lies in one piece in both file and target is read into the target and hashed there
-while in cache. Any other block that holds wanted bytes is read into scratch, hashed, and its
-wanted part is copied over. Blocks that hold none are not read.
+A block that is contiguous in both file and target is read into the target, and hashed there while it is in
+cache. Any other block with wanted bytes is read into a scratch buffer and hashed; then its wanted part is
+copied. Blocks without wanted bytes are not read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from holdfast.values import Buffer
 
 
 class ReadPlan(NamedTuple):
-    """The pairs to copy, and what it will take."""
+    """The pairs of boxes to copy, and the number of bytes."""
 
     pairs: Overlaps
     bytes_needed: int
@@ -40,12 +40,13 @@ class ReadPlan(NamedTuple):
 def plan_read(
     table: ShardTable, rows: Array, columns: Columns, where: str, fetched_for: str = ""
 ) -> ReadPlan:
-    """Which chunks fill which rows of the shard table; `rows` gives each one's tensor in `columns`.
+    """Plan which chunks fill which rows of the shard table.
 
-    fetched_for: for whom a slice was fetched; "" for what is whole.
+    rows: the tensor in `columns` of each row. fetched_for: the ranks that a slice was fetched for; "" if the
+    checkpoint is complete.
 
-    Refuses a checkpoint whose chunks do not tile a wanted tensor exactly once, and a slice that does not hold
-    all of a row.
+    CorruptCheckpoint if the chunks of a tensor do not tile it exactly once; MissingTensors if a slice does
+    not hold all of a row.
     """
     arrays = table.arrays()
     dims = max(arrays.dims, columns.dims)
@@ -55,8 +56,8 @@ def plan_read(
         _widen(columns.size, dims, 1),
     )
     tensor = columns.tensor_of_chunk()
-    # Before a byte is read. Chunks that tile a tensor exactly once fill every element of a target, so nothing
-    # that was there before is left in it.
+    # Before any byte is read. Chunks that tile a tensor exactly once fill every element of a target, so no
+    # old element remains.
     problem = None if fetched_for else first_problem(shape, tensor, offset, size)
     if problem is not None:
         name = columns.names[problem.tensor]
@@ -75,7 +76,7 @@ def plan_read(
         size,
     )
     if fetched_for:
-        # Of a slice chunks have gaps between them; only what is wanted must be there, exactly once.
+        # The chunks of a slice have gaps; only the wanted boxes must be covered, exactly once.
         origin = _widen(arrays.offset, dims, 0)
         problem = first_problem(
             _widen(arrays.size, dims, 1), pairs.wanted, pairs.offset - origin[pairs.wanted], pairs.size
@@ -103,7 +104,7 @@ class _Run(NamedTuple):
     position: int
     length: int
     buffer: Buffer | None
-    """The target's own memory, or None: they pass through the stage."""
+    """The target's own memory; None: the bytes go through a scratch buffer."""
     chunk: int
     start: int
     """Bytes from the start of the chunk; a multiple of its block."""
@@ -111,7 +112,7 @@ class _Run(NamedTuple):
 
 @dataclass
 class _Job:
-    """The shared state of one load's reading."""
+    """One execution of a read plan: the state that its threads share."""
 
     store: Store
     table: ShardTable
@@ -121,47 +122,43 @@ class _Job:
     asked: tuple[int, tuple[tuple[int, ...], Box, int]] | None = None
 
     def run(self, threads: int) -> int:
-        """Read everything; returns the bytes read from data files."""
+        """Read everything; return the number of bytes read from data files."""
         columns, pairs = self.columns, self.plan.pairs
         if not len(pairs.chunk):
             return 0
-        # `overlaps` orders pairs by chunk, so those of one chunk are a stretch: from its
-        # `first` to its `last`.
+        # `overlaps` orders pairs by chunk, so those of one chunk are consecutive: [first, last).
         chunks, first = np.unique(pairs.chunk, return_index=True)
         self.first = dict(zip(chunks.tolist(), first.tolist(), strict=True))
         self.last = dict(zip(chunks.tolist(), [*first[1:].tolist(), len(pairs.chunk)], strict=True))
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
-        # As lists, where the loops below ask for single items: NumPy makes an object for each,
-        # which takes longer.
+        # Lists, because the loops below read single items, for each of which NumPy would create an object.
         self.itemsize: list[int] = columns.itemsizes().tolist()
         self.digest_start = np.concatenate([[0], columns.digest_end[:-1]])
         self.lock = threading.Lock()
         self.digests: list[int] = columns.digests.tolist()
         self.block: list[int] = columns.block.tolist()
         self.simple = self._find_simple(chunks, first)
-        # lexsort takes its first key last: by file, and by position in it, so that
-        # neighbours are read at once.
+        # By file, then by position, so that neighbours are read at once (lexsort's last key is its first).
         order = chunks[np.lexsort((columns.position[chunks], columns.file[chunks]))]
         done = 0
         for file in np.unique(columns.file[order]).tolist():
             mine = order[columns.file[order] == file]
             name = columns.file_names[file]
             with closing(self.store.open(name)) as reader:
-                # Before anything of it is read into a target.
+                # Before any of its bytes are read into a target.
                 if reader.size != int(columns.file_size[file]):
                     raise CorruptCheckpoint(
                         f"{self.store.url}/{name} has {reader.size} bytes, but was written with "
-                        f"{int(columns.file_size[file])}: "
-                        "it is truncated or replaced.",
+                        f"{int(columns.file_size[file])}: it is truncated or replaced.",
                         details={"file": name},
                     )
                 done += self._file(reader, name, mine, threads)
         return done
 
     def _find_simple(self, chunks: Array, first: Array) -> dict[int, _Run]:
-        """Chunks that go, all of them, into one contiguous piece of one target: nearly all that there are
-        when the layout is the one that saved, or cuts along the first axis. Found for all at once."""
+        """Find the chunks that fill one contiguous piece of one target: nearly all chunks if the layout is
+        that of the save, or is cut along the first axis. The test is vectorized."""
         columns, pairs, arrays = self.columns, self.plan.pairs, self.table.arrays()
         nbytes, wanted = self.nbytes[chunks], pairs.wanted[first]
         itemsize = arrays.itemsize[wanted]
@@ -170,7 +167,7 @@ class _Job:
         alone = np.diff(np.append(first, len(pairs.chunk))) == 1
         whole_chunk = np.prod(pairs.size[first], axis=1) * itemsize == nbytes
         together, start = _contiguous(outer, pairs.offset[first] - origin, pairs.size[first])
-        # Larger ones go the long way, which cuts them into batches.
+        # Larger chunks go through `_runs`, which cuts them into batches.
         rows = np.flatnonzero(alone & whole_chunk & together & (nbytes <= BATCH))
         memory = self.table.memory
         return {
@@ -189,7 +186,7 @@ class _Job:
                 (start * itemsize)[rows].tolist(),
                 strict=True,
             )
-            # Without an address (on a GPU, not row-major, of another dtype) bytes go by a scratch buffer.
+            # Without an address (on a GPU, not row-major, another dtype) bytes go through a scratch buffer.
             if memory[target].address
         }
 
@@ -197,7 +194,7 @@ class _Job:
         if threads == 1 or len(chunks) < 2:
             return self._some(reader, name, chunks)
         before = np.cumsum(self.nbytes[chunks])
-        # Four pieces a thread, equal in bytes, as in `stream_chunks`.
+        # Four pieces per thread, equal in bytes, as in `stream_chunks`.
         cuts = np.searchsorted(before, np.linspace(0, before[-1], 4 * threads + 1)[1:-1])
         edges = np.unique(np.concatenate([[0], cuts, [len(chunks)]])).tolist()
         with ThreadPoolExecutor(threads, thread_name_prefix="holdfast-read") as pool:
@@ -212,7 +209,7 @@ class _Job:
         for chunk in chunks.tolist():
             simple = self.simple.get(chunk)
             for run in (simple,) if simple is not None else self._runs(chunk):
-                # A batch is one system call, so it has no gap, and fewer buffers than IOV_MAX.
+                # A batch is one system call, so it has no gaps, and fewer buffers than IOV_MAX.
                 if batch and (
                     size + run.length > BATCH
                     or len(batch) >= BATCH_BUFFERS
@@ -225,11 +222,11 @@ class _Job:
         return total + (self._flush(reader, name, batch, scratch) if batch else 0)
 
     def _runs(self, chunk: int) -> Iterator[_Run]:
-        """The blocks of a chunk that hold wanted bytes, in runs that are read and copied as one."""
+        """Yield the blocks of a chunk that hold wanted bytes, in runs that are read and copied as one."""
         position, block = int(self.columns.position[chunk]), self.block[chunk]
         nbytes = int(self.nbytes[chunk])
         first, last = self.first[chunk], self.last[chunk]
-        # Several targets may want parts of one block, so only a single one is read into directly.
+        # With several targets, more than one may want parts of a block, so only a single one is read into.
         target = self._direct(chunk, first) if last - first == 1 else None
         touched = [touched_blocks(*self._relative(chunk, pair), block) for pair in range(first, last)]
         numbers = touched[0] if last - first == 1 else np.unique(np.concatenate(touched))
@@ -237,10 +234,10 @@ class _Job:
         stops = np.minimum(starts + block, nbytes)
         inside = np.zeros(len(starts), bool)
         if target is not None:
-            # A block can be read straight to its place only if all of it belongs there: its digest covers all
-            # of it, and what lies beside a target's memory is not ours.
+            # A block can be read directly only if all of it lies inside the target: its digest covers all of
+            # it, and memory beside the target is not ours.
             inside = (target[1] <= starts) & (stops <= target[2])
-        # A run ends where blocks are left out, or where they begin to go another way.
+        # A run ends where blocks are left out, or where reading changes between direct and scratch.
         apart = (starts[1:] != stops[:-1]) | (inside[1:] != inside[:-1])
         heads = [0, *(np.flatnonzero(apart) + 1).tolist(), len(starts)]
         step = max(BATCH // block, 1) * block
@@ -253,7 +250,7 @@ class _Job:
                 yield _Run(position + low, length, buffer, chunk, low)
 
     def _relative(self, chunk: int, pair: int) -> tuple[tuple[int, ...], Box, int]:
-        """The chunk's shape, the common box in it, and the element size. Asked three times in a row."""
+        """Return the chunk's shape, the common box in it, and the element size. Cached for repeated calls."""
         last = self.asked
         if last is not None and last[0] == pair:
             return last[1]
@@ -266,7 +263,7 @@ class _Job:
         return relative
 
     def _direct(self, chunk: int, pair: int) -> tuple[int, int, int] | None:
-        """(address, start, stop): bytes `start` to `stop` of the chunk lie in one piece in the target."""
+        """Return (address, start, stop): bytes [start, stop) of the chunk are contiguous in the target."""
         row = int(self.plan.pairs.wanted[pair])
         memory = self.table.memory[row]
         if not memory.address:
@@ -284,7 +281,7 @@ class _Job:
         return memory.address + target_start * itemsize, start * itemsize, (start + inner.volume) * itemsize
 
     def _flush(self, reader: Reader, name: str, batch: list[_Run], scratch: ScratchBuffer) -> int:
-        """Read a batch, verify every block, and copy over what was not read to where it belongs."""
+        """Read a batch, verify every block, and copy what was read into scratch to its targets."""
         buffers: list[Buffer] = []
         staged: list[tuple[_Run, memoryview]] = []
         for run in batch:
@@ -295,8 +292,8 @@ class _Job:
                 staged.append((run, view))
             buffers.append(view)
         wanted = batch[-1].position + batch[-1].length - batch[0].position
-        # A target that is read into directly has the bytes before they are verified. If they are damaged, the
-        # load raises on all ranks, and the state is partly overwritten (docs/failure-model.md).
+        # A direct read fills the target before the bytes are verified. If they are damaged, the load raises
+        # on all ranks, and the state is partly overwritten (docs/failure-model.md).
         got = reader.read_into(batch[0].position, buffers)
         if got != wanted:
             raise CorruptCheckpoint(
@@ -305,7 +302,7 @@ class _Job:
             )
         digests = self.digests
         for run, buffer in zip(batch, buffers, strict=True):
-            if not digests:  # another format's files carry none
+            if not digests:  # files of other formats have none
                 break
             block = self.block[run.chunk]
             digest_row = int(self.digest_start[run.chunk]) + run.start // block
@@ -318,11 +315,11 @@ class _Job:
                 if digest(view[low : low + block]) != digests[digest_row]:
                     raise self._damaged(run, low, name)
                 digest_row += 1
-        # Only now that all of the batch is verified.
+        # Only after the whole batch is verified.
         for run, view in staged:
             self._scatter(run.chunk, run.start, view)
         scratch.reset()
-        # `progress` is the caller's, and need not bear several threads.
+        # `progress` belongs to the caller, and may not be thread-safe.
         with self.lock:
             self.progress(wanted)
         return wanted
@@ -332,20 +329,19 @@ class _Job:
         start, length = run.position + low, min(self.block[run.chunk], run.length - low)
         return CorruptCheckpoint(
             f"{self.store.url}/{name} is damaged: bytes {start} to {start + length}, part of {tensor!r}, do "
-            f"not match "
-            "the digest they were written with.",
+            "not match the digest they were written with.",
             hint="Load an older step, or another copy of this one; `holdfast verify` lists all damage.",
             details={"file": name, "tensor": tensor, "position": start},
         )
 
     def _scatter(self, chunk: int, start: int, data: memoryview) -> None:
-        """Copy what is wanted of verified bytes of a chunk to where it is wanted."""
+        """Copy the wanted parts of verified bytes of a chunk into their targets."""
         for pair in range(self.first[chunk], self.last[chunk]):
             shape, inner, itemsize = self._relative(chunk, pair)
             row = int(self.plan.pairs.wanted[pair])
             outer = self.table.boxes[row]
             origin = unpad(self.columns.offset[chunk], len(shape))
-            # Blocks are whole elements: multiples of 16 bytes, of whole rows, or all of a chunk.
+            # Blocks contain whole elements: multiples of 16 bytes, whole rows, or the whole chunk.
             low, high = start // itemsize, (start + len(data)) // itemsize
             done = 0
             for part in from_flat_range(shape, low, high):
@@ -361,9 +357,9 @@ class _Job:
 
 
 def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]:
-    """Per row: does the box lie in one piece in a row-major tensor of `shape`, and at which element?
+    """Return per row whether the box is contiguous in a row-major tensor of `shape`, and its first element.
 
-    It does if every axis is either cut to one index or has only whole axes after it.
+    It is contiguous if every axis either has a single index or is followed by whole axes only.
     """
     full = (size == shape)[:, ::-1]
     after = np.ones_like(full)
@@ -376,5 +372,5 @@ def _contiguous(shape: Array, offset: Array, size: Array) -> tuple[Array, Array]
 def read_into(
     store: Store, table: ShardTable, columns: Columns, plan: ReadPlan, threads: int, progress: Progress
 ) -> int:
-    """Execute a plan; returns the bytes read from data files."""
+    """Execute a plan; return the number of bytes read from data files."""
     return _Job(store, table, columns, plan, progress).run(threads)

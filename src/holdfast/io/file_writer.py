@@ -1,9 +1,8 @@
-"""Write one rank's data files: stream, hash on the way, sync. No torch, so a helper process can.
+"""Write one rank's data files: stream, hash and sync. No torch, so the writer process can do it.
 
-Bytes go from where they lie to the file in batches small enough to be hashed and written while
-in cache. A file is `header | chunks | embedded index`; the header's size is known beforehand,
-because everything in it but the digests is, and those stand in the embedded index at the end,
-so that a file is written front to back.
+Bytes go from their memory to the file in batches that are small enough to be hashed and written while in
+cache. A file is `header | chunks | embedded index`. The header's content is known in advance. Only the
+digests are not, and they are in the embedded index at the end, so a file is written from front to back.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from holdfast.plan.shard_table import Planned, SavePlan, ShardTable
 from holdfast.store.base import Store, Writer
 
 CHUNKS_PER_FILE = 200_000
-"""More would not fit into a header that readers take (DATA_HEADER_BYTES), with names of up to 400 bytes."""
+"""Limit of chunks, so that the header stays below DATA_HEADER_BYTES with names of up to 400 bytes."""
 
 
 About = dict[str, Any]
-"""What a data file says of itself: attempt, step, grid, notes, ranks. JSON values."""
+"""Metadata of a data file: attempt, step, grid, notes, ranks. JSON values."""
 Witnessed = dict[tuple[int, bytes], tuple[int, int]]
-"""Block and digest of witnesses, by `witness_key`."""
+"""(block, digest) of witnesses, by `witness_key`."""
 
 
 def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
-    """Rows of each file: consecutive chunks up to `max_file_bytes`, at least one, and not more than its
-    header can list. A rank that writes nothing has names and witnesses to report, so every rank has a
-    file."""
+    """Return the rows (start, stop) of each file: consecutive chunks up to `max_file_bytes`, at least one,
+    and not more than a header can list. Every rank has a file, because a rank without chunks still reports
+    names and witnesses."""
     nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
     ends = np.cumsum(nbytes)
     cuts, start = [], 0
     while start < len(nbytes):
         before = int(ends[start - 1]) if start else 0
-        # A chunk that is larger than the limit gets a file of its own: chunks are not cut over files.
+        # A chunk that exceeds the limit gets its own file, because a chunk is never split over files.
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
         stop = min(stop, start + CHUNKS_PER_FILE)
         cuts.append((start, stop))
@@ -53,23 +52,23 @@ def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
 
 
 class WriteRequest(NamedTuple):
-    """What one rank is to write."""
+    """What one rank must write."""
 
     store: Store
     table: ShardTable
     plan: SavePlan
     about: About
-    """What the files say of themselves: attempt, step, grid, notes, ranks."""
+    """Metadata of the files: attempt, step, grid, notes, ranks."""
     options: Options
     progress: Progress
     witnessed: Witnessed = {}  # noqa: RUF012 (never changed)
-    """What was digested already of the shards that others write."""
+    """Digests already computed of shards that other ranks write."""
     only: int | None = None
-    """Just this one of the files, by its number."""
+    """Write just the file of this number."""
 
 
 def write_files(request: WriteRequest) -> list[WrittenFile]:
-    """Write everything that the plan says this rank writes. On failure nothing of it is left."""
+    """Write all files of the plan. On failure no file remains."""
     store, plan = request.store, request.plan
     cuts = split_files(plan, request.options)
     files: list[WrittenFile] = []
@@ -91,7 +90,7 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
 
 
 def discard(store: Store, names: list[str]) -> None:
-    """Delete this rank's files of a save that failed, and their folder if it is empty then; never raises."""
+    """Delete this rank's files of a failed save, and their folder if it is then empty. Never raises."""
     for name in [*names, DATA]:
         with suppress(Exception):
             store.delete(name)
@@ -102,11 +101,11 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     name = data_file(request.about["attempt"], table.rank, part)
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     columns, order = embedded_columns(table, plan, chunks, name, first)
-    # Without its offset the place of an element is not known yet, and so not its weight.
+    # With a deferred offset the index of an element, and so its weight, is not known yet.
     if request.options.fingerprint and not any(table.deferred):
         columns.fingerprint_first = np.zeros(len(order), "<u8")
         columns.fingerprint_second = np.zeros(len(order), "<u8")
-    # Encoded once without positions and digests, because its size decides where everything lies.
+    # Encoded once without positions and digests, because its size determines all positions.
     embedded_size = len(encode(columns, about))
     entries, end = _entries(table, chunks, embedded_size)
     header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
@@ -135,11 +134,10 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
 def embedded_columns(
     table: ShardTable, plan: SavePlan, chunks: Planned, name: str, first: bool
 ) -> tuple[Columns, Array]:
-    """The embedded index, but for positions and digests; and the chunks' order in it."""
+    """Return the embedded index without positions and digests, and the order of the chunks in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
-    if first:  # tensors that this rank holds, writes or not: their shapes are compared at the commit
-        # A shard without elements has no chunk and no witness; listed, it still gives its tensor
-        # a row in the index.
+    if first:  # also tensors that this rank holds and does not write: the commit compares their shapes
+        # An empty shard has no chunk and no witness, but its tensor must have a row in the index.
         empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
         listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
     else:
@@ -154,8 +152,7 @@ def embedded_columns(
     for row in listed.tolist():
         tensor_of_row[row] = place[names[row]]
     tensor = tensor_of_row[chunks.row]
-    # By tensor, then by where the box begins, as in any index (lexsort takes its first key last). In the file
-    # chunks stand by the width of their elements.
+    # By tensor, then by offset, as in any index; in the file, chunks are ordered by the width of elements.
     order = np.lexsort((*chunks.offset.T[::-1], tensor)) if len(tensor) else np.zeros(0, np.int64)
     arrays = table.arrays()
     counts = np.bincount(tensor, minlength=len(rows)) if len(tensor) else np.zeros(len(rows), np.int64)
@@ -197,8 +194,8 @@ def embedded_columns(
 
 
 def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """For each row of the shard table its number among the deferred ones of `rows`, or -1; and those rows:
-    the row, then as in `DeferredOffset`."""
+    """Return, per row of the shard table, its number among the deferred rows in `rows`, or -1; and these
+    rows, each as (row, *DeferredOffset)."""
     late = [(row, *offset) for row in rows.tolist() if (offset := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
@@ -209,7 +206,8 @@ def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
 def _entries(
     table: ShardTable, chunks: Planned, embedded: int
 ) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
-    """The header's rows, and where data ends. A chunk that is all of its tensor has its name."""
+    """Return the header's rows, and the end of the data. A chunk that is a whole tensor has the tensor's
+    name."""
     rows = []
     ends = np.cumsum(chunks.nbytes).tolist()
     starts = [0, *ends[:-1]] if ends else []
@@ -224,10 +222,10 @@ def _entries(
             begin: list[int | str] = offsets[index][len(offsets[index]) - ndim :]
             late = table.deferred[row]
             if late is not None and late.start == -1:
-                begin[late.axis] = f"?{begin[late.axis]}"  # counted from where the shard begins
+                begin[late.axis] = f"?{begin[late.axis]}"  # relative to the start of the shard
             name = name_of_chunk(name, begin)
-        # A tensor may have the name of a part of another one (`w@0,4`), and safetensors wants
-        # names that differ.
+        # A tensor may have the name of a part of another one (`w@0,4`), and safetensors requires unique
+        # names.
         while name in taken or name == EMBEDDED or name == "__metadata__":
             name += "'"
         taken.add(name)
@@ -247,7 +245,7 @@ def _entries(
 
 
 def _ragged(values: Array, ends: Array, order: Array) -> Array:
-    """The groups of `values` that end at `ends`, in another order."""
+    """Return the groups of `values`, which end at `ends`, in another order."""
     if not len(order):
         return values
     counts = np.diff(ends, prepend=0)[order]
@@ -259,21 +257,21 @@ def _fill_witnesses(
     columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: Progress
 ) -> None:
     for index in range(len(plan.witnesses.row)):
-        # An asynchronous save has digested them when it copied, as the writer process has no copy of them.
+        # An asynchronous save digests them when it copies, because the writer process has no copy of them.
         known = witnessed.get(witness_key(plan, index))
         columns.witness_block[index], columns.witness_digest[index] = known or witness(table, plan, index)
         if index % 64 == 0:
-            progress(0)  # digesting moves no bytes, but a rank that does it is no stalled one
+            progress(0)  # digesting moves no bytes, but the rank is not stalled
 
 
 def witness_key(plan: SavePlan, index: int) -> tuple[int, bytes]:
-    """What names a witness of a plan: its row, and where it begins."""
+    """Return the key of a witness of a plan: its row and its offset."""
     return int(plan.witnesses.row[index]), plan.witnesses.offset[index].tobytes()
 
 
 def witness(table: ShardTable, plan: SavePlan, index: int) -> tuple[int, int]:
-    """Digest what this rank holds and another writes: (-1, of every block), or one block that the box
-    picks."""
+    """Digest a box that another rank writes: return (-1, digest of all blocks), or (block, its digest) for
+    one block that the offset selects."""
     seen = plan.witnesses
     count = int(block_counts(seen.nbytes[index : index + 1], seen.block[index : index + 1])[0])
     source = ChunkSource(table, seen, index, int(seen.nbytes[index]), int(seen.block[index]))

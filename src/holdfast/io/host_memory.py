@@ -12,13 +12,13 @@ from holdfast.values import Buffer
 
 
 class HostMemory:
-    """The bytes of one box, row-major: `plan.shard_table.Memory`.
+    """The bytes of one box, row-major: a `plan.shard_table.Memory`.
 
-    array: bytes to use, as many as the box has; None: new ones, all zero.
+    array: the bytes of the box; None: allocate them, all zero.
     """
 
     def __init__(self, box: Box, itemsize: int, array: Array | None = None) -> None:
-        # Bytes, with an element's as the last axis: NumPy has no bfloat16 and no float8.
+        # Bytes, with the bytes of an element as last axis, because NumPy has no bfloat16 and no float8.
         shape = (*box.shape, itemsize)
         self.array = np.zeros(shape, np.uint8) if array is None else array.reshape(shape)
         self.address = self.array.ctypes.data
@@ -31,22 +31,18 @@ class HostMemory:
         self.array[box.slices()] = part[inside.slices()]
 
 
-# A batch is hashed and then written, so it should still be in cache when the system copies it; and it has
-# fewer buffers than one system call takes (IOV_MAX, 1024).
 BATCH = 2 << 20
-
-
+"""Bytes per batch: it is hashed and then written, and should still be in cache when the system copies it."""
 BATCH_BUFFERS = 512
-
-
+"""Buffers per batch: fewer than one system call accepts (IOV_MAX, 1024)."""
 Progress = Callable[[int], None]
-"""Told the bytes moved since the last call; raises to give the work up."""
+"""Called with the bytes moved since the last call; raises to abort the work."""
 
 
 class ScratchBuffer:
-    """Memory that is used again and again, for bytes that do not lie as the file wants them.
+    """Reused memory for bytes that are not laid out as in the file.
 
-    Warm memory is what makes a copy cheap: fresh pages cost three times the copy itself.
+    Reuse makes a copy cheap, because fresh pages cost three times the copy itself.
     """
 
     def __init__(self) -> None:
@@ -54,8 +50,8 @@ class ScratchBuffer:
         self._used = 0
 
     def take(self, size: int) -> memoryview | None:
-        """`size` bytes, valid until `reset`; None when that is due first."""
-        # Views that were given out are not written yet: only a flush may make room.
+        """Return `size` bytes, valid until `reset`; None if the caller must flush and reset first."""
+        # Views that were returned are not written yet, so the memory can't be replaced.
         if self._used and self._used + size > len(self._memory):
             return None
         if size > len(self._memory):

@@ -1,4 +1,4 @@
-"""A folder of the Hugging Face hub as something to load from."""
+"""A folder of the Hugging Face hub as a source of loads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from holdfast.store.base import Store
 from holdfast.views.family import View, families, view_of
 
 SMALL = 1 << 30
-"""Bytes of a tensor that is read whole: scales, of which there is one for 16,384 elements."""
+"""Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
 
 
 class PublishedModel(ABC):
-    """A published model, whole or in part, and what its configuration says."""
+    """A published model, complete or in part, and its configuration."""
 
     where: str
 
@@ -39,46 +39,46 @@ class PublishedModel(ABC):
 
     @abstractmethod
     def place(self, name: str) -> hf.Place | None:
-        """Where a tensor lies, its dtype and shape; None if there is none of that name."""
+        """Return the position, dtype and shape of a tensor; None if there is none of that name."""
 
     @abstractmethod
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
-        """The bytes of a small tensor, or of `(first, how many)` of its rows along the last axis. Safe to
-        call from several threads at once."""
+        """Return the bytes of a small tensor, or of the `(first, count)` of its rows along the last axis.
+        Thread-safe."""
 
     @abstractmethod
     def has(self, name: str) -> bool:
-        """Is there a tensor of this name?"""
+        """Return whether there is a tensor of this name."""
 
     @cached_property
     def config(self) -> dict[str, object]:
-        """What `config.json` says; nothing if there is none."""
+        """Content of `config.json`; empty if there is none."""
         return read_config(self._store) or {}
 
     @cached_property
     def view(self) -> View:
-        """The model as megatron-core names and shapes it. BadInput if that is not known."""
+        """The model in the names and shapes of megatron-core. BadInput if the model is unknown."""
         return view_of(self.config, f"{self._store.url}/{hf.CONFIG}", self.has)
 
     @property
     def view_if_known(self) -> View | None:
-        """The view; None if no table knows the model, or it has no configuration."""
+        """The view; None if no table contains the model, or it has no configuration."""
         inner = self.config.get("text_config")
         kinds = [self.config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
         return self.view if any(isinstance(kind, str) and kind in families() for kind in kinds) else None
 
     def is_scaled(self, name: str) -> bool:
-        """Are there scales that a tensor's elements are to be multiplied by?"""
+        """Return whether there are scales by which a tensor's elements must be multiplied."""
         return self.has(name + hf.SCALES)
 
     def read_as(self, name: str, shape: Dims) -> None:
-        """Give a tensor another shape, of the same elements in the same order."""
+        """Reshape a tensor in later selections; its elements and their order stay the same."""
         self._read_as[name] = shape
 
 
 class HuggingFaceFolder(PublishedModel):
-    """A folder of safetensors files with the names of the hub. Headers are read once; a selection opens only
-    the files that its tensors lie in."""
+    """A folder of safetensors files with the hub's names. Headers are read once; a selection opens only the
+    files of its tensors."""
 
     object_prefix = b""
     fetched_for = ""
@@ -90,7 +90,7 @@ class HuggingFaceFolder(PublishedModel):
         self.about: dict[str, Any] = {"step": None}
         self.bytes_read = len(data or b"")
         self._places: dict[str, dict[str, hf.Place]] = {}
-        """By file, once its header was read."""
+        """By file, after its header was read."""
         self._sizes: dict[str, int] = {}
         if data is not None:
             self._files = hf.read_weight_map(data, self.where)
@@ -105,7 +105,7 @@ class HuggingFaceFolder(PublishedModel):
 
     @staticmethod
     def is_one(store: Store) -> bool:
-        """Does the folder hold what such a folder begins with?"""
+        """Return whether the folder contains weights of the hub, or their index."""
         return any(store.stat(name) is not None for name in (hf.WEIGHTS_INDEX, hf.WEIGHTS))
 
     def has(self, name: str) -> bool:
@@ -127,7 +127,7 @@ class HuggingFaceFolder(PublishedModel):
         return hf.to_columns(chosen, self._sizes)
 
     def identity_of_files(self) -> str:
-        """A digest of the names, sizes and headers of all files."""
+        """Return a digest of the names, sizes and headers of all files."""
         lines = [self.identity]
         for file in sorted(set(self._files.values())):
             header = self._header(file)
@@ -165,7 +165,7 @@ class HuggingFaceFolder(PublishedModel):
             ) from None
 
     def _header(self, file: str) -> bytes:
-        """Read a file's header; returns its bytes."""
+        """Read a file's header, and return its bytes."""
         where = f"{self._store.url}/{file}"
         with closing(self._store.open(file)) as reader:
             header = read_header(reader.read, reader.size, where)
@@ -177,7 +177,7 @@ class HuggingFaceFolder(PublishedModel):
 
 
 def read_config(store: Store) -> dict[str, object] | None:
-    """What `config.json` of a folder says; None if there is none."""
+    """Return the content of a folder's `config.json`; None if there is none."""
     data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
     try:
         return None if data is None else msgspec.json.decode(data, type=dict[str, object])

@@ -1,4 +1,4 @@
-"""Open an index of ours: the committed one of a folder, or the one that a data file carries of itself."""
+"""Open a Holdfast index: the committed one of a folder, or the embedded one of a data file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from holdfast.store.base import NotFound, Reader, Store
 
 
 def nothing_there(store: Store) -> NotCommitted:
+    """Return the error for a folder without a checkpoint, which explains what the folder contains."""
     sentence, hint = explain_absence(store)
     return NotCommitted(sentence, hint=hint)
 
 
 @contextmanager
 def open_index(store: Store) -> Iterator[Index]:
-    """The committed index in a folder, closed afterwards; NotCommitted if there is none."""
+    """Open the committed index of a folder, and close it afterwards. NotCommitted if there is none."""
     try:
         reader = store.open(INDEX)
     except NotFound:
@@ -29,7 +30,7 @@ def open_index(store: Store) -> Iterator[Index]:
 
 
 def embedded_index(reader: Reader, start: int, stop: int, where: str) -> Index:
-    """The index that a data file carries of itself, at bytes [start, stop) of it."""
+    """Return the embedded index of a data file, at its bytes [start, stop)."""
     return Index(
         lambda offset, length: reader.read(start + offset, length),
         stop - start,

@@ -1,4 +1,4 @@
-"""A published model of which there is an index of ours: what was imported or fetched of it."""
+"""A published model with a Holdfast index: one that was imported, or parts that were fetched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.store.base import Store
 
 
 class IndexSource:
-    """An index of ours as something to load from."""
+    """A Holdfast index as a source of loads."""
 
     object_prefix = b""
     fetched_for = ""
@@ -53,7 +53,7 @@ class IndexSource:
 
 
 class IndexedModel(IndexSource, PublishedModel):
-    """A published model in data files of ours, whose bytes have digests."""
+    """A published model in Holdfast data files, whose bytes have digests."""
 
     def __init__(self, store: Store, index: Index) -> None:
         PublishedModel.__init__(self, store)
@@ -61,7 +61,7 @@ class IndexedModel(IndexSource, PublishedModel):
 
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
-        """All of them at once, as each is asked for."""
+        """All tensors, read at once, because callers ask for every one."""
         columns = self.index.select()
         dtypes: list[int] = columns.dtype.tolist()
         return {
@@ -74,7 +74,7 @@ class IndexedModel(IndexSource, PublishedModel):
 
     def place(self, name: str) -> hf.Place | None:
         spec = self._specs.get(name)
-        # Chunks say where it lies: there may be several.
+        # No file and position, because a tensor may have several chunks.
         return None if spec is None else hf.Place(name, "", spec.dtype, spec.shape, 0)
 
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
@@ -82,7 +82,7 @@ class IndexedModel(IndexSource, PublishedModel):
         itemsize = int(ITEMSIZE[spec.dtype])
         first, count = rows or (0, math.prod(spec.shape[:-1]))
         width = math.prod(spec.shape[-1:])
-        # Rows may cross boxes; scales are small, so boxes of all that hold them are read.
+        # A range of rows may consist of several boxes; scales are small, so each box is read by itself.
         parts = from_flat_range(spec.shape, first * width, (first + count) * width)
         return b"".join(self._read(spec, part, itemsize) for part in parts)
 
@@ -106,7 +106,7 @@ class IndexedModel(IndexSource, PublishedModel):
         return columns
 
     def _reshape(self, columns: Columns) -> None:
-        """Give tensors, and their chunks, the shapes that they are to be read as."""
+        """Give tensors and their chunks the shapes that `read_as` has set."""
         dims = max(columns.dims, *map(len, self._read_as.values()))
         missing = dims - columns.dims
         shape, offset, size = (
@@ -132,6 +132,6 @@ class IndexedModel(IndexSource, PublishedModel):
 
 
 def is_imported(index: Index) -> bool:
-    """Is it of a published model, under published names?"""
+    """Return whether an index is that of an imported model, with published names."""
     notes = index.about.get("notes")
     return isinstance(notes, dict) and notes.get("imported") == IMPORTED_MODEL

@@ -1,5 +1,5 @@
-"""What can be loaded from: a committed Holdfast checkpoint, one of torch DCP or megatron-core's `torch_dist`,
-a folder that Hugging Face's libraries wrote, or what was fetched of one of these."""
+"""Open any source of loads: a committed Holdfast checkpoint, one of torch DCP or megatron-core's
+`torch_dist`, a folder that Hugging Face's libraries wrote, or a slice that was fetched."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from holdfast.store.base import NotFound, Reader, Store
 from holdfast.values import Buffer
 
 OPEN_FILES = 256
-"""Of a checkpoint of another format, at a time."""
+"""Limit of files of a `torch_dist` checkpoint that are open at once."""
 
 
 class Source(Protocol):
-    """An index, ours or one made of another format's metadata."""
+    """An index: a Holdfast index, or the metadata of another format presented as one."""
 
     where: str
     identity: str
     about: dict[str, Any]
     tensors: int
     object_prefix: bytes
-    """Goes before an object's bytes to make them what `objects.decode` takes."""
+    """Prefix that an object's bytes need for `objects.decode`."""
     fetched_for: str
-    """Ranks and grid that a slice was fetched for; "" for what is whole."""
+    """Ranks and grid that a slice was fetched for; "" if the source is complete."""
 
     @property
     def bytes_read(self) -> int:
-        """To find out what there is."""
+        """Bytes read of the index or metadata so far."""
         ...
 
     def names(self) -> list[str]: ...
@@ -59,12 +59,12 @@ class Source(Protocol):
 
 @contextmanager
 def open_source(store: Store) -> Iterator[Source]:
-    """What is in a folder, closed afterwards; NotCommitted if there is no checkpoint."""
+    """Open the checkpoint in a folder, and close it afterwards. NotCommitted if there is none."""
     with ExitStack() as opened:
         source: Source
         try:
-            # Our index goes first: a folder that has both is a checkpoint of ours with a
-            # mark for tools of DCP.
+            # The Holdfast index comes first: a folder with both is a Holdfast checkpoint with a marker for
+            # tools of DCP.
             index = opened.enter_context(open_index(store))
             source = IndexedModel(store, index) if is_imported(index) else index
         except NotCommitted:
@@ -76,7 +76,7 @@ def open_source(store: Store) -> Iterator[Source]:
                 source = opened.enter_context(closing(TorchDist(store, metadata)))
             elif HuggingFaceFolder.is_one(store):
                 source = HuggingFaceFolder(store)
-            else:  # the error is that of the index, which explains what is there instead
+            else:  # the error of `open_index` explains what is in the folder instead
                 raise
         yield source
 
@@ -91,8 +91,8 @@ def _open_slice(store: Store, opened: ExitStack) -> Slice | None:
 
 @contextmanager
 def open_own(store: Store) -> Iterator[Index | Slice]:
-    """What Holdfast has saved: a committed checkpoint, or what was fetched of one; NotCommitted if there is
-    neither."""
+    """Open a committed Holdfast checkpoint, or a slice of one, and close it afterwards. NotCommitted if there
+    is neither."""
     with ExitStack() as opened:
         try:
             yield opened.enter_context(open_index(store))
@@ -104,7 +104,7 @@ def open_own(store: Store) -> Iterator[Index | Slice]:
 
 
 class TorchDist:
-    """A `torch_dist` folder; reads of its data files what a selection needs to find its elements."""
+    """A `torch_dist` folder. A selection reads only those parts of data files that locate its elements."""
 
     object_prefix = torch_dist.OBJECT_PREFIX
     fetched_for = ""
@@ -117,7 +117,7 @@ class TorchDist:
         self._entries = torch_dist.read_metadata(metadata, self.where)
         self._row = {entry.name: row for row, entry in enumerate(self._entries)}
         self._readers: dict[str, Reader] = {}
-        """The last that were used, the latest last."""
+        """The most recently used readers, the latest last."""
         self._sizes: dict[str, int] = {}
         self.tensors = len(self._entries)
         self.bytes_read = len(metadata)
@@ -138,23 +138,23 @@ class TorchDist:
 
     def select(self, rows: Array | None = None) -> Columns:
         # Locating opens data files and reads a few small pieces of each chunk's archive, so it is done only
-        # for what was asked for.
+        # for selected rows.
         chosen = self._entries if rows is None else [self._entries[row] for row in rows.tolist()]
         columns = torch_dist.to_columns(
             chosen, [[self._locate(entry, chunk) for chunk in entry.chunks] for entry in chosen]
         )
-        # The metadata does not say it; readers compare it with what they open.
+        # The metadata lacks the sizes, which readers compare with those of the files that they open.
         columns.file_size = np.asarray([self.size(name) for name in columns.file_names], "<i8")
         return columns
 
     def chunks(self) -> Iterator[tuple[torch_dist.Entry, torch_dist.Chunk, torch_dist.Member, Reader]]:
-        """Every chunk, where its elements lie, and its file, which is opened when it is read."""
+        """Yield every chunk, the position of its elements, and its file, which is opened when it is read."""
         for entry in self._entries:
             for chunk in entry.chunks:
                 yield entry, chunk, self._locate(entry, chunk), _OnDemand(self, chunk.file)
 
     def empty(self) -> list[torch_dist.Entry]:
-        """Tensors without elements, of which nothing is stored."""
+        """Return the tensors without elements, which have no chunks."""
         return [entry for entry in self._entries if not entry.chunks]
 
     def _locate(self, entry: torch_dist.Entry, chunk: torch_dist.Chunk) -> torch_dist.Member:
@@ -165,16 +165,16 @@ class TorchDist:
                 details={"file": chunk.file, "tensor": entry.name},
             )
         if entry.kind == OBJECT:
-            # An object is the whole archive: torch's reader gets it, once it was looked through.
+            # An object is the whole archive: `object_check` checks it, then torch reads it.
             return torch_dist.Member(chunk.start, chunk.length, 0, False)
         itemsize = int(ITEMSIZE[dtype_code(entry.dtype, repr(entry.name))])
         read = self.reader(chunk.file).read
         return tensor_archive.locate(read, chunk, entry.dtype, itemsize, entry.name, self._store.url)
 
     def reader(self, name: str) -> Reader:
-        """An open file."""
+        """Return an open reader of a file."""
         reader = self._readers.pop(name, None) or self._store.open(name)
-        # Each rank that saved has written files, and a process may have open as few as 1024.
+        # Every rank of the save wrote files, and the limit of open files may be as low as 1024.
         if len(self._readers) >= OPEN_FILES:
             self._readers.pop(next(iter(self._readers))).close()
         self._readers[name] = reader
@@ -182,14 +182,14 @@ class TorchDist:
         return reader
 
     def size(self, name: str) -> int:
-        """Bytes of a file."""
+        """Return the size of a file in bytes."""
         if name not in self._sizes:
             self.reader(name)
         return self._sizes[name]
 
 
 class _OnDemand:
-    """A file of a `torch_dist` folder that may have been closed for others meanwhile."""
+    """A file of a `torch_dist` folder, reopened if it was closed to make room for others."""
 
     def __init__(self, source: TorchDist, name: str) -> None:
         self._source, self._name = source, name
@@ -202,4 +202,4 @@ class _OnDemand:
         return self._source.reader(self._name).read_into(start, buffers)
 
     def close(self) -> None:
-        """The folder closes its files."""
+        """Do nothing: the folder closes its files."""

@@ -1,4 +1,4 @@
-"""Verified bytes of stored tensors in host memory, without torch: for looking and comparing."""
+"""Read verified bytes of stored tensors into host memory, without torch, to inspect or compare them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from holdfast.plan.shard_table import ShardTable
 from holdfast.store.base import Store
 
 SLAB = 64 << 20
-"""Bytes that are compared or looked at in one go, so that memory stays bounded."""
+"""Bytes that are inspected or compared at once, so that memory stays bounded."""
 
 
 def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
-    """The bytes of a box of the one tensor in `columns`, every block verified."""
+    """Return the bytes of a box of the single tensor in `columns`, every block verified."""
     spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
     memory = HostMemory(box, DTYPES[spec.dtype].size)
     if box.volume:
-        # As a rank's own shard: so what is looked at or compared goes through the reader that a load uses.
+        # Read as a shard of a rank, so that it goes through the same reader as a load.
         table = ShardTable()
         table.add(spec, box, (0, 1), False, memory)
         plan = plan_read(table, np.zeros(1, np.int64), columns, where)
@@ -35,12 +35,12 @@ def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
 
 
 def read_all(store: Store, columns: Columns, where: str) -> bytes:
-    """All bytes of the one tensor (or object) in `columns`."""
+    """Return all bytes of the single tensor (or object) in `columns`."""
     return read_box(store, columns, whole(columns.shape_of(0)), where).tobytes()
 
 
 def read_object(store: Store, name: str) -> object:
-    """An object of a committed checkpoint by its name, or None if it has none such."""
+    """Return an object of a committed checkpoint by its name, or None if there is none of that name."""
     with open_source(store) as index:
         row = index.find_one(name)
         if row < 0:
@@ -52,7 +52,7 @@ def read_object(store: Store, name: str) -> object:
 
 
 def slabs(box: Box, itemsize: int, limit: int = SLAB) -> Iterator[Box]:
-    """A box in pieces of at most `limit` bytes, in row-major order."""
+    """Yield pieces of a box of at most `limit` bytes, in row-major order."""
     step = max(limit // itemsize, 1)
     for low in range(0, box.volume, step):
         for part in from_flat_range(box.shape, low, min(low + step, box.volume)):

@@ -1,6 +1,6 @@
-"""What was fetched of a checkpoint or a published model, as something to load from.
+"""A slice, fetched from a checkpoint or a published model, as a source of loads.
 
-It has all names of its source, and chunks of what was fetched only: a load that asks for more is refused
+It has all names of its source, but only the chunks that were fetched. A load that asks for more is refused
 before anything is read (`file_reader.plan_read`).
 """
 
@@ -21,7 +21,7 @@ class Slice(IndexSource):
 
     def _note_origin(self, index: Index) -> None:
         self.origin = read_origin(index.about, index.where)
-        # Hosts have different slices of one version, from which their ranks load together.
+        # Hosts have different slices of one version; with a common identity their ranks can load together.
         self.identity = self.origin.identity
         self.fetched_for = self.origin.fetched_for
 
@@ -35,7 +35,7 @@ class PublishedSlice(IndexedModel, Slice):
 
 
 def slice_of(store: Store, index: Index) -> Slice:
-    """The slice that an index describes."""
+    """Return the slice that an index describes."""
     if read_origin(index.about, index.where).kind == PUBLISHED:
         return PublishedSlice(store, index)
     return Slice(index)

@@ -1,4 +1,4 @@
-"""Files that are read whole."""
+"""Read small files whole."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from holdfast.store.base import NotFound, Store
 
 
 def read_file(store: Store, name: str, limit: int = OBJECT_BYTES) -> bytes | None:
-    """The content of a file that is read whole, or None if it is not there. One that is longer than `limit`
-    is damage."""
+    """Return the content of a file, or None if it does not exist. CorruptCheckpoint if it is longer than
+    `limit`."""
     try:
         reader = store.open(name)
     except NotFound:
         return None
     where = f"{store.url}/{name}"
     with closing(reader):
-        # Before room is made for it: a sparse file of any size costs nothing to make.
+        # Before memory is allocated, because a sparse file of any size costs nothing to create.
         check_size(where, reader.size, limit)
         with bounded_memory(where):
             return reader.read(0, reader.size)

@@ -1,4 +1,5 @@
-"""From memory to a file: gather what does not lie right, hash, write, in batches that stay in cache."""
+"""Stream memory to a file: gather bytes that are not contiguous, hash and write, in batches that fit in
+cache."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from holdfast.values import Buffer
 
 
 class ChunkSource:
-    """Where the bytes of one planned chunk are."""
+    """The bytes of one planned chunk in memory."""
 
     __slots__ = ("_box", "_itemsize", "_memory", "address", "block", "nbytes", "whole")
 
@@ -33,7 +34,7 @@ class ChunkSource:
         spec, outer, self._memory = table.specs[row], table.boxes[row], table.memory[row]
         ndim = len(spec.shape)
         self.whole = Box(unpad(plan.offset[index], ndim), unpad(plan.size[index], ndim))
-        """The chunk's place in the tensor."""
+        """The chunk's box in the global tensor."""
         self._box = self.whole.relative_to(outer.offset)
         self._itemsize = DTYPES[spec.dtype].size
         self.nbytes, self.block = nbytes, block
@@ -41,16 +42,16 @@ class ChunkSource:
         self.address = 0 if start is None else self._memory.address + start * self._itemsize
 
     def direct(self, low: int, length: int) -> Buffer:
-        """Bytes where they lie; only with an address."""
-        # No copy, and cheaper than an array; the shard table keeps the memory alive.
+        """Return bytes in place, without a copy. Only if there is an address."""
+        # Cheaper than a NumPy array; the shard table keeps the memory alive.
         return (ctypes.c_ubyte * length).from_address(self.address + low)
 
     def sums(self, low: int, data: Buffer) -> Sums:
-        """What bytes from `low` on add to the fingerprint."""
+        """Return what the bytes from `low` on add to the fingerprint."""
         return box_sums(data, self._itemsize, self.whole, low // self._itemsize)
 
     def gather(self, low: int, out: memoryview) -> None:
-        """Copy bytes from `low` on into a buffer."""
+        """Copy the bytes from `low` on into a buffer."""
         done = 0
         for part in from_flat_range(
             self._box.shape, low // self._itemsize, (low + len(out)) // self._itemsize
@@ -74,7 +75,8 @@ class Stream:
     """Hashes and writes consecutive chunks, batch by batch while they are in cache."""
 
     def __init__(self, writer: Writer, position: int, progress: Progress, beside: Executor | None) -> None:
-        """beside: takes the sums of a batch, while this thread writes it; None: this thread does."""
+        """Start at `position` of the file. beside: computes a batch's sums while this thread writes the
+        batch; None: this thread computes them."""
         self._writer, self._position, self._progress = writer, position, progress
         self._beside = beside
         self._unsummed: list[_Unsummed] = []
@@ -95,7 +97,7 @@ class Stream:
             summing = self._begin_sums()
             self._writer.write_at(self._position, self._batch)
             if summing is not None:
-                summing.result()  # arithmetic on what is in memory, under a millisecond: it needs no deadline
+                summing.result()  # under a millisecond of arithmetic in memory, so without a deadline
             self._position += self._size
             self._progress(self._size)
             self._batch, self._size = [], 0
@@ -109,7 +111,7 @@ class Stream:
         return None
 
     def chunk(self, source: ChunkSource, sums: Sums | None) -> None:
-        """Add a chunk; its fingerprint is added to `sums`, if wanted."""
+        """Add a chunk; add its fingerprint to `sums`, if given."""
         nbytes, block = source.nbytes, source.block
         step = max(BATCH // block, 1) * block  # several blocks make one buffer, or are gathered by one copy
         if source.address:
@@ -137,14 +139,14 @@ class Stream:
                 self.flush()
 
     def add_blocks(self, view: memoryview, block: int) -> None:
-        """Like `add` for several blocks, but leaves the flush to the caller: the stage may be in use."""
+        """Add a buffer of several blocks. The caller must flush, because the scratch buffer may be in use."""
         self.digests.extend([digest(view[low : low + block]) for low in range(0, len(view), block)])
         self._batch.append(view)
         self._size += len(view)
 
 
 class _Unsummed(NamedTuple):
-    """Bytes of a batch whose sums are to be added."""
+    """Bytes of a batch whose sums are not computed yet."""
 
     sums: Sums
     source: ChunkSource
@@ -166,8 +168,8 @@ def stream_chunks(
     progress: Progress,
     sums: Array | None = None,
 ) -> Array:
-    """Hash and write all chunks; returns the block digests in file order. The fingerprint of each is added to
-    `sums`, (chunks, 2), if wanted."""
+    """Hash and write all chunks; return the block digests in file order. Add the fingerprint of each chunk to
+    `sums`, (chunks, 2), if given."""
     counts = block_counts(chunks.nbytes, chunks.block)
     ends = np.cumsum(counts)
     digests = np.zeros(int(counts.sum()), "<u8")
@@ -175,16 +177,16 @@ def stream_chunks(
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
     simple = _simple(table, chunks) if sums is None else [0] * len(chunks.row)
 
-    # Threads share the file, not a position in it: each writes its stretch of chunks by positioned writes,
-    # and its stretch of digests, so they need no other lock.
+    # Each thread writes its own range of chunks, by positioned writes, and its own range of digests, so
+    # threads need no other lock.
     def moved(size: int) -> None:
-        with lock:  # `progress` is the caller's, and need not bear several threads
+        with lock:  # `progress` belongs to the caller, and may not be thread-safe
             progress(size)
 
     def work(start: int, stop: int) -> None:
         stream = Stream(writer, int(starts[start]), moved, beside)
         for index in range(start, stop):
-            if simple[index]:  # a small shard as it lies: the case that MoE has thousands of
+            if simple[index]:  # a small contiguous shard, of which MoE models have thousands
                 stream.add((ctypes.c_ubyte * nbytes[index]).from_address(simple[index]), nbytes[index])
             else:
                 source = ChunkSource(table, chunks, index, nbytes[index], blocks[index])
@@ -205,10 +207,10 @@ def stream_chunks(
 
 
 def _one_thread(stack: ExitStack) -> Executor | None:
-    """A thread beside this one, until the stack is closed; None if there can't be one more."""
+    """Start another thread, which ends with the stack; return None if it can't be started."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="holdfast-sums")
     try:
-        # Started now: what is submitted when a thread can't be started stays in the queue.
+        # Start the thread now: if that failed later, the submitted work would stay in the queue.
         pool.submit(int)
     except RuntimeError:  # no more threads, or the process is about to end
         pool.shutdown(wait=False, cancel_futures=True)
@@ -217,8 +219,9 @@ def _one_thread(stack: ExitStack) -> Executor | None:
 
 
 def _share(work: Callable[[int, int], None], chunks: Planned, threads: int) -> None:
-    """Have stretches of chunks, from the first to before the last, done by several threads."""
-    # Four pieces a thread, equal in bytes: chunks differ by orders of magnitude, and the last one decides.
+    """Call `work(start, stop)` on several threads, for ranges that together contain all chunks."""
+    # Four ranges per thread, equal in bytes: chunk sizes differ by orders of magnitude, and the slowest range
+    # determines the total time.
     bytes_before = np.cumsum(chunks.nbytes)
     cuts = np.searchsorted(bytes_before, np.linspace(0, bytes_before[-1], 4 * threads + 1)[1:-1])
     edges = np.unique(np.concatenate([[0], cuts, [len(chunks.row)]])).tolist()
@@ -228,7 +231,7 @@ def _share(work: Callable[[int, int], None], chunks: Planned, threads: int) -> N
 
 
 def _simple(table: ShardTable, chunks: Planned) -> list[int]:
-    """Addresses of chunks that are one block and all of their shard; 0 for the others."""
+    """Return the addresses of chunks that are a single block and their whole shard; 0 for the others."""
     arrays = table.arrays()
     whole_shard = (chunks.nbytes == arrays.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
     address = np.fromiter(

@@ -1,1 +1,1 @@
-"""Boxes of global tensors, grids of ranks, and whether boxes cover a tensor. Pure arithmetic."""
+"""Boxes of global tensors, grids of ranks, and checks that boxes cover a tensor. Pure arithmetic."""

@@ -1,4 +1,4 @@
-"""Boxes: n-dimensional ranges of a tensor's indices. Everything held, stored or wanted is one."""
+"""Boxes: n-dimensional ranges of a tensor's indices. Shards, stored chunks and requested parts are boxes."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ class Box(NamedTuple):
 
     @property
     def volume(self) -> int:
-        """How many elements; 1 for a 0-d box, 0 if any side is empty."""
+        """Number of elements; 1 for a 0-d box, 0 if any side is empty."""
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """To index an array of the whole tensor."""
+        """Return the slices that select the box in an array of the whole tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offset, self.shape, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common indices, or None where there are none."""
+        """Return the common indices, or None if there are none."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         shape = tuple(min(a, b) - o for a, b, o in zip(self.stop, other.stop, offset, strict=True))
         return Box(offset, shape) if all(s > 0 for s in shape) else None
 
     def within(self, whole: Dims) -> bool:
-        """Does it lie inside a tensor of shape `whole`?"""
+        """Return whether the box lies inside a tensor of shape `whole`."""
         return len(whole) == len(self.shape) and all(
             o >= 0 and s >= 0 and o + s <= w for o, s, w in zip(self.offset, self.shape, whole, strict=True)
         )
 
     def relative_to(self, origin: Dims) -> Box:
-        """The same indices counted from `origin`."""
-        # By a list, as tuple() of a generator takes longer: this runs for every chunk.
+        """Return the same indices, counted from `origin`."""
+        # tuple() of a list is faster than of a generator: this runs for every chunk.
         return Box(tuple([o - b for o, b in zip(self.offset, origin, strict=True)]), self.shape)
 
 
 def whole(shape: Dims) -> Box:
-    """The box that is all of a tensor."""
+    """Return the box that covers a whole tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
-    """The row-major elements `[start, stop)` of a tensor as at most 2n-1 boxes, in flat order."""
+    """Return the row-major elements `[start, stop)` of a tensor as at most 2n-1 boxes, in flat order."""
     if not 0 <= start <= stop <= math.prod(shape):
         raise BadInput(f"The flat range [{start}, {stop}) does not lie in a tensor of shape {tuple(shape)}.")
     boxes: list[Box] = []
@@ -71,7 +71,7 @@ def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
         if first == last:
             walk((*prefix, first), rest[1:], head, tail)
             return
-        # In flat order: the end of a row that begins in the middle, whole rows, the begin of the last one.
+        # In flat order: the rest of a partial first row, whole rows, the start of a partial last row.
         if head:
             walk((*prefix, first), rest[1:], head, row)
             first += 1
@@ -84,7 +84,7 @@ def from_flat_range(shape: Dims, start: int, stop: int) -> list[Box]:
 
 
 def union(boxes: Sequence[Box]) -> list[Box]:
-    """Boxes that cover just what those given cover, each index once; few, and in row-major order."""
+    """Return boxes that cover the same indices, each once; few, and in row-major order."""
     if not boxes or not boxes[0].shape:
         return list(boxes[:1])
     edges = sorted({edge for box in boxes for edge in (box.offset[0], box.stop[0])})
@@ -107,7 +107,7 @@ def union(boxes: Sequence[Box]) -> list[Box]:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """A box in pieces of at most `most` elements, cut along its first axes only, in row-major order."""
+    """Yield pieces of a box of at most `most` elements, cut along its first axes, in row-major order."""
     axis = next((index for index, side in enumerate(box.shape) if side > 1), None)
     if box.volume <= most or axis is None:
         yield box
@@ -122,15 +122,15 @@ def cut(box: Box, most: int) -> Iterator[Box]:
 
 
 def reshaped(box: Box, before: Dims, after: Dims) -> Box | None:
-    """The same elements of a tensor that has another shape, with its elements in the same order; None if they
-    are no box there."""
-    if len(after) == len(before) + 1 and after[:-2] == before[:-1]:  # its last axis cut into two
+    """Return the same elements in a tensor reshaped from `before` to `after`; None if they are not a box
+    there."""
+    if len(after) == len(before) + 1 and after[:-2] == before[:-1]:  # the last axis is split into two
         inner, low, many = after[-1], box.offset[-1], box.shape[-1]
         if low % inner == 0 and many % inner == 0:
             return Box((*box.offset[:-1], low // inner, 0), (*box.shape[:-1], many // inner, inner))
         return None
     first = next((axis for axis, side in enumerate(box.shape) if side > 1), len(before))
-    if box.shape[first + 1 :] != before[first + 1 :]:  # not one stretch of elements
+    if box.shape[first + 1 :] != before[first + 1 :]:  # not contiguous
         return None
     start = 0
     for index, side in zip(box.offset, before, strict=True):

@@ -1,18 +1,17 @@
-"""Do boxes tile their tensors exactly once? For any boxes, in O(n log n).
+"""Check that boxes tile their tensors exactly once, for any boxes, in O(n log n).
 
-Theory. Let f be the number of boxes that contain an index. f is 1 everywhere inside the tensor
-if and only if its mixed difference is that of the tensor's own box, and the mixed difference of
-a box is +1 or -1 at its 2^d corners and 0 elsewhere. So write down the signed corners of all
-boxes, take away those of the whole, and sort: every corner must cancel. There are no pairs, no
-sweep axis and no grid to assume, so nothing can be quadratic (DCP's and Megatron's checks are,
-for stacked experts). In lexicographic order the first corner left over is where the first gap
-(-1) or overlap (+1) begins, so the place can be named.
+Theory. Let f be the number of boxes that contain an index. f is 1 everywhere inside the tensor if and only if
+its mixed difference is that of the tensor's own box. The mixed difference of a box is +1 or -1 at its 2^d
+corners and 0 elsewhere. So collect the signed corners of all boxes, subtract those of the whole tensor, and
+sort: every corner must cancel. This compares no pairs and assumes no sweep axis and no grid, so it is never
+quadratic (the checks of DCP and Megatron are, for stacked experts). In lexicographic order, the first corner
+that remains is where the first gap (-1) or overlap (+1) begins, so an error can name that index.
 
-Three reductions keep it fast. An axis along which every box spans the whole tensor halves the
-corners if left out. A tensor that is one chunk needs no corners at all, and per-expert
-checkpoints consist of those. And boxes that touch along one axis and agree on all others are first
-joined, axis by axis, which changes f nowhere and leaves a single box of any regular grid, and few of
-most others. Many tensors are checked in one sort, keyed by (tensor, corner).
+Three reductions make it fast. Leaving out an axis along which every box spans the whole tensor halves the
+corners. A tensor that is one chunk needs no corners; per-expert checkpoints consist of such tensors. Boxes
+that touch along one axis and agree on all others are joined first, axis by axis. That does not change f, and
+leaves a single box of any regular grid, and few boxes of most other layouts. Many tensors are checked in one
+sort, keyed by (tensor, corner).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _LIMIT = np.iinfo(np.int64).max // 4
 
 
 class Problem(NamedTuple):
-    """Where a tensor is not covered exactly once."""
+    """The first place at which a tensor is not covered exactly once."""
 
     tensor: int
     """Row of the tensor."""
@@ -43,30 +42,30 @@ class Problem(NamedTuple):
 
 
 def tiles(shape: tuple[int, ...], offsets: Int64s, sizes: Int64s) -> bool:
-    """True if the boxes (`offsets` and `sizes`, each n x d) cover each index of `shape` exactly once."""
+    """Return whether the boxes (`offsets` and `sizes`, each n x d) cover each index of `shape` exactly
+    once."""
     rows = np.zeros(len(offsets), np.int64)
     return first_problem(np.asarray([shape], np.int64).reshape(1, len(shape)), rows, offsets, sizes) is None
 
 
 def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s) -> Problem | None:
-    """The first fault among tensors of one rank d, or None.
+    """Return the first problem among tensors with d dimensions, or None.
 
-    `shapes` is t x d; `tensors` (n) says which row of it each box belongs to; `offsets` and
-    `sizes` are n x d.
+    `shapes` is t x d; `tensors` (n) gives the row of each box in it; `offsets` and `sizes` are n x d.
     """
     count = len(shapes)
-    outside = (offsets < 0) | (sizes < 0) | (offsets > shapes[tensors] - sizes)  # no sum that could overflow
+    outside = (offsets < 0) | (sizes < 0) | (offsets > shapes[tensors] - sizes)  # a sum could overflow
     if outside.any():
         row = int(np.flatnonzero(outside.any(axis=1))[0])
         return Problem(int(tensors[row]), "outside", tuple(int(o) for o in offsets[row]), row)
 
     kept = (sizes > 0).all(axis=1)
-    # Single-chunk tensors: the box is the whole or it leaves a gap, which the corners will place.
-    # A box without elements covers nothing, so it doesn't count as a piece.
+    # Single-chunk tensors: the box is the whole tensor, or it leaves a gap, which the corners will locate.
+    # An empty box covers nothing, so it doesn't count as a piece.
     pieces = np.bincount(tensors[kept], minlength=count)
     filled = (shapes > 0).all(axis=1)
     exact = kept & (sizes == shapes[tensors]).all(axis=1) & (pieces[tensors] == 1)
-    # An empty tensor without boxes is covered; there is no element that could be missing.
+    # An empty tensor without boxes is covered: no element can be missing.
     done = ~filled & (pieces == 0)
     done[tensors[exact]] = True
     if done.all():
@@ -85,7 +84,7 @@ def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64
 def _corners(
     shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s
 ) -> tuple[int, int, tuple[int, ...]] | None:
-    """The first corner that does not cancel: (tensor row, sign, place)."""
+    """Return the first corner that does not cancel, as (tensor row, sign, index), or None."""
     count, dims = shapes.shape
     # An axis along which every box spans the whole tensor adds the same pair of corners to each.
     varying = np.flatnonzero((sizes != shapes[tensors]).any(axis=0)) if len(tensors) else np.arange(dims)
@@ -94,7 +93,7 @@ def _corners(
     # Row-major positions on the grid of corner points, (span + 1) of them along each axis.
     strides = _strides(spans, range(len(varying)))
     points = strides[:, 0] * (spans[:, 0] + 1) if len(varying) else np.ones(count, np.int64)
-    # int64 arithmetic wraps silently, so the bound is computed in floats first.
+    # int64 arithmetic wraps silently, so the bound is computed in floats.
     with np.errstate(over="ignore"):
         many = np.prod(spans.astype(float) + 1, axis=1).sum() > _LIMIT
     if many:
@@ -105,7 +104,7 @@ def _corners(
     keys = _signed(base[tensors] + (starts * strides[tensors]).sum(axis=1), widths * strides[tensors], 0)
     whole = _signed(base, spans * strides, 1)
     every = np.sort(np.concatenate([keys, whole]))  # (corner << 1 | negative): one fast integer sort
-    # Equal corners are neighbours now. The sum of their signs is what does not cancel.
+    # Equal corners are neighbours now. They cancel if the sum of their signs is 0.
     corner = every >> 1
     heads = (
         np.flatnonzero(np.concatenate([[True], corner[1:] != corner[:-1]]))
@@ -117,7 +116,7 @@ def _corners(
     if not len(left):
         return None
     where = int(corner[heads[left[0]]])
-    # Back from the number of a corner to its tensor, and to its place on the axes that vary.
+    # Convert the number of the corner to its tensor, and to its index along the varying axes.
     tensor = int(np.searchsorted(base, where, side="right")) - 1
     rest, place = where - int(base[tensor]), [0] * dims
     for axis, stride in zip(varying.tolist(), strides[tensor].tolist(), strict=True):
@@ -126,7 +125,7 @@ def _corners(
 
 
 def _strides(spans: Int64s, axes: Sequence[int]) -> Int64s:
-    """Steps along each axis on the grid of corner points, `axes` from the slowest to the fastest."""
+    """Return the strides of the grid of corner points; `axes`: from the slowest to the fastest."""
     strides = np.ones_like(spans)
     for slow, fast in reversed(list(pairwise(axes))):
         strides[:, slow] = strides[:, fast] * (spans[:, fast] + 1)
@@ -136,7 +135,7 @@ def _strides(spans: Int64s, axes: Sequence[int]) -> Int64s:
 def _join(
     tensors: Int64s, starts: Int64s, widths: Int64s, spans: Int64s, base: Int64s
 ) -> tuple[Int64s, Int64s, Int64s]:
-    """Boxes that continue each other along one axis become one; every index is covered as often as before."""
+    """Join boxes that continue each other along one axis. Every index stays covered as often as before."""
     axes = range(spans.shape[1])
     begin, width = list(starts.T), list(widths.T)
     for axis in reversed(axes):
@@ -145,7 +144,7 @@ def _join(
         key = base[tensors]
         for dim in axes:
             key = key + begin[dim] * strides[tensors, dim]
-        # Sorted only if need be: for the last axis, chunks of an index come in this order.
+        # Sorted only if necessary: for the last axis, the chunks of an index already have this order.
         if (key[1:] < key[:-1]).any():
             order = np.argsort(key, kind="stable")
             tensors, begin, width = tensors[order], [b[order] for b in begin], [w[order] for w in width]
@@ -165,7 +164,7 @@ def _join(
 
 
 def _signed(corner: Int64s, widths: Int64s, negative: int) -> Int64s:
-    """All 2^d corners of boxes as `position << 1 | is_negative`."""
+    """Return all 2^d corners of boxes as `position << 1 | is_negative`."""
     keys = (corner << 1) | negative
     for axis in range(widths.shape[1]):
         keys = np.concatenate([keys, (keys + (np.tile(widths[:, axis], 2**axis) << 1)) ^ 1])
@@ -175,14 +174,14 @@ def _signed(corner: Int64s, widths: Int64s, negative: int) -> Int64s:
 def _corners_one_by_one(
     shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s
 ) -> tuple[int, int, tuple[int, ...]] | None:
-    """For tensors so large that one integer can't number their points: compress the coordinates."""
+    """Do `_corners` for tensors with more points than an integer can number: compress the coordinates."""
     order = np.argsort(tensors, kind="stable")
     bounds = np.searchsorted(tensors[order], np.arange(len(shapes) + 1))
     for row in range(len(shapes)):
         mine = order[bounds[row] : bounds[row + 1]]
         low, high, ticks = offsets[mine].copy(), (offsets + sizes)[mine], []
         for axis in range(shapes.shape[1]):
-            # Only coordinates at which something begins or ends tell boxes apart; they are numbered anew.
+            # Only coordinates at which a box begins or ends matter; they are renumbered.
             tick = np.unique(np.concatenate([low[:, axis], high[:, axis], [0, shapes[row, axis]]]))
             low[:, axis], high[:, axis] = (
                 np.searchsorted(tick, low[:, axis]),
@@ -190,7 +189,7 @@ def _corners_one_by_one(
             )
             ticks.append(tick)
         small = np.asarray([[len(tick) - 1 for tick in ticks]], np.int64)
-        # Else `_corners` would come back here for ever.
+        # Otherwise `_corners` would call this function again, without end.
         if np.prod(small.astype(float) + 1) > _LIMIT:
             raise OverflowError(
                 f"a tensor of shape {shapes[row].tolist()} is cut along too many places to check"

@@ -1,9 +1,9 @@
-"""Named axes over a span of ranks, in two views: how dense weights lie, and how experts lie.
+"""Named axes over consecutive ranks, in two views: the layout of dense weights and that of experts.
 
-The same ranks are factored twice, as in Megatron: dense into tp x cp x dp x pp, experts into
-etp x ep x edp x pp. `order` lists the axes from the fastest-varying to the slowest and may be
-any permutation that Megatron takes (`tp-cp-ep-dp-pp` is its default). Pure arithmetic: the
-coordinates and groups of any rank of any world, without a process group.
+The same ranks are factored twice, as in Megatron: into tp x cp x dp x pp for dense weights, and into
+etp x ep x edp x pp for experts. `order` lists the axes from the fastest-varying to the slowest, in any
+permutation that Megatron accepts (`tp-cp-ep-dp-pp` is its default). Pure arithmetic: it gives the coordinates
+and groups of any rank of any world, without a process group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOT = {"etp": "tp", "edp": "dp"}
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A layout of `world` ranks. Sizes not given are 1; `dp` and `edp` are what is left."""
+    """A layout of `world` ranks. Sizes default to 1; `dp` and `edp` follow from the others."""
 
     world: int
     tp: int = 1
@@ -35,7 +35,7 @@ class Grid:
     etp: int | None = None
     """Tensor parallelism within an expert; Megatron's default is `tp`."""
     vpp: int = 1
-    """Model chunks a pipeline rank holds (virtual pipeline); ranks are not affected."""
+    """Model chunks per pipeline rank (virtual pipeline); it does not affect ranks."""
     order: str = "tp-cp-ep-dp-pp"
     first_rank: int = 0
     dense: dict[str, int] = field(init=False, repr=False, compare=False)
@@ -43,7 +43,7 @@ class Grid:
 
     def __post_init__(self) -> None:
         for name in ("world", "tp", "pp", "cp", "ep", "vpp", "etp"):
-            # `etp` may be None, which means that of `tp`.
+            # `etp` may be None, which means the size of `tp`.
             if (getattr(self, name) or 1) < 1 or getattr(self, name) == 0:
                 raise BadInput(f"Grid {name}={getattr(self, name)} must be at least 1.")
         names = self.order.split("-")
@@ -55,13 +55,13 @@ class Grid:
         for name, size in sizes.items():
             if size > 1 and name not in names:
                 raise BadInput(f"Grid {name}={size}, but order {self.order!r} leaves {name} out.")
-        names += [name for name in AXES if name not in names]  # of size 1, so their place does not matter
+        names += [name for name in AXES if name not in names]  # of size 1, so their position does not matter
         object.__setattr__(self, "order", "-".join(names))
         dp = self._rest("tp x cp x pp", self.tp * self.cp * self.pp)
         edp = self._rest("etp x ep x pp", etp * self.ep * self.pp)
         object.__setattr__(self, "dense", {"tp": self.tp, "cp": self.cp, "dp": dp, "pp": self.pp})
         object.__setattr__(self, "expert", {"etp": etp, "ep": self.ep, "edp": edp, "pp": self.pp})
-        # Ranks of one pipeline are that far apart, and a rank has one pipeline for all of its weights.
+        # The stride is the distance of ranks in a pipeline. A rank has one pipeline for all of its weights.
         strides = [self._stride_of_pp(axes) for axes in (DENSE, EXPERT)]
         if self.pp > 1 and names[-1] != "pp" and (edp != dp or strides[0] != strides[1]):
             raise BadInput(
@@ -80,7 +80,7 @@ class Grid:
         return self.world // product
 
     def _view(self, axes: tuple[str, ...]) -> tuple[dict[str, int], list[str]]:
-        """The view's sizes and its axes from fastest to slowest."""
+        """Return the sizes of the view that has `axes`, and its axes from fastest to slowest."""
         if set(axes) <= set(DENSE):
             sizes = self.dense
         elif set(axes) <= set(EXPERT):
@@ -91,7 +91,7 @@ class Grid:
         return sizes, [slot[name] for name in self.order.split("-") if name in slot]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where a rank stands in both views: tp, cp, dp, pp and etp, ep, edp."""
+        """Return the coordinates of a rank in both views: tp, cp, dp, pp and etp, ep, edp."""
         place = rank - self.first_rank
         if not 0 <= place < self.world:
             raise BadInput(
@@ -107,7 +107,7 @@ class Grid:
         return by_axis
 
     def rank_of(self, **coordinates: int) -> int:
-        """The rank at these coordinates of one view; axes left out are 0."""
+        """Return the rank at these coordinates of one view; axes left out are 0."""
         sizes, fast_to_slow = self._view(tuple(coordinates))
         rank, stride = 0, 1
         for name in fast_to_slow:
@@ -118,17 +118,18 @@ class Grid:
         return self.first_rank + rank
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All groups that span `axes` (of one view), each with its ranks in order; Megatron's lists."""
+        """Return all groups that span `axes` (of one view), each with its ranks in order, as Megatron
+        does."""
         return [tuple(row) for row in self.table(*axes).tolist()]
 
     def table(self, *axes: str) -> npt.NDArray[np.int64]:
-        """`groups` as an array: a row each, shape (groups, ranks of a group)."""
+        """Return `groups` as an array of shape (groups, ranks per group)."""
         sizes, fast_to_slow = self._view(axes)
         slow_to_fast = fast_to_slow[::-1]
         ranks = np.arange(self.first_rank, self.first_rank + self.world, dtype=np.int64)
         shaped = ranks.reshape([sizes[name] for name in slow_to_fast])
-        # Axes of the group go to the end and keep their order, so ranks of a group ascend, as
-        # in Megatron's lists.
+        # Axes of the group go to the end and keep their order, so ranks of a group ascend, as in Megatron's
+        # lists.
         permutation = sorted(
             range(len(slow_to_fast)), key=lambda index: slow_to_fast[index] in axes
         )  # stable
@@ -142,7 +143,7 @@ class Grid:
         )
 
     def group(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The group over `axes` that `rank` belongs to."""
+        """Return the group over `axes` that contains `rank`."""
         here = self.coordinates(rank)
         sizes, fast_to_slow = self._view(axes)
         fixed = {name: here[name] for name in fast_to_slow if name not in axes}
@@ -150,12 +151,12 @@ class Grid:
         return self._members(fixed, inside, sizes)
 
     def replica(self, rank: int, *axes: str) -> tuple[int, int]:
-        """(index, count) of a tensor that is replicated over `axes`: what `Shard(replica=)` takes."""
+        """Return (index, count) of a tensor replicated over `axes`, as `Shard(replica=)` takes it."""
         members = self.group(rank, *axes)
         return members.index(rank), len(members)
 
     def text(self) -> str:
-        """As `grid_of` takes it: what differs from the defaults."""
+        """Return the grid as text that `grid_of` reads: the sizes that differ from their defaults."""
         plain = Grid(self.world, tp=self.tp)
         parts = [f"world={self.world}"]
         for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "order", "first_rank"):
@@ -165,7 +166,7 @@ class Grid:
         return ",".join(parts)
 
     def describe(self) -> dict[str, int | str]:
-        """Plain values for an index header or a message; equal layouts have equal descriptions."""
+        """Return plain values for an index header or a message; equal layouts have equal descriptions."""
         sizes: dict[str, int | str] = {**self.dense, **self.expert}
         return {
             "world": self.world,
@@ -180,7 +181,7 @@ _NUMBERS = ("world", "tp", "pp", "cp", "ep", "etp", "vpp", "first_rank")
 
 
 def grid_of(text: str) -> Grid:
-    """The grid in `world=64,tp=2,pp=4,ep=8`; names are those of `Grid`. BadInput says what is wrong."""
+    """Parse a grid such as `world=64,tp=2,pp=4,ep=8`; names are those of `Grid`. Raises BadInput."""
     numbers: dict[str, int] = {}
     order = "-".join(AXES)
     for part in text.split(","):

@@ -1,4 +1,4 @@
-"""Ranks as people write them: `8-15`, `0,4,8-11`."""
+"""Lists of ranks as text: `8-15`, `0,4,8-11`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from holdfast.errors import BadInput
 
 _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 MOST = 1 << 20
-"""Ranks that one text may name."""
+"""Limit of ranks in one text."""
 
 
 def ranks_of(text: str) -> tuple[int, ...]:
-    """The ranks that a text names, ascending, each once. BadInput for what is none."""
+    """Return the ranks that a text lists, ascending, each once. BadInput if it lists none."""
     ranks: set[int] = set()
     for part in text.split(","):
         match = _PART.fullmatch(part.strip()) if text.isascii() else None
@@ -28,7 +28,7 @@ def ranks_of(text: str) -> tuple[int, ...]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as `ranks_of` takes them, as short as it goes."""
+    """Return the shortest text that `ranks_of` reads as these ranks."""
     parts: list[tuple[int, int]] = []
     for rank in sorted(set(ranks)):
         if parts and parts[-1][1] == rank - 1:

@@ -1,4 +1,4 @@
-"""What a tensor is to a checkpoint: a name, a dtype, a global shape; and what a rank holds of it."""
+"""Tensors of a checkpoint: names, dtypes and global shapes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Replica = tuple[int, int]
 
 
 class DType(NamedTuple):
-    """An element type. Stored types that safetensors has no tag for are written as `tag` with
-    `extra` more elements along a last axis (complex128 is two F64)."""
+    """An element type. A type without a safetensors tag is stored as `tag`, with `extra` elements along an
+    additional last axis (complex128 is two F64)."""
 
     name: str
     size: int
@@ -25,7 +25,7 @@ class DType(NamedTuple):
     extra: int
 
 
-# The position in this table is the code in index files: append, never reorder (docs/format.md).
+# The index in this table is the dtype's code in index files: append, never reorder (docs/format.md).
 DTYPES: tuple[DType, ...] = (
     DType("uint8", 1, "U8", 1),
     DType("float32", 4, "F32", 1),
@@ -57,7 +57,7 @@ _MANY = 2000
 
 
 def dtype_code(name: str, where: str) -> int:
-    """The code of a dtype by torch's name for it (without `torch.`)."""
+    """Return the code of a dtype by its torch name (without `torch.`)."""
     try:
         return CODE_OF[name]
     except KeyError:
@@ -67,7 +67,7 @@ def dtype_code(name: str, where: str) -> int:
 
 
 class TensorSpec(NamedTuple):
-    """A logical tensor. The name is global: layer and expert numbers count over the whole model."""
+    """A global tensor. Its name is global, too: layer and expert numbers count over the whole model."""
 
     name: str
     dtype: int
@@ -76,22 +76,22 @@ class TensorSpec(NamedTuple):
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Does a name match a shell pattern, or lie in the subtree that the pattern names?"""
+    """Return whether a name matches a shell pattern, or lies in the subtree that the pattern names."""
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """The most similar of some names, for an error's hint; looks at a few thousand at most."""
+    """Return the most similar of some names, for the hint of an error; compares a few thousand at most."""
     if len(names) > _MANY:
         tail = name.rpartition(".")[2]
-        # difflib compares with each name, which takes seconds for 100,000 of them. Names that end alike
-        # are the likeliest.
+        # difflib compares with each name, which takes seconds for 100,000 names. Names with the same last
+        # part are the likeliest.
         names = list(islice((other for other in names if other.endswith(tail)), _MANY))
     similar = get_close_matches(name[:200], names, 1)
     return similar[0] if similar else None
 
 
 def listed(names: Sequence[str], say: Callable[[str], str] = repr, most: int = 10) -> str:
-    """Names for a message: the first few, each no longer than a line."""
+    """Return the first few names as text for a message, each shortened to a line."""
     shown = [say(name if len(name) <= 200 else name[:199] + "…") for name in names[:most]]
     return "; ".join(shown) + ("; and more" if len(names) > most else "")

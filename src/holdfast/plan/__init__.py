@@ -1,2 +1,2 @@
-"""Who writes what, and who reads what from where: tables in, tables out. No I/O, no torch, no O(n^2) over
-chunks."""
+"""Plan which rank writes which boxes, and which bytes a rank reads. Tables in, tables out: no I/O, no torch,
+no O(n^2) over chunks."""

@@ -1,7 +1,7 @@
-"""Which bytes of which files hold boxes of stored tensors. Pure.
+"""Compute the byte ranges of files that hold boxes of stored tensors. Pure.
 
-Where a chunk has digests, blocks are counted whole, as a reader verifies them; else just the bytes of the
-boxes, in runs that repeat at a fixed distance where columns are cut out of rows.
+If chunks have digests, the ranges are whole blocks, because a reader verifies whole blocks. Otherwise they
+are just the bytes of the boxes; columns cut out of rows give runs at a fixed distance.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.plan.read import Overlaps, touched_blocks
 
 
 class ByteRange(msgspec.Struct, frozen=True):
-    """Runs of bytes of a file at equal distances."""
+    """Runs of bytes in a file at equal distances."""
 
     start: int
-    """Of the first, from the start of the file."""
+    """Position of the first run, from the start of the file."""
     length: int
-    """Of each."""
+    """Bytes per run."""
     step: int
-    """From the start of one to that of the next."""
+    """Distance from the start of one run to that of the next."""
     count: int
 
     @property
@@ -36,7 +36,8 @@ class ByteRange(msgspec.Struct, frozen=True):
 
 
 def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]:
-    """By file, ascending: the runs that hold the boxes in `pairs`, which do not overlap each other."""
+    """Return, by file, the ascending runs that hold the boxes in `pairs`, which must not overlap each
+    other."""
     tensor, nbytes, itemsizes = columns.tensor_of_chunk(), columns.chunk_bytes(), columns.itemsizes()
     by_file: dict[str, list[ByteRange]] = {}
     by_chunk = itertools.groupby(range(len(pairs.chunk)), key=lambda pair: int(pairs.chunk[pair]))
@@ -66,8 +67,8 @@ def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]
 
 
 def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange]:
-    """The bytes of a box of a row-major tensor of `shape` that begins at `position`."""
-    axis = len(shape) - 1  # from this axis on the box is made of contiguous runs
+    """Return the bytes of a box of a row-major tensor of `shape` that begins at `position`."""
+    axis = len(shape) - 1  # from this axis on, the box consists of contiguous runs
     while axis > 0 and box.shape[axis] == shape[axis]:
         axis -= 1
     strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
@@ -75,7 +76,7 @@ def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange
     if not shape:
         return [ByteRange(position, itemsize, itemsize, 1)]
     length = box.shape[axis] * strides[axis]
-    # Axes before that one repeat the run. Those of which all is wanted go on at the distance of the next.
+    # Earlier axes repeat the run. While the box spans a whole axis, the runs continue at the same distance.
     step, count, lead = length, 1, axis
     while lead > 0 and (count == 1 or box.shape[lead] == shape[lead]):
         lead -= 1
@@ -87,7 +88,7 @@ def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange
 
 
 def _joined(runs: Iterable[ByteRange]) -> list[ByteRange]:
-    """Neighbouring runs as one."""
+    """Join neighbouring runs."""
     joined: list[ByteRange] = []
     for run in runs:
         last = joined[-1] if joined else None

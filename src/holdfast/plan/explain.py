@@ -1,7 +1,8 @@
-"""Who wrote which part of a tensor where, and which bytes a reader of a box needs. Pure.
+"""Explain which rank wrote which part of a tensor into which file, and which bytes a reader of a box needs.
+Pure.
 
-The answer follows the reader's own rules: a block is read whole, because its digest covers it
-whole, and a block that holds no wanted byte is not read.
+It follows the reader's rules: a block is read whole, because its digest covers all of it, and a block without
+wanted bytes is not read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from holdfast.plan.read import overlaps, touched_blocks
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One chunk of a tensor, or what a reader needs of it."""
+    """One chunk of a tensor, or the part of it that a reader needs."""
 
     offset: tuple[int, ...]
-    """Of the chunk's box, or of the wanted part of it."""
+    """Offset of the chunk's box, or of the wanted part of it."""
     shape: tuple[int, ...]
     file: str
     rank: int
@@ -30,11 +31,11 @@ class Part(msgspec.Struct, frozen=True):
     """Bytes that one digest covers."""
     digests: tuple[str, ...]
     ranges: tuple[tuple[int, int], ...]
-    """Byte ranges of the file that are read: the whole chunk, or the blocks that a box touches."""
+    """Byte ranges of the file to read: the whole chunk, or the blocks that a box touches."""
 
 
 def parts(columns: Columns, tensor: int) -> tuple[Part, ...]:
-    """All chunks of a tensor, in the order of the index."""
+    """Return all chunks of a tensor, in the order of the index."""
     ndim = int(columns.ndim[tensor])
     first = int(columns.chunk_end[tensor - 1]) if tensor else 0
     nbytes = columns.chunk_bytes()
@@ -46,7 +47,7 @@ def parts(columns: Columns, tensor: int) -> tuple[Part, ...]:
 
 
 def needed(columns: Columns, tensor: int, box: Box) -> tuple[Part, ...]:
-    """What a reader of `box` reads, a row for each chunk that shares elements with it."""
+    """Return what a reader of `box` reads: one part per chunk that shares elements with it."""
     ndim, dims = int(columns.ndim[tensor]), columns.dims
     lead = dims - ndim
     pairs = overlaps(
@@ -95,7 +96,7 @@ def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: range | l
 
 
 def _ranges(position: int, nbytes: int, block: int, blocks: range | list[int]) -> tuple[tuple[int, int], ...]:
-    """Neighbouring blocks as one range."""
+    """Return the byte ranges of blocks, with neighbouring blocks joined."""
     ranges: list[tuple[int, int]] = []
     for number in blocks:
         start, stop = position + number * block, position + min((number + 1) * block, nbytes)

@@ -1,8 +1,8 @@
-"""Many ranks' columns into one index, and everything that must agree before it may exist. Pure.
+"""Merge the columns of all ranks into one index, after checking that they agree. Pure.
 
-Ranks are added one at a time, so that only numbers stay in memory. Then, over all of them at
-once: same shape and dtype under one name, every tensor covered exactly once, every witness's
-digest equal to the writer's, no name of the previous step gone.
+Ranks are added one at a time, so that only numbers stay in memory. Then all ranks are checked at once: each
+name has one shape and dtype, every tensor is covered exactly once, every witness's digest equals the
+writer's, and no name of the previous step is missing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
-from holdfast.format.columns import Array, Columns, expand_ranges, unpad
+from holdfast.format.columns import Array, Columns, expand_ranges, pad, unpad
 from holdfast.format.digest import digest_many
 from holdfast.layout.coverage import Problem, first_problem
 from holdfast.layout.deferred_offset import place
@@ -21,15 +21,14 @@ from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, listed, nearest
 
 DECLARE = (
     "If every rank has its own value, wrap it in holdfast.PerRank or give it a name of its own (a global "
-    "expert "
-    "number); if it is a part of a larger tensor, declare it with holdfast.Shard or as a DTensor."
+    "expert number); if it is a part of a larger tensor, declare it with holdfast.Shard or as a DTensor."
 )
-# 2^64 over the golden ratio: odd, so that multiplying loses nothing, and without a pattern in its bits.
+# 2^64 divided by the golden ratio: odd, so that multiplication is invertible, and its bits have no pattern.
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class _Part(NamedTuple):
-    """One rank's rows, with tensor rows already global."""
+    """The rows of one rank, with global tensor rows."""
 
     tensor: Array
     offset: Array
@@ -60,7 +59,7 @@ class _Part(NamedTuple):
 
 
 class Merger:
-    """Collects columns; `finish` checks and returns the columns of the whole checkpoint."""
+    """Collects the columns of all ranks; `finish` checks them and returns those of the whole checkpoint."""
 
     def __init__(self) -> None:
         self._rows: dict[str, int] = {}
@@ -76,7 +75,7 @@ class Merger:
         self._dims = 1
 
     def add(self, rank: int, columns: Columns) -> None:
-        """Take in one data file's embedded index."""
+        """Add the embedded index of one data file."""
         place = self._place(rank, columns)
         base = len(self._file_names)
         late = place[columns.late_tensor]
@@ -118,19 +117,21 @@ class Merger:
         self._deferred_before += len(late)
 
     def _numbered(self, late: Array, rows: int) -> Array:
-        """Deferred rows, numbered over all files; -1 (not deferred) stays."""
+        """Return deferred rows, numbered over all files; -1 (not deferred) stays."""
         numbers = late if len(late) == rows else np.full(rows, -1, "<i8")
-        # A file's rows are numbered from 0, so those of the files before it are added.
+        # The rows of each file are numbered from 0, so the rows of earlier files are added.
         return np.where(numbers < 0, -1, numbers + self._deferred_before)
 
     def _place(self, rank: int, columns: Columns) -> Array:
-        """The global row of each of a rank's tensors; a name that means something else is refused."""
+        """Return the global row of each tensor of a rank. ReplicaMismatch if a name has another meaning
+        here."""
         rows, place = self._rows, np.zeros(len(columns.names), np.int64)
         dtypes, kinds, ndims = columns.dtype.tolist(), columns.kind.tolist(), columns.ndim.tolist()
         shapes = columns.shape.tolist()
         for index, name in enumerate(columns.names):
             shape = tuple(shapes[index][len(shapes[index]) - ndims[index] :])
-            # The one loop over names. Chunks, digests and witnesses, which are many more, stay in arrays.
+            # This is the only loop over names. Chunks, digests and witnesses are many more, and stay in
+            # arrays.
             row = rows.setdefault(name, len(self._dtype))
             if row == len(self._dtype):
                 self._dtype.append(dtypes[index])
@@ -153,24 +154,20 @@ class Merger:
         return place
 
     def finish(self, tick: Callable[[], None] = lambda: None, is_slice: bool = False) -> Columns:
-        """All checks, then the columns, sorted by name and box. Of a slice there are gaps."""
+        """Check everything, and return the columns, sorted by name and box. A slice may have gaps."""
         names = np.asarray(list(self._rows), dtype=object)
-        # Python compares text by code points, which is the order of UTF-8 bytes that the format wants.
+        # Python compares text by code points, which gives the order of UTF-8 bytes that the format requires.
         by_name = np.argsort(names, kind="stable") if len(names) else np.zeros(0, np.int64)
         rank_of_row = np.empty(len(names), np.int64)
         rank_of_row[by_name] = np.arange(len(names))
         sorted_names = [str(name) for name in names[by_name]]
-        tick()  # between steps, each of which takes seconds for a large world: others watch for a stall
+        tick()  # each step takes seconds for a large world, and other ranks watch for a stall
 
         joined = self._join(rank_of_row)
         tick()
-        shapes = np.ones((len(names), self._dims), "<i8")
-        for row, shape in enumerate(self._shape):
-            if shape:
-                shapes[row, self._dims - len(shape) :] = shape
-        shapes = shapes[by_name]
+        shapes = pad(self._shape, self._dims, 1)[by_name]
         ndim = np.asarray([len(shape) for shape in self._shape], "u1")[by_name]
-        # Before coverage: whether boxes tile a tensor can be told once each has its place.
+        # Before coverage, which needs the final offsets.
         place_deferred(sorted_names, shapes, ndim, joined)
         tick()
         first = np.asarray(self._rank, np.int64)[by_name] if len(names) else np.zeros(0, np.int64)
@@ -178,23 +175,23 @@ class Merger:
             check_coverage(sorted_names, shapes, ndim, first, joined)
         tick()
 
-        # Rows in order: by tensor, then by where the box begins.
+        # Sort rows by tensor, then by offset.
         order = np.lexsort((*joined.offset.T[::-1], joined.tensor))
         counts = joined.digest_count[order]
         # The digests of each chunk, in the new order.
         begin = (np.cumsum(joined.digest_count) - joined.digest_count)[order]
         gather = expand_ranges(begin, counts)
         tick()
-        # After coverage, which has made sure that no two chunks have the same box.
+        # After coverage, which has checked that no two chunks have the same box.
         check_witnesses(sorted_names, joined)
         tick()
-        kinds = np.asarray(self._kind, "u1")[by_name]
-        # All chunks or none: a rank whose offsets are not known when it writes can't tell its sums.
-        has_fingerprints = len(joined.fingerprint_first) == len(order)
+
+        # All chunks or none: a rank that does not know its offsets when it writes can't compute the sums.
+        summed = order if len(joined.fingerprint_first) == len(order) else order[:0]
         return Columns(
             names=sorted_names,
             dtype=np.asarray(self._dtype, "u1")[by_name],
-            kind=kinds,
+            kind=np.asarray(self._kind, "u1")[by_name],
             ndim=ndim,
             shape=shapes,
             chunk_end=np.cumsum(np.bincount(joined.tensor, minlength=len(names)), dtype="<i8"),
@@ -205,22 +202,18 @@ class Merger:
             block=joined.block[order],
             digest_end=np.cumsum(counts, dtype="<i8"),
             digests=joined.digests[gather],
-            fingerprint_first=joined.fingerprint_first[order]
-            if has_fingerprints
-            else joined.fingerprint_first[:0],
-            fingerprint_second=joined.fingerprint_second[order]
-            if has_fingerprints
-            else joined.fingerprint_second[:0],
+            fingerprint_first=joined.fingerprint_first[summed],
+            fingerprint_second=joined.fingerprint_second[summed],
             file_names=self._file_names,
             file_size=np.asarray(self._file_size, "<i8"),
             file_rank=np.asarray(self._file_rank, "<i4"),
-            # Witnesses have served their purpose: the main index has none.
+            # Witnesses are checked by now: the main index has none.
             witness_offset=np.zeros((0, self._dims), "<i8"),
             witness_size=np.zeros((0, self._dims), "<i8"),
         )
 
     def _join(self, renumber: Array) -> _Part:
-        """All parts as one, with tensor rows in sorted order and boxes padded alike. Frees the parts."""
+        """Join and free all parts, with tensor rows in sorted order and boxes padded to equal dimensions."""
         parts, self._parts = self._parts, []
 
         def wide(name: str, fill: int) -> Array:
@@ -229,7 +222,7 @@ class Merger:
             row = 0
             for part in parts:
                 value = getattr(part, name)
-                # Files differ in their number of dimensions. Axes in front are padding, with length one.
+                # Files differ in their number of dimensions. Leading axes are padding, with length 1.
                 out[row : row + len(value), self._dims - value.shape[1] :] = value
                 row += len(value)
             return out
@@ -250,7 +243,7 @@ class Merger:
 
 
 def what(kind: int, dtype: int, shape: tuple[int, ...]) -> str:
-    """`float32[4, 8]`, or `an object of 12 bytes`."""
+    """Return `float32[4, 8]`, or `an object of 12 bytes`."""
     if kind == OBJECT:
         return f"an {KINDS[kind]} of {shape[0]} bytes"
     return f"{DTYPES[dtype].name}{list(shape)}"
@@ -287,9 +280,8 @@ def place_deferred(names: list[str], shapes: Array, ndim: Array, rows: _Part) ->
         ranks = [int(rows.late_rank[row]) for row in (one, other)]
         raise ReplicaMismatch(
             f"Ranks {ranks[0]} and {ranks[1]} hold the same part of {names[tensor]!r}, number "
-            f"{int(rows.late_position[one])} along "
-            f"axis {axis}, but one has length {int(rows.late_length[one])} there and the other "
-            f"{int(rows.late_length[other])}.",
+            f"{int(rows.late_position[one])} along axis {axis}, but one has length "
+            f"{int(rows.late_length[one])} there and the other {int(rows.late_length[other])}.",
             rank=ranks[1],
             hint="Replicas must be cut alike.",
             details={"tensor": names[tensor], "ranks": ranks},
@@ -324,8 +316,8 @@ def _wrong_total(
 
 
 def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, rows: _Part) -> None:
-    """Every tensor is tiled exactly once, or the first fault with its place and ranks. `first`: a rank that
-    names each."""
+    """Raise CoverageError for the first tensor that is not tiled exactly once. first: a rank that names each
+    tensor."""
     problem = first_problem(shapes, rows.tensor, rows.offset, rows.size)
     if problem is None:
         return
@@ -340,8 +332,7 @@ def check_coverage(names: list[str], shapes: Array, ndim: Array, first: Array, r
         f"Tensor {name!r} of shape {list(shape)} {sentence}.",
         rank=guilty,
         hint="Check the offsets, global shapes and replica counts that these ranks declare, and that every "
-        "rank "
-        "which holds a part takes part in the save.",
+        "rank which holds a part takes part in the save.",
         details={"tensor": name, "kind": problem.kind, "place": list(place), "ranks": ranks[:64]},
     )
 
@@ -360,7 +351,7 @@ def _say(
         )
         return f"is not covered: {location} no rank wrote it, {wrote}{holders}", None
     place = np.asarray(problem.place)
-    # The boxes that hold the first doubled index; their writers are the ones to name.
+    # The boxes that contain the first doubled index; the error names their writers.
     inside = mine[((rows.offset[mine] <= place) & (place < rows.offset[mine] + rows.size[mine])).all(axis=1)]
     if problem.kind == "overlap":
         twice = sorted(set(rows.rank[inside].tolist()))
@@ -373,7 +364,7 @@ def _say(
 
 
 def _keys(tensor: Array, offset: Array, size: Array) -> Array:
-    """A 64-bit number per box, equal for equal boxes."""
+    """Return a 64-bit number per box, equal for equal boxes."""
     with np.errstate(over="ignore"):
         key = tensor.astype("<u8") * _MIX
         for column in (*offset.T, *size.T):
@@ -382,23 +373,23 @@ def _keys(tensor: Array, offset: Array, size: Array) -> Array:
 
 
 def check_witnesses(names: list[str], rows: _Part) -> None:
-    """What replicas hold must be what was written."""
+    """Raise ReplicaMismatch if a replica does not hold the bytes that were written."""
     if not len(rows.witness_tensor):
         return
-    # Boxes meet by a 64-bit key, without a loop over millions of rows.
+    # Boxes are matched by a 64-bit key, without a loop over millions of rows.
     keys = _keys(rows.tensor, rows.offset, rows.size)
     order = np.argsort(keys)
     wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
     position = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
     chunk = order[position] if len(order) else position
-    # A witness without a chunk of its very box is passed over: coverage has told whether anything lacks.
+    # A witness without a chunk of exactly its box is skipped: coverage has checked that nothing is missing.
     known = keys[chunk] == wanted if len(keys) else np.zeros(len(wanted), bool)
     begin = np.cumsum(rows.digest_count) - rows.digest_count
     part = np.flatnonzero(known & (rows.witness_block >= 0))
-    # Kept inside the chunk: a number out of range must not be compared with the digest of another.
+    # Clipped to the chunk: a number out of range must not select a digest of another chunk.
     block = np.minimum(rows.witness_block[part], rows.digest_count[chunk[part]] - 1)
     differ = part[rows.digests[begin[chunk[part]] + block] != rows.witness_digest[part]].tolist()
-    # Once a chunk, however many replicas have witnessed it.
+    # Once per chunk, however many witnesses it has.
     whole: dict[int, int] = {}
     for row in np.flatnonzero(known & (rows.witness_block < 0)).tolist():
         of = int(chunk[row])
@@ -408,7 +399,7 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
             differ.append(row)
     if not differ:
         return
-    # The first by name and rank, so that the same fault is the same sentence every time.
+    # The first by name and rank, so that the same fault always gives the same message.
     first = min(differ, key=lambda row: (names[int(rows.witness_tensor[row])], int(rows.witness_rank[row])))
     tensor, writer = int(rows.witness_tensor[first]), int(rows.rank[chunk[first]])
     others = sorted(
@@ -421,7 +412,7 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
     raise ReplicaMismatch(
         f"Under the one name {names[tensor]!r} rank {writer} and rank{'s' if len(others) > 1 else ''} "
         f"{', '.join(map(str, others[:8]))} hold different bytes{more}; saving one of them would lose the "
-        f"others.",
+        "others.",
         rank=others[0],
         hint=DECLARE,
         details={"tensor": names[tensor], "ranks": [writer, *others[:64]], "tensors": tensors[:10]},
@@ -431,14 +422,14 @@ def check_witnesses(names: list[str], rows: _Part) -> None:
 def check_vanished(
     names: Iterable[str], before: Iterable[str], whose: str, wrote: Callable[[str], list[int]]
 ) -> None:
-    """Every name of `before` must still be there."""
+    """Raise Vanished if a name of `before` is missing."""
     now = set(names)
     gone = sorted(name for name in before if name not in now)
     if not gone:
         return
 
     def say(name: str) -> str:
-        # Asked for the few names that are shown: it opens the previous index each time.
+        # Called only for the few names that are shown, because it opens the previous index each time.
         ranks = wrote(name)
         return f"{name!r}" + (f" (last written by rank {', '.join(map(str, ranks[:4]))})" if ranks else "")
 
@@ -446,8 +437,7 @@ def check_vanished(
     ranks = wrote(gone[0])
     raise Vanished(
         f"{len(gone)} name{'s' if len(gone) > 1 else ''} that {whose} has {'are' if len(gone) > 1 else 'is'} "
-        f"not in this save: "
-        f"{listed(gone, say)}.",
+        f"not in this save: {listed(gone, say)}.",
         rank=ranks[0] if ranks else None,
         hint=(f"The nearest name that is there is {near!r}. " if near else "")
         + "If they were removed on purpose, say so: expected=None.",
@@ -456,7 +446,7 @@ def check_vanished(
 
 
 def same_tensors(a: Columns, b: Columns) -> int:
-    """How many tensors two indexes have, if they have the same ones, cut alike, with equal digests; else
+    """Return the number of tensors of two indexes with the same tensors, chunk counts and digests; otherwise
     0."""
     alike = (
         a.names == b.names

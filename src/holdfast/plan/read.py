@@ -1,10 +1,10 @@
-"""Which bytes of which chunks a rank needs: box intersection, never every pair. Pure.
+"""Compute which bytes of which chunks a rank needs: intersect boxes without comparing every pair. Pure.
 
-For each tensor the wanted boxes are joined with the stored ones. Few boxes are compared
-directly. Many are joined through a grid: an axis on which the stored boxes' intervals are
-equal or disjoint gives each box an interval number, the numbers of all such axes make a key, and
-a wanted box looks up just the keys that it covers. Axes that are not like that are filtered
-afterwards; if there is none that is, a sweep along the axis that leaves the fewest candidates is used.
+For each tensor the wanted boxes are joined with the stored ones. Few boxes are compared directly. Many are
+joined through a grid: along an axis on which the intervals of the stored boxes are equal or disjoint, each
+box gets an interval number. The numbers of all such axes form a key, and a wanted box looks up just the keys
+that it covers. Other axes are filtered afterwards. If no axis is a grid, a sweep along the axis with the
+fewest candidates is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.layout.box import Box
 from holdfast.layout.tensor import Dims
 
 DIRECT = 32
-"""Compare all pairs of a tensor while they are at most this many times its boxes."""
+"""All pairs of a tensor are compared if they are at most this many times its boxes."""
 
 
 class Overlaps(NamedTuple):
@@ -41,12 +41,13 @@ def overlaps(
     chunk_offset: Array,
     chunk_size: Array,
 ) -> Overlaps:
-    """All pairs that intersect, ordered by chunk. Boxes are padded alike; `*_tensor` ascend for chunks."""
+    """Return all pairs that intersect, ordered by chunk. Boxes have equal dimensions; `chunk_tensor`
+    ascends."""
     begin = np.searchsorted(chunk_tensor, np.arange(tensors))
     end = np.searchsorted(chunk_tensor, np.arange(tensors), side="right")
     chunks_of = end - begin
     wanted_of = np.bincount(wanted_tensor, minlength=tensors)
-    # Nearly all tensors are light, and go through arrays together. The loop is for the few with many boxes.
+    # Nearly all tensors have few boxes, and are handled together. The loop is for the others.
     heavy = chunks_of * wanted_of > DIRECT * (chunks_of + wanted_of)
     light = np.flatnonzero(~heavy[wanted_tensor])
     counts = chunks_of[wanted_tensor[light]]
@@ -62,15 +63,18 @@ def overlaps(
     chunk = np.concatenate([pair[1] for pair in lists])
     low = np.maximum(wanted_offset[wanted], chunk_offset[chunk])
     high = np.minimum(wanted_offset[wanted] + wanted_size[wanted], chunk_offset[chunk] + chunk_size[chunk])
-    # The exact test, for all of them: candidates are a superset.
+    # The exact test, because candidates are a superset.
     hit = np.flatnonzero((low < high).all(axis=1))
-    # By chunk: the reader takes all pairs of a chunk together, and reads its blocks once.
+    # By chunk, because the reader handles all pairs of a chunk together, and reads its blocks once.
     hit = hit[np.argsort(chunk[hit], kind="stable")]
     return Overlaps(wanted[hit], chunk[hit], low[hit], (high - low)[hit])
 
 
 def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, Array]:
-    """Candidate pairs of one tensor; a superset of those that intersect, and not much larger."""
+    """Return candidate pairs of one tensor: a superset of those that intersect, and not much larger.
+
+    wo, ws: offset and size of wanted boxes. co, cs: of chunks.
+    """
     key = np.zeros(len(co), np.int64)
     cells_key = np.zeros(len(wo), np.int64)
     owner = np.arange(len(wo))
@@ -81,15 +85,15 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
             continue
         stops = np.zeros(len(starts), np.int64)
         np.maximum.at(stops, number, co[:, axis] + cs[:, axis])
-        # No grid along this axis: what begins alike has to end alike, before the next begins.
+        # In a grid, intervals with equal starts have equal stops, and stop before the next one starts.
         if (co[:, axis] + cs[:, axis] != stops[number]).any() or (stops[:-1] > starts[1:]).any():
             continue
         low = np.searchsorted(stops, wo[owner, axis], side="right")
         high = np.searchsorted(starts, (wo + ws)[owner, axis], side="left")
         counts = np.maximum(high - low, 0)
         if int(counts.sum()) > 4 * (len(co) + len(wo)) + len(owner):
-            continue  # a wanted box that spans a sparse grid: leave this axis to the filter
-        # A key that overflows int64 wraps, and may meet another: more candidates, and none is lost.
+            continue  # wanted boxes span a sparse grid: leave this axis to the exact test
+        # A key that overflows int64 wraps, and may equal another: that adds candidates, and loses none.
         owner = np.repeat(owner, counts)
         cells_key = np.repeat(cells_key, counts) * len(starts) + expand_ranges(low, counts)
         key = key * len(starts) + number
@@ -102,9 +106,9 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
     left = np.searchsorted(key[order], cells_key, side="left")
     right = np.searchsorted(key[order], cells_key, side="right")
     counts = right - left
-    # More than a few candidates a box: the axes of the grid have not told the boxes apart.
+    # With more than a few candidates per box, the grid axes do not separate the boxes well.
     if (many := int(counts.sum())) > 4 * (len(co) + len(wo)):
-        fewer = _sweep(wo, ws, co, cs, many)  # the axes that are grids may be the ones that tell little
+        fewer = _sweep(wo, ws, co, cs, many)  # another axis may separate them better
         if fewer is not None:
             return fewer
     return np.repeat(owner, counts), order[expand_ranges(left, counts)]
@@ -113,15 +117,15 @@ def candidate_pairs(wo: Array, ws: Array, co: Array, cs: Array) -> tuple[Array, 
 def _sweep(
     wo: Array, ws: Array, co: Array, cs: Array, below: int | None = None
 ) -> tuple[Array, Array] | None:
-    """Candidates by one axis: stored boxes that begin before the wanted one ends, and not too early.
+    """Return candidates by one axis: chunks that begin before the wanted box ends, and not too early.
 
-    None if that leaves no fewer than `below`.
+    None if they are not fewer than `below`.
     """
     best: tuple[int, Array, Array, Array] | None = None
     for axis in range(co.shape[1]):
         order = np.argsort(co[:, axis], kind="stable")
         starts = co[order, axis]
-        # A stored box that begins further before the wanted one than the widest is long can't reach into it.
+        # A chunk that begins before the wanted box by more than the widest chunk's length can't reach it.
         reach = int(cs[:, axis].max(initial=0))
         left = np.searchsorted(starts, wo[:, axis] - reach, side="right")
         right = np.searchsorted(starts, wo[:, axis] + ws[:, axis], side="left")

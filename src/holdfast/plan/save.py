@@ -1,6 +1,6 @@
-"""What one rank writes, and of what it only says that it holds the same. Pure.
+"""Plan which boxes one rank writes, and of which it only sends a digest, as a witness. Pure.
 
-Only this rank's own shards are looked at, so planning costs O(own shards) in any world.
+Planning looks only at this rank's shards, so it costs O(own shards) in any world.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.plan.shard_table import Planned, RowArrays, SavePlan, ShardTable
 
 PANELS = (8, 4, 2)
 PANEL_ROW = 256
-"""Bytes of a row that a column panel has at least; shorter rows are not worth a scattered copy."""
+"""Minimum bytes per row of a column panel; shorter rows are not worth a scattered copy."""
 PANEL_CHUNK = 256 << 10
-"""Chunks below this size are read whole anyway."""
+"""Smaller chunks are not cut, because they are read whole anyway."""
 
 
 def first_axis_bytes(size: Array, nbytes: Array) -> Array:
-    """Bytes of one row of each chunk: along its first axis longer than 1."""
+    """Return the bytes per row of each chunk, along its first axis longer than 1."""
     if not len(size):
         return np.zeros(0, np.int64)
     first = np.argmax(size > 1, axis=1)
@@ -32,24 +32,25 @@ def first_axis_bytes(size: Array, nbytes: Array) -> Array:
 
 
 def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
-    """Decide from the rows and their settled replicas."""
+    """Plan a save from the rows and their agreed replicas, (index, count) each."""
     arrays = table.arrays()
     index, count = np.array(replicas, np.int64).reshape(-1, 2).T
     unsharded = np.asarray(table.unsharded, bool)
     check = options.check_replicas
-    # What is empty has no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, and falls out below.
+    # Empty boxes have no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, so no condition below selects
+    # it.
     full = arrays.nbytes > 0
     witness_all = np.full(len(table), check == "full") | ((check == "auto") & unsharded)
-    # Below twice `split_bytes`, `cut` makes one part.
+    # Below twice `split_bytes`, `cut` returns one part.
     in_one_piece = full & (count > 1) & (arrays.nbytes < 2 * options.split_bytes) & ~witness_all
-    # The rule of `plan.replicas.shares`, here a second time for all rows that go in one piece: they are most
-    # rows of a mixture of experts, and a loop over their pieces is too slow. A change here is a change there.
+    # The rule of `plan.replicas.shares` again, as array code for rows of one piece: they are most rows of a
+    # mixture of experts, and a loop over them is too slow. Change both together.
     whole = np.flatnonzero(in_one_piece)
     first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
-    place = (index[whole] - np.asarray(first, np.int64)) % count[whole]
-    written = _Rows(arrays, np.concatenate([np.flatnonzero(full & (count == 1)), whole[place == 0]]))
-    # Place 1 is the replica after the writer, the witness that `shares` would choose.
-    seen = _Rows(arrays, whole[place == 1] if check != "off" else whole[:0])
+    distance = (index[whole] - np.asarray(first, np.int64)) % count[whole]
+    written = _Rows(arrays, np.concatenate([np.flatnonzero(full & (count == 1)), whole[distance == 0]]))
+    # Distance 1: the replica after the writer, which `shares` would choose as witness.
+    seen = _Rows(arrays, whole[distance == 1] if check != "off" else whole[:0])
     for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
         name, box, nbytes = table.specs[row].name, table.boxes[row], int(arrays.nbytes[row])
         for part, writes in shares(
@@ -64,20 +65,20 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
         else np.zeros(0, bool)
     )
     chunks = _panels(*written.arrays(), arrays.itemsize, wide)
-    # Cut as chunks are: a digest is compared with that of the very same box.
+    # Cut like chunks, because a digest is compared with that of exactly the same box.
     witnesses = _panels(*seen.arrays(), arrays.itemsize, wide)
     complete = (
         unsharded[witnesses.row]
         if options.check_replicas == "auto"
         else np.full(len(witnesses.row), options.check_replicas == "full")
     )
-    # File order: widest elements first, so that every chunk is aligned without holes.
+    # File order: widest elements first, so that every chunk is aligned without gaps.
     order = np.argsort(-arrays.itemsize[chunks.row], kind="stable")
     return SavePlan(arrays.dims, Planned(*(column[order] for column in chunks)), witnesses, complete)
 
 
 class _Rows:
-    """Boxes of a shard table: whole rows, and parts of some."""
+    """Boxes of a shard table: whole rows, and parts of rows."""
 
     def __init__(self, arrays: RowArrays, whole: Array) -> None:
         self._arrays, self._whole = arrays, whole
@@ -89,7 +90,7 @@ class _Rows:
         self._parts.append(part)
 
     def arrays(self) -> tuple[Array, Array, Array]:
-        """Row, offset and size of each."""
+        """Return the row, offset and size of each box."""
         arrays, dims = self._arrays, self._arrays.dims
         return (
             np.concatenate([self._whole, np.asarray(self._rows, np.int64)]),
@@ -99,14 +100,15 @@ class _Rows:
 
 
 def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Array) -> Planned:
-    """Cut wide matrices that are to be cut into column panels; everything else stays one chunk."""
+    """Cut the wide matrices among the rows in `to_cut` into column panels; everything else stays one
+    chunk."""
     nbytes = np.prod(size, axis=1) * itemsize[row] if len(row) else np.zeros(0, np.int64)
     parts = np.ones(len(row), np.int64)
     if len(to_cut) and len(row) and size.shape[1] >= 2:
         width = size[:, -1]
-        # A vector is contiguous however it is cut, and gains nothing.
+        # Cutting a vector gains nothing, because its pieces are contiguous anyway.
         wide = to_cut[row] & (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
-        # From the fewest on, so that the most panels that fit remain.
+        # In ascending order, so that the largest count that fits is assigned last.
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
     if (parts > 1).any():

@@ -1,4 +1,4 @@
-"""What one rank holds, as parallel lists: the value that planning starts from. No torch here."""
+"""The shard table: what one rank holds, as parallel lists. Planning starts from it. No torch here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Memory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where they lie in host memory; 0 if not there, or not row-major."""
+        """Address in host memory; 0 if the bytes are elsewhere, or not row-major."""
         ...
 
     def gather(self, box: Box, out: Buffer) -> None:
@@ -34,15 +34,15 @@ class Memory(Protocol):
 
 @dataclass
 class ShardTable:
-    """Rows: one shard each. A name may have several rows (several boxes)."""
+    """One row per shard. A name may have several rows (several boxes)."""
 
     rank: int = 0
     specs: list[TensorSpec] = field(default_factory=list)
     boxes: list[Box] = field(default_factory=list)
     replicas: list[Replica | None] = field(default_factory=list)
-    """(index, count) of this copy; None: not declared, to be agreed with the other ranks."""
+    """(index, count) of this copy; None: not declared, so the ranks must agree on it."""
     unsharded: list[bool] = field(default_factory=list)
-    """A plain tensor or an object: nobody has declared that copies are equal, so all bytes are compared."""
+    """A plain tensor or an object: no rank has declared that copies are equal, so all bytes are compared."""
     memory: list[Memory] = field(default_factory=list)
     deferred: list[DeferredOffset | None] = field(default_factory=list)
     """The position of a shard whose offset depends on the lengths of the others on its shard line."""
@@ -76,9 +76,9 @@ class ShardTable:
         return len(self.specs)
 
     def check(self) -> None:
-        """The same name must mean the same tensor, and boxes must lie inside it."""
+        """Raise BadInput if one name stands for two tensors, or a box lies outside its tensor."""
         seen: dict[str, TensorSpec] = {}
-        # Found here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
+        # Checked here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
         for spec, box in zip(self.specs, self.boxes, strict=True):
             first = seen.setdefault(spec.name, spec)
             if first is not spec and first != spec:
@@ -95,8 +95,8 @@ class ShardTable:
                 )
 
     def arrays(self) -> RowArrays:
-        """The numbers of all rows as rectangles, padded with leading ones. Made once; add no rows after."""
-        # `extend` adds rows without asking: then they are made anew.
+        """Return the numbers of all rows as arrays, padded with leading ones. They are cached."""
+        # `add` and `extend` do not invalidate the cache, so a changed number of rows does.
         if self._arrays is not None and len(self._arrays.nbytes) == len(self):
             return self._arrays
         dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
@@ -124,16 +124,17 @@ class RowArrays:
 
 
 def describe(spec: TensorSpec) -> str:
-    """For messages: `float32[4, 8]`, or `an object`."""
+    """Return `float32[4, 8]`, or `an object`, for messages."""
     if spec.kind == OBJECT:
         return "an object"
     return f"{DTYPES[spec.dtype].name}{list(spec.shape)}"
 
 
 def contiguous_at(shape: Dims, box: Box) -> int | None:
-    """Where a sub-box begins in a row-major tensor of `shape`, in elements, if it lies there in one piece."""
+    """Return the first element of a sub-box in a row-major tensor of `shape`; None if it is not
+    contiguous."""
     start, stride, inner_full = 0, 1, True
-    # From the last axis outwards: once one is cut, all before it may have one index only.
+    # From the last axis outwards: once an axis is cut, all axes before it must have a single index.
     for axis in range(len(shape) - 1, -1, -1):
         size = box.shape[axis]
         if not inner_full and size != 1:
@@ -146,7 +147,7 @@ def contiguous_at(shape: Dims, box: Box) -> int | None:
 
 
 class Planned(NamedTuple):
-    """Rows of a plan: which row of the shard table, and the box of it (global indices)."""
+    """Rows of a plan: the row of the shard table, and the box in it (global indices)."""
 
     row: Array
     offset: Array
@@ -156,10 +157,10 @@ class Planned(NamedTuple):
 
 
 class SavePlan(NamedTuple):
-    """What this rank writes, and what it witnesses. Both are rectangles padded to `dims`."""
+    """What this rank writes, and what it witnesses. Boxes are padded to `dims` dimensions."""
 
     dims: int
     chunks: Planned
     witnesses: Planned
     witness_full: Array
-    """Per witness: all blocks are compared, not one."""
+    """Per witness: whether all blocks are compared, not just one."""
