@@ -77,7 +77,7 @@ class _WarmUp(CollectiveTask):
             },
             "budget": self._budget,
             "free": self._device.free(),
-            # With the groups that were not given: an error can then tell them from groups never made.
+            # All groups: an error can then tell groups that were not given from groups that were not made.
             "has": [known.name for known in there],
             "groups": [
                 claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
@@ -365,7 +365,7 @@ def warm_up(
             )
         known = [group for group in known if any(value is group.group for value in asked)]
     call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
-    turn = _WarmUp(known, chosen, memory_budget, call)
+    task = _WarmUp(known, chosen, memory_budget, call)
     begun = time.perf_counter()
-    turn.run()
-    return WarmUpReport(tuple(turn.warmed), turn.rounds, turn.groups_in_world, time.perf_counter() - begun)
+    task.run()
+    return WarmUpReport(tuple(task.warmed), task.rounds, task.groups_in_world, time.perf_counter() - begun)

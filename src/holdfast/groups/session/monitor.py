@@ -197,7 +197,7 @@ class Monitor:
     def _have_said(self, what: str, ranks: list[int]) -> set[int]:
         """Return the ranks that have said `what`, or whose process has ended."""
         messages = self.roster.get([f"{self.key}/{what}/{rank}" for rank in ranks])
-        silent = [rank for rank, word in zip(ranks, messages, strict=True) if word is None]
+        silent = [rank for rank, message in zip(ranks, messages, strict=True) if message is None]
         presences = self.roster.get([at_key(rank) for rank in silent])
         gone = {
             rank
