@@ -21,6 +21,7 @@ from holdfast.maintenance.target import Place
 from holdfast.plan.byte_ranges import ByteRange, byte_ranges
 from holdfast.plan.read import overlaps
 from holdfast.plan.shard_table import ShardTable
+from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.views.needs import (
     Needs,
@@ -118,16 +119,7 @@ def fetch(
         raise BadInput(f"vocabulary must be at least 1, not {vocabulary}.")
     store = open_store(source)
     with open_source(store) as opened:
-        if isinstance(opened, Slice):
-            raise BadInput(
-                f"{store.url} is itself what was fetched for {opened.fetched_for}.",
-                hint="Fetch from the whole folder.",
-            )
-        if isinstance(opened, TorchDist):
-            raise BadInput(
-                f"{store.url} is a checkpoint of torch DCP or megatron-core, whose bytes carry no digests.",
-                hint=f"`holdfast import torch_dist {store.url} OUT` makes one of Holdfast; fetch from that.",
-            )
+        _check_source(store, opened)
         columns = opened.select()
         specs = {
             name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row), int(columns.kind[row]))
@@ -162,6 +154,20 @@ def fetch(
         path=path,
         bytes_written=written,
     )
+
+
+def _check_source(store: Store, opened: Source) -> None:
+    """Raise BadInput for a source that can't be fetched from."""
+    if isinstance(opened, Slice):
+        raise BadInput(
+            f"{store.url} is itself what was fetched for {opened.fetched_for}.",
+            hint="Fetch from the whole folder.",
+        )
+    if isinstance(opened, TorchDist):
+        raise BadInput(
+            f"{store.url} is a checkpoint of torch DCP or megatron-core, whose bytes carry no digests.",
+            hint=f"`holdfast import torch_dist {store.url} OUT` makes one of Holdfast; fetch from that.",
+        )
 
 
 _Find = Callable[[Grid, Sequence[int], Sequence[int] | None], dict[int, Needs]]
