@@ -1,4 +1,5 @@
-"""What the command line does with checkpoints that are there: look, compare, verify, rebuild, sweep.
+"""Work on existing checkpoints: inspect, compare, verify, fetch, reindex, prune, fingerprint.
 
-One module a task, one process, no torch. Imported by `cli` only.
+One module per task. All but `fingerprints` run in one process, and all but `fingerprints` and `same` without
+torch. Imported by `cli`, `huggingface`, `integrations` and the public names.
 """

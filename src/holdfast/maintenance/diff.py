@@ -1,8 +1,8 @@
-"""Two checkpoints, name by name: what is in one only, what changed its shape, what its content.
+"""Compare two checkpoints by name: names in one only, changed shapes or dtypes, changed content.
 
-Where both have a chunk with the same box and the same blocks, digests answer and no data is read.
-Elsewhere (the same tensor saved in another layout) the bytes of both are read, slab by slab,
-so that memory stays bounded whatever the size of the tensor.
+If both have a chunk with the same box and the same blocks, their digests are compared and no data is read.
+Otherwise (the same tensor saved in another layout) the bytes of both are read, slab by slab, so that memory
+stays bounded whatever the size of the tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class Content(msgspec.Struct, frozen=True):
-    """A name whose content differs. Of an object, both values; of a tensor, where and how much."""
+    """A name whose content differs. `a` and `b` are the values of an object; the rest is about a tensor."""
 
     name: str
     kind: str
@@ -57,7 +57,7 @@ class Content(msgspec.Struct, frozen=True):
     of: int = 0
     """Chunks of A."""
     first: tuple[int, ...] | None = None
-    """Where the first part that differs begins."""
+    """Offset of the first part that differs."""
     elements: int | None = None
     """How many elements differ (only if values were asked for)."""
     largest: float | None = None
@@ -65,7 +65,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Misplaced(msgspec.Struct, frozen=True):
-    """An index that does not belong to the folder it lies in."""
+    """An index of another step than the folder that it is in."""
 
     path: str
     folder_step: int
@@ -73,7 +73,7 @@ class Misplaced(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """How two checkpoints differ."""
+    """The differences of two checkpoints."""
 
     a: str
     b: str
@@ -86,7 +86,7 @@ class Compared(msgspec.Struct, frozen=True):
     equal: int
     """Names that are in both and equal."""
     bytes_read: int
-    """Data that had to be read; 0 where digests answered everything."""
+    """Bytes of data that were read; 0 if digests were enough."""
     misplaced: tuple[Misplaced, ...] = ()
 
 
@@ -95,7 +95,7 @@ class _Side:
     store: Store
     index: Index
     columns: Columns
-    """Of the names that both have, in the same order."""
+    """Rows of the names that both have, in the same order."""
 
     def chunks(self, row: int) -> tuple[int, int]:
         return (int(self.columns.chunk_end[row - 1]) if row else 0), int(self.columns.chunk_end[row])
@@ -140,14 +140,14 @@ class _Work:
             self._tensor(row, name)
 
     def _same_digests(self, row: int) -> bool:
-        """The whole tensor has the same chunks in both, and their digests are equal."""
+        """Return whether the tensor has the same chunks in both, with equal digests."""
         (a0, a1), (b0, b1) = self.a.chunks(row), self.b.chunks(row)
         a, b = self.a.columns, self.b.columns
         ndim = int(a.ndim[row])
         return (
             a1 - a0 == b1 - b0
             and ndim == int(b.ndim[row])
-            # Without the padding in front, which is as wide as each index needs.
+            # Without the padding in front, whose width depends on the other tensors of the index.
             and np.array_equal(a.offset[a0:a1, a.dims - ndim :], b.offset[b0:b1, b.dims - ndim :])
             and np.array_equal(a.size[a0:a1, a.dims - ndim :], b.size[b0:b1, b.dims - ndim :])
             and np.array_equal(a.block[a0:a1], b.block[b0:b1])
@@ -155,7 +155,7 @@ class _Work:
         )
 
     def _object(self, name: str) -> None:
-        """Objects with other bytes may still be equal values (a dict in another order)."""
+        """Compare objects by value: different bytes may be equal values (a dict in another order)."""
         columns = [side.one(name) for side in (self.a, self.b)]
         sizes = [one.shape_of(0)[0] for one in columns]
         # Decoding holds both values in memory at once.
@@ -167,21 +167,21 @@ class _Work:
             for side, one in zip((self.a, self.b), columns, strict=True)
         ]
         self.bytes_read += sum(map(len, data))
-        # Only plain ones are decoded: the other format would need torch.
+        # Only plain objects are decoded: the other format would need torch.
         if all(part[:1] == objects.PLAIN for part in data) and _equal(data[0], data[1], name):
             return
         self.content.append(Content(name, "object", objects.preview(data[0]), objects.preview(data[1])))
 
     def _tensor(self, row: int, name: str) -> None:
         ndim, itemsize = int(self.a.columns.ndim[row]), int(self.a.columns.itemsizes()[row])
-        # By box: where both have cut a part alike its digests answer, although others are cut in another way.
+        # By box, so that digests are compared where both have the same chunk, although other chunks differ.
         known = {self.b.box(chunk, ndim): chunk for chunk in range(*self.b.chunks(row))}
         count, first, total = 0, None, _Total()
         one: tuple[Columns, Columns] | None = None
         for chunk in range(*self.a.chunks(row)):
             box = self.a.box(chunk, ndim)
             same = self._by_digest(chunk, known.get(box))
-            # Digests that differ say so for sure; only how many elements differ takes a read.
+            # Different digests are enough to know that the chunk differs; data is read to count elements.
             if same is None or (self.values and not same):
                 one = one or (self.a.one(name), self.b.one(name))
                 same = self._by_reading(one, box, itemsize, total)
@@ -193,7 +193,7 @@ class _Work:
             self.content.append(Content(name, "tensor", None, None, count, high - low, first, *counted))
 
     def _by_digest(self, chunk: int, other: int | None) -> bool | None:
-        """Equal, not equal, or None: the digests can't be compared."""
+        """Return whether the chunks are equal, or None if their digests can't be compared."""
         if other is None or self.a.columns.block[chunk] != self.b.columns.block[other]:
             return None
         return np.array_equal(self.a.digests(chunk, chunk + 1), self.b.digests(other, other + 1))
@@ -219,23 +219,26 @@ class _Total:
     largest: float | None = None
 
     def add(self, x: Array, y: Array, itemsize: int, dtype: str) -> None:
-        # By bytes: NaN equals itself then, and -0.0 is not 0.0.
+        # By bytes, so that NaN equals itself, and -0.0 differs from 0.0.
         differ = (x.reshape(-1, itemsize) != y.reshape(-1, itemsize)).any(axis=1)
         self.elements += int(differ.sum())
         a, b = _numbers(x, dtype), _numbers(y, dtype)
         if a is None or b is None:
             return
         with np.errstate(all="ignore"):
-            # In floats, as a difference of unsigned numbers would wrap.
+            # As floats, because a difference of unsigned numbers would wrap.
             gap = np.abs(a[differ].astype(complex if a.dtype.kind == "c" else float) - b[differ])
-        # An infinity or NaN on one side is counted above, but has no distance.
+        # An infinity or NaN on one side is counted above, but has no finite difference.
         real = gap[np.isfinite(gap)]
         if len(real):
             self.largest = max(self.largest or 0.0, float(real.max()))
 
 
 def _numbers(data: Array, dtype: str) -> Array | None:
-    """Bytes as numbers NumPy knows; bfloat16 is the upper half of a float32. None for the rest."""
+    """View bytes as numbers of NumPy, or return None if it has no such dtype.
+
+    bfloat16 becomes float32, of which it is the upper half.
+    """
     if dtype == "bfloat16":
         return (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     return data.view(_NUMPY[dtype]) if dtype in _NUMPY else None
@@ -255,16 +258,17 @@ def compare(
     progress: Callable[[int], None] = lambda moved: None,
     slab: int = SLAB,
 ) -> Compared:
-    """Compare two checkpoints. `values` also counts elements that differ, and by how much at most.
+    """Compare two checkpoints; of a run folder, its newest committed step.
 
-    Of a run folder the newest committed step is compared. Data files that are missing or short are
-    CorruptCheckpoint: what digests alone say of them would not be so.
+    values: also count the elements that differ, and find their largest difference.
+
+    Raises CorruptCheckpoint if a data file is missing or has another size: digests alone would not show it.
     """
     stores = checkpoint_at(a), checkpoint_at(b)
     with open_index(stores[0]) as first, open_index(stores[1]) as second:
         opened = tuple(zip(stores, (first, second), strict=True))
         for store, index in opened:
-            # Equal digests say nothing of files that are gone, so each is looked for first.
+            # Digests in the index can be equal although a data file is gone, so files are checked first.
             _check_files(store, index)
         names_a, names_b = first.names(), second.names()
         both = sorted(set(names_a) & set(names_b))
@@ -272,7 +276,7 @@ def compare(
         work = _Work(sides[0], sides[1], values, slab, progress)
         for row in range(len(both)):
             work.row(row)
-        misplaced = tuple(found for store, index in opened if (found := _misplaced(store, index)) is not None)
+        misplaced = tuple(entry for store, index in opened if (entry := _misplaced(store, index)) is not None)
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
     unequal = len(work.changed) + len(work.content)
     return Compared(
@@ -290,15 +294,15 @@ def compare(
 
 
 def _check_files(store: Store, index: Index) -> None:
-    """Every data file that the index names is there, with its size."""
+    """Raise CorruptCheckpoint if a data file of the index is missing or has another size."""
     for name, size in zip(index.file_names(), index.column("file_size").tolist(), strict=True):
         try:
             with closing(store.open(name)) as reader:
-                found = reader.size
+                actual = reader.size
         except NotFound:
             raise _lost(store, name, "is missing") from None
-        if found != size:
-            raise _lost(store, name, f"has {found} bytes, but was written with {size}")
+        if actual != size:
+            raise _lost(store, name, f"has {actual} bytes, but was written with {size}")
 
 
 def _lost(store: Store, name: str, problem: str) -> CorruptCheckpoint:
@@ -310,6 +314,10 @@ def _lost(store: Store, name: str, problem: str) -> CorruptCheckpoint:
 
 
 def _misplaced(store: Store, index: Index) -> Misplaced | None:
-    """A step's folder whose index is of another step."""
-    here, said = step_of(os.path.basename(store.url)), number(about(index).get("step"))
-    return None if here is None or said in (None, here) else Misplaced(store.url, here, said or 0)
+    """Return the mismatch if the folder's name and its index have different steps."""
+    folder_step, index_step = step_of(os.path.basename(store.url)), number(about(index).get("step"))
+    return (
+        None
+        if folder_step is None or index_step in (None, folder_step)
+        else Misplaced(store.url, folder_step, index_step or 0)
+    )

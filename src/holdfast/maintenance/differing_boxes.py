@@ -1,4 +1,4 @@
-"""Where the elements of two tensors differ, as a few boxes."""
+"""Find the boxes in which the elements of two tensors differ."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from holdfast.layout.box import Box
 
 
 def differing_boxes(x: Array, y: Array, box: Box) -> Iterator[Box]:
-    """Boxes that hold every element that differs: for each index of the leading axes, runs of rows, with the
-    columns from the first that differs to the last.
+    """Return boxes that hold every element that differs.
+
+    For each index of the leading axes these are runs of rows, from the first column that differs to the last.
 
     x, y: the bytes of the elements of `box`, row-major, of any shape.
     """

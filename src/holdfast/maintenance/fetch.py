@@ -1,5 +1,4 @@
-"""What some ranks need of a checkpoint or a published model: which bytes of which files, and a copy of just
-these."""
+"""Find which bytes of a checkpoint or a published model some ranks need, and copy just these."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from holdfast.maintenance.target import Place
 from holdfast.plan.byte_ranges import ByteRange, byte_ranges
 from holdfast.plan.read import overlaps
 from holdfast.plan.shard_table import ShardTable
+from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.views.needs import (
     Needs,
@@ -34,11 +34,11 @@ from holdfast.views.needs import (
 from holdfast.views.rank_share import RankShare, share_of, stages_of
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes of the whole."""
+"""Called with the bytes done and the bytes in all."""
 
 
 class RankNeeds(msgspec.Struct, frozen=True):
-    """What one rank needs."""
+    """Number of tensors and bytes that one rank needs."""
 
     rank: int
     tensors: int
@@ -46,7 +46,7 @@ class RankNeeds(msgspec.Struct, frozen=True):
 
 
 class FileNeeds(msgspec.Struct, frozen=True):
-    """What the ranks need of one file of the source."""
+    """The bytes of one file of the source that the ranks need."""
 
     name: str
     bytes: int
@@ -55,28 +55,28 @@ class FileNeeds(msgspec.Struct, frozen=True):
 
 
 class FetchReport(msgspec.Struct, frozen=True):
-    """What ranks need, and what was copied."""
+    """The result of `fetch`: what the ranks need, and what was copied."""
 
     source: str
     step: int | None
     ranks: str
     grid: str
     tensors: int
-    """That at least one of the ranks needs something of."""
+    """Number of tensors of which at least one rank needs a part."""
     bytes: int
-    """Of their elements, each once, however many of the ranks need it."""
+    """Bytes of the elements that the ranks need, each counted once."""
     bytes_of_files: int
-    """That hold them: more than `bytes` where digests cover blocks."""
+    """Bytes to read from files: more than `bytes` where digests cover blocks."""
     bytes_in_all: int
-    """Of all tensors of the source."""
+    """Bytes of all tensors of the source."""
     by_rank: tuple[RankNeeds, ...]
     files: tuple[FileNeeds, ...]
     taken_whole: tuple[str, ...]
-    """Names of which it is not known how ranks share them."""
+    """Names that ranks take whole, because it is not known how ranks share them."""
     path: str | None = None
     """The folder with the copy."""
     bytes_written: int = 0
-    """By this call; files that an earlier one had finished are not counted."""
+    """Bytes written by this call, without files that an earlier call had finished."""
 
 
 def fetch(
@@ -90,22 +90,22 @@ def fetch(
     weights_only: bool = False,
     progress: Progress | None = None,
 ) -> FetchReport:
-    """Find what ranks need of a checkpoint or a published model, and copy just that to a folder of theirs.
+    """Find what some ranks need of a checkpoint or a published model, and copy just that to a folder.
 
         >>> huggingface.fetch("Qwen3-30B-A3B", "8-15", "world=64,tp=2,pp=4,ep=8", "/local/Qwen3-30B-A3B")
 
-    These ranks load from the copy, in this grid, with nothing else present; others get MissingTensors. One
-    process, a few hundred MB of memory, no torch. After an interruption the same call goes on.
+    These ranks can load from the copy alone, in this grid; other ranks get MissingTensors. It runs in one
+    process, without torch, in a few hundred MB of memory. After an interruption the same call continues.
 
     source: the folder of a published model, or a committed Holdfast checkpoint of megatron-core's model.
-    ranks: such as those of one host: "8-15", or numbers.
+    ranks: ranks of the job, such as those of one host: "8-15", or numbers.
     grid: how the ranks of the job share the model: a `Grid`, or a text such as "world=64,tp=2,pp=4,ep=8".
-    to: a new folder, or that of a fetch that was interrupted; None: nothing is copied.
-    split: how many layers each model chunk has, in the order of the model: pp x vpp numbers. None: all the
-        same.
-    vocabulary: rows of the model's embedding, with its padding. None: as many as a checkpoint has; of a
-        published model rows for any padding up to a multiple of 128 x tp.
-    weights_only: of a checkpoint: leave out the optimizer's state and the states of random generators.
+    to: a new folder, or the folder of an interrupted fetch; None: nothing is copied.
+    split: number of layers of each model chunk, in the order of the model: pp x vpp numbers. None: all have
+        the same.
+    vocabulary: rows of the model's embedding, with its padding. None: as many as a checkpoint has, or, for a
+        published model, enough for any padding up to a multiple of 128 x tp.
+    weights_only: leave out the optimizer's state and the states of random generators of a checkpoint.
     progress: called with the bytes copied, and the bytes of the whole copy.
 
     Raises BadInput for ranks, a grid or a split that do not fit the model, and for a folder that holds
@@ -114,21 +114,12 @@ def fetch(
     grid = grid_of(grid) if isinstance(grid, str) else grid
     numbers = ranks_of(ranks) if isinstance(ranks, str) else ranks_of(ranks_text(ranks))
     for rank in (numbers[0], numbers[-1]):
-        grid.coordinates(rank)  # refuses one that the grid does not have
+        grid.coordinates(rank)  # raises if the grid has no such rank
     if vocabulary is not None and vocabulary < 1:
         raise BadInput(f"vocabulary must be at least 1, not {vocabulary}.")
     store = open_store(source)
     with open_source(store) as opened:
-        if isinstance(opened, Slice):
-            raise BadInput(
-                f"{store.url} is itself what was fetched for {opened.fetched_for}.",
-                hint="Fetch from the whole folder.",
-            )
-        if isinstance(opened, TorchDist):
-            raise BadInput(
-                f"{store.url} is a checkpoint of torch DCP or megatron-core, whose bytes carry no digests.",
-                hint=f"`holdfast import torch_dist {store.url} OUT` makes one of Holdfast; fetch from that.",
-            )
+        _check_source(store, opened)
         columns = opened.select()
         specs = {
             name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row), int(columns.kind[row]))
@@ -143,7 +134,8 @@ def fetch(
         if to is not None:
             kind = PUBLISHED if isinstance(opened, PublishedModel) else CHECKPOINT
             what = Fetched(kind, ranks_text(numbers), grid.text(), columns, specs, needs)
-            writer = SliceWriter(store, opened, open_store(to), what, progress or _quiet)
+            report = progress or (lambda done, total: None)
+            writer = SliceWriter(store, opened, open_store(to), what, report)
             written, path = writer.write(), writer.url
     return FetchReport(
         source=store.url,
@@ -164,24 +156,34 @@ def fetch(
     )
 
 
-def _quiet(done: int, total: int) -> None:
-    pass
+def _check_source(store: Store, opened: Source) -> None:
+    """Raise BadInput for a source that can't be fetched from."""
+    if isinstance(opened, Slice):
+        raise BadInput(
+            f"{store.url} is itself what was fetched for {opened.fetched_for}.",
+            hint="Fetch from the whole folder.",
+        )
+    if isinstance(opened, TorchDist):
+        raise BadInput(
+            f"{store.url} is a checkpoint of torch DCP or megatron-core, whose bytes carry no digests.",
+            hint=f"`holdfast import torch_dist {store.url} OUT` makes one of Holdfast; fetch from that.",
+        )
 
 
 _Find = Callable[[Grid, Sequence[int], Sequence[int] | None], dict[int, Needs]]
 
 
 def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_only: bool) -> _Find:
-    """How to find what ranks need of a source."""
+    """Return a function that finds what ranks need of a source."""
     view = opened.view_if_known if isinstance(opened, PublishedModel) else None
     is_published = isinstance(opened, PublishedModel)
     sizes = sizes_published(view, specs, words) if is_published else sizes_stored(specs, words)
 
     def find(grid: Grid, ranks: Sequence[int], split: Sequence[int] | None) -> dict[int, Needs]:
         stages = stages_of(grid, sizes.layers, split)
-        # Data-parallel ranks need the same, so it is found once.
+        # Data-parallel ranks need the same, so it is computed once.
         known: dict[tuple[RankShare, int], Needs] = {}
-        found = {}
+        needs = {}
         for rank in ranks:
             share = share_of(grid, rank, sizes, stages)
             key = (share, -1 if is_published else rank)
@@ -191,8 +193,8 @@ def _needs_of(opened: Source, specs: dict[str, TensorSpec], words: int, weights_
                     if is_published
                     else of_stored(specs, share, rank, weights_only)
                 )
-            found[rank] = known[key]
-        return found
+            needs[rank] = known[key]
+        return needs
 
     return find
 
@@ -204,8 +206,8 @@ def _nbytes(needs: Needs, specs: dict[str, TensorSpec]) -> int:
 
 
 def _files(columns: Columns, specs: dict[str, TensorSpec], needs: Needs) -> tuple[FileNeeds, ...]:
-    """Which bytes of which files that is."""
-    row = {name: at for at, name in enumerate(columns.names)}
+    """Return the byte ranges of each file that hold what is needed."""
+    rows = {name: row for row, name in enumerate(columns.names)}
     table = ShardTable()
     for name, boxes in needs.boxes.items():
         for box in boxes:
@@ -215,7 +217,7 @@ def _files(columns: Columns, specs: dict[str, TensorSpec], needs: Needs) -> tupl
     missing = lead - arrays.dims
     pairs = overlaps(
         len(columns.names),
-        np.asarray([row[spec.name] for spec in table.specs], np.int64),
+        np.asarray([rows[spec.name] for spec in table.specs], np.int64),
         np.pad(arrays.offset, ((0, 0), (missing, 0))),
         np.pad(arrays.size, ((0, 0), (missing, 0)), constant_values=1),
         columns.tensor_of_chunk(),

@@ -1,7 +1,7 @@
-"""Fingerprints of a live state, over all ranks that hold it: sums of what each has, without a gather.
+"""Take fingerprints of a live state from sums that each rank makes of its shards, without a gather.
 
-A shard of which several ranks have a declared copy is summed by the first of them. What nobody has declared,
-such as the plain tensors of data-parallel ranks, is summed by each that has it, and must be the same on all.
+If several ranks have declared copies of a shard, the first of them sums it. Undeclared rows, such as plain
+tensors of data-parallel ranks, are summed by every rank that has them, and must be the same on all.
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ def fingerprint(
     stall_timeout: float = 120.0,
     roster: Roster | None = None,
 ) -> dict[str, Fingerprint]:
-    """Take the fingerprints of all weights of a state, in whatever layout the ranks have it.
+    """Take the fingerprints of all weights of a state, in any layout over ranks.
 
-    All participants call it, and all get the same answer. It issues no collective, and gathers no weights.
-    Equal weights have equal fingerprints on any number of ranks, and those that a save notes in the index
-    (`Options(fingerprint=True)`) are the same numbers.
+    All participants call it, and all get the same result. It issues no collective, and gathers no weights.
+    Equal weights have equal fingerprints on any number of ranks. A save with `Options(fingerprint=True)`
+    stores the same fingerprints in the index.
 
-    state_dict: nested dict, as `holdfast.save` takes it. State of optimizers and objects are left out.
+    state_dict: nested dict, as `holdfast.save` takes it. Optimizer state and objects are left out.
     include, exclude: shell patterns of names; `model` means everything under it.
-    participants: ranks of the default process group that take part, ascending or not; default all. Other
-        ranks must not call.
+    participants: ranks of the default process group that take part, in any order; default all. Other ranks
+        must not call.
     process_group: the same, as a group of torch.distributed.
     no_dist: this process alone, whether or not torch.distributed is initialised.
-    timeout: seconds from this call until it fails, however well it goes.
-    stall_timeout: seconds that a rank may go without any progress before it is given up.
+    timeout: seconds from this call until it fails, even if it makes progress.
+    stall_timeout: seconds that a rank may make no progress before the call fails.
     roster: a coordination store to use in place of torch.distributed's.
 
     Raises BadInput for arguments and state, ReplicaMismatch where ranks hold different things under one name,
@@ -97,7 +97,7 @@ def fingerprint_leaves(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
 ) -> dict[str, Fingerprint]:
-    """`fingerprint` of what `collect` yields for a rank."""
+    """Take the fingerprints of the leaves that `collect` returns for a rank."""
     task = _Task(call)
 
     def read() -> None:
@@ -114,10 +114,10 @@ _Row = tuple[str, Dims, Dims, int, int]
 
 
 class _Rows(msgspec.Struct):
-    """What a rank has summed."""
+    """The sums of one rank."""
 
     specs: dict[str, tuple[int, Dims]]
-    """What it holds under each name."""
+    """Dtype and shape of what it holds, by name."""
     rows: list[_Row]
 
 
@@ -127,14 +127,14 @@ class _Task(CollectiveTask):
     def __init__(self, call: Call) -> None:
         super().__init__("fingerprint of the state", "memory:fingerprint", call)
         self.trouble: HoldfastError | None = None
-        """What reading the state met; all ranks hear of it."""
+        """The error of reading the state, which all ranks raise."""
         self._table = ShardTable(call.rank)
         self._streams = CallerStreams(self._table)
-        self._said = _Rows({}, [])
+        self._report = _Rows({}, [])
         self._undeclared: list[_Row] = []
 
     def take(self, table: ShardTable) -> None:
-        """The rows of this rank's state."""
+        """Take the rows of this rank's state."""
         if any(late is not None for late in table.deferred):
             raise BadInput(
                 "The offsets of some shards are known to all ranks together only; such a state has no "
@@ -143,7 +143,7 @@ class _Task(CollectiveTask):
         self._table = table
         self._streams = CallerStreams(table)  # on the caller's thread, whose streams these are
 
-    # -- what the protocol asks -------------------------------------------------------------------
+    # -- calls of the protocol ----------------------------------------------------------------------
 
     def contribute(self) -> Message:
         if self.trouble is not None:
@@ -152,34 +152,34 @@ class _Task(CollectiveTask):
         for row, (spec, box) in enumerate(zip(self._table.specs, self._table.boxes, strict=True)):
             if spec.kind == OBJECT or not is_weight(spec.name):
                 continue
-            self._said.specs[spec.name] = (spec.dtype, spec.shape)
+            self._report.specs[spec.name] = (spec.dtype, spec.shape)
             replica = self._table.replicas[row]
             if replica is None:
                 self._undeclared.append((spec.name, box.offset, box.shape, *self._sums(row)))
             elif replica[0] == 0:
-                self._said.rows.append((spec.name, box.offset, box.shape, *self._sums(row)))
-        # In place of the rows, of which mostly all ranks have the same.
+                self._report.rows.append((spec.name, box.offset, box.shape, *self._sums(row)))
+        # A digest in place of the rows, because mostly all ranks have the same rows.
         return {"undeclared": hex_digest(digest(msgspec.json.encode(self._undeclared)))}
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         first: dict[str, int] = {}
-        for rank, message in said.items():
+        for rank, message in contributions.items():
             first.setdefault(message["undeclared"], rank)
         wanted = set(first.values())
-        return {rank: {"wanted": rank in wanted} for rank in said}
+        return {rank: {"wanted": rank in wanted} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
         if answer["wanted"]:
-            self._said.rows += self._undeclared
-        message: Message = msgspec.to_builtins(self._said)
+            self._report.rows += self._undeclared
+        message: Message = msgspec.to_builtins(self._report)
         return message
 
     def finish(self, reports: dict[int, Message]) -> Message:
         whole = _Whole()
         for rank, message in reports.items():
             whole.add(rank, from_roster(message, _Rows, rank))
-        found: Message = msgspec.to_builtins(whole.result())
-        return found
+        answer: Message = msgspec.to_builtins(whole.result())
+        return answer
 
     def _sums(self, row: int) -> tuple[int, int]:
         first, second = self._sums_of(row)
@@ -192,7 +192,7 @@ class _Task(CollectiveTask):
         for part in slabs(box, itemsize, _SLAB):
             inside = part.relative_to(box.offset)
             start = contiguous_at(box.shape, inside) if memory.address else None
-            if start is not None:  # where it lies
+            if start is not None:  # without a copy
                 size = part.volume * itemsize
                 data: Buffer = (ctypes.c_ubyte * size).from_address(memory.address + start * itemsize)
             else:
@@ -208,9 +208,9 @@ class _Whole:
 
     def __init__(self) -> None:
         self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
-        """By name the first rank that has it, and what it is there."""
+        """By name: the first rank that has it, and its dtype and shape there."""
         self._sums: dict[str, dict[Box, tuple[int, tuple[int, int]]]] = {}
-        """By name and box the first rank that has it, and its sums."""
+        """By name and box: the first rank that has it, and its sums."""
 
     def add(self, rank: int, rows: _Rows) -> None:
         for name, spec in rows.specs.items():
@@ -233,15 +233,15 @@ class _Whole:
                 )
 
     def result(self) -> dict[str, Fingerprint]:
-        found = {}
+        fingerprints = {}
         for name in sorted(self._specs):
             rank, (dtype, shape) = self._specs[name]
             boxes = self._sums.get(name, {})
             self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
             sums = np.asarray([sums for _, sums in boxes.values()], np.uint64).reshape(-1, 2)
             value = text_of(sums.sum(axis=0, dtype=np.uint64))
-            found[name] = Fingerprint(DTYPES[dtype].name, shape, value)
-        return found
+            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value)
+        return fingerprints
 
     def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
         dims = max(len(shape), 1)

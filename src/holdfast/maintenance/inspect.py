@@ -1,4 +1,4 @@
-"""What is in a checkpoint or a run folder, as values to print. Reads the index and small objects."""
+"""Describe a checkpoint or a run folder, as values to print. Reads only the index and small objects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.store.run_folder import is_only_marked, step_folders
 from holdfast.values import Json
 
 SHOWN_OBJECT = 1 << 20
-"""Objects larger than this are not read for their one line."""
+"""Bytes. Larger objects are not read for their line of output."""
 
 
 class File(msgspec.Struct, frozen=True):
@@ -59,12 +59,12 @@ class Checkpoint(msgspec.Struct, frozen=True):
     ranks: int | None
     files: tuple[File, ...]
     bytes: int
-    """Of all files, the index included."""
+    """Bytes of all files, the index included."""
     tensors: int
     objects: int
     chunks: int
     matched: int
-    """Names that the pattern matches; `shown` may be fewer."""
+    """Number of names that the pattern matches; `shown` may have fewer."""
     shown: tuple[Tensor, ...]
 
 
@@ -77,7 +77,7 @@ class RunStep(msgspec.Struct, frozen=True):
     bytes: int
     created: float | None
     problem: str | None = None
-    """Why the index can't be read, if it can't."""
+    """Why the index can't be read; None if it can."""
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class Run(msgspec.Struct, frozen=True):
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """Where a tensor is, and what a reader of `box` (if one was asked about) needs."""
+    """Where a tensor is stored, and what a reader of a box (if one was given) needs."""
 
     path: str
     name: str
@@ -100,13 +100,13 @@ class Explained(msgspec.Struct, frozen=True):
     size: tuple[int, ...] | None = None
     bytes_wanted: int | None = None
     bytes_read: int | None = None
-    """More than wanted where digest blocks hold other bytes as well."""
+    """More than `bytes_wanted` where digest blocks also hold other bytes."""
 
 
 def describe(
     path: Place, name: str | None = None, limit: int | None = None, chunks: bool = False
 ) -> Checkpoint | Run:
-    """A checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
+    """Describe a checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
     store, is_run = checkpoint_or_run(path)
     if is_run:
         return Run(
@@ -121,54 +121,58 @@ def _checkpoint(
 ) -> Checkpoint:
     names = index.names()
     rows = [row for row, name in enumerate(names) if pattern is None or matches(name, pattern)]
-    # Of what is shown only. The counts below come from the header and from one narrow column.
+    # Only the rows that are shown. The counts below come from the header and from one narrow column.
     columns = index.select(np.asarray(rows[:limit], np.int64))
     kinds = index.column("kind")
     files = tuple(
         File(name, int(size), int(rank))
         for name, size, rank in zip(columns.file_names, columns.file_size, columns.file_rank, strict=True)
     )
-    said = about(index)
+    metadata = about(index)
     return Checkpoint(
         path=store.url,
-        step=number(said.get("step")),
-        created=moment(said.get("created")),
-        versions=said.get("versions"),
-        grid=said.get("grid"),
-        notes=said.get("notes"),
-        ranks=number(said.get("ranks")),
+        step=number(metadata.get("step")),
+        created=moment(metadata.get("created")),
+        versions=metadata.get("versions"),
+        grid=metadata.get("grid"),
+        notes=metadata.get("notes"),
+        ranks=number(metadata.get("ranks")),
         files=files,
         bytes=sum(file.size for file in files) + index.size,
         tensors=int((kinds != OBJECT).sum()),
         objects=int((kinds == OBJECT).sum()),
         chunks=index.chunks,
         matched=len(rows),
-        shown=tuple(_tensor(store, index, columns, rows, at, chunks) for at in range(len(columns.names))),
+        shown=tuple(
+            _tensor(store, index, columns, rows, position, chunks) for position in range(len(columns.names))
+        ),
     )
 
 
-def _tensor(store: Store, index: Index, columns: Columns, rows: list[int], at: int, chunks: bool) -> Tensor:
-    first = int(columns.chunk_end[at - 1]) if at else 0
-    mine: Array = columns.file[first : int(columns.chunk_end[at])]
-    is_object, shape = int(columns.kind[at]) == OBJECT, columns.shape_of(at)
-    dtype = DTYPES[int(columns.dtype[at])]
-    # In Python's numbers, which do not wrap.
+def _tensor(
+    store: Store, index: Index, columns: Columns, rows: list[int], position: int, chunks: bool
+) -> Tensor:
+    first = int(columns.chunk_end[position - 1]) if position else 0
+    mine: Array = columns.file[first : int(columns.chunk_end[position])]
+    is_object, shape = int(columns.kind[position]) == OBJECT, columns.shape_of(position)
+    dtype = DTYPES[int(columns.dtype[position])]
+    # As Python integers, which do not overflow.
     nbytes = int(np.prod(shape, dtype=object)) * dtype.size
     return Tensor(
-        name=columns.names[at],
-        kind=KINDS[int(columns.kind[at])],
+        name=columns.names[position],
+        kind=KINDS[int(columns.kind[position])],
         dtype="" if is_object else dtype.name,
         shape=shape,
         bytes=nbytes,
         chunks=len(mine),
         writers=tuple(np.unique(columns.file_rank[mine]).tolist()),
-        value=_value(store, index, rows[at], nbytes) if is_object else None,
-        parts=plan_explain.parts(columns, at) if chunks else None,
+        value=_value(store, index, rows[position], nbytes) if is_object else None,
+        parts=plan_explain.parts(columns, position) if chunks else None,
     )
 
 
 def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
-    """An object in one line. Damage is said here, so that the rest can still be looked at."""
+    """Return an object as one line of text. Damage is a text too, so that the rest can still be shown."""
     if nbytes > SHOWN_OBJECT:
         return f"<{nbytes} bytes>"
     try:
@@ -185,7 +189,7 @@ def _step(step: int, store: Store) -> RunStep:
                 size = index.size + int(index.column("file_size").sum())
                 return RunStep(step, store.url, True, size, moment(about(index).get("created")))
         except HoldfastError as error:
-            # A damaged step still counts as committed: `restore` tries it, too.
+            # A damaged step still counts as committed, because `restore` tries it too.
             return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)
     other = store.stat(METADATA) if METADATA in names and not is_only_marked(store) else None
     return RunStep(
@@ -194,16 +198,16 @@ def _step(step: int, store: Store) -> RunStep:
 
 
 def _present_bytes(store: Store, names: list[str]) -> int:
-    """Bytes of the files that are there; one that goes meanwhile counts for nothing."""
+    """Return the bytes of the files that exist; a file that is deleted meanwhile counts 0."""
     files = [name for name in names if not name.endswith("/")]
-    found = (store.stat(name) for name in [*files, *(f"{DATA}/{name}" for name in store.list(DATA))])
-    return sum(entry.size for entry in found if entry is not None and entry.kind is Kind.FILE)
+    entries = (store.stat(name) for name in [*files, *(f"{DATA}/{name}" for name in store.list(DATA))])
+    return sum(entry.size for entry in entries if entry is not None and entry.kind is Kind.FILE)
 
 
 def explain(path: Place, name: str, box: str | None = None) -> Explained:
-    """Where a tensor's parts are; with a box such as `0:4,10:20`, what a reader of it needs.
+    """Return where a tensor's parts are stored; with a box such as `0:4,10:20`, what a reader of it needs.
 
-    Of a run folder the newest committed step is looked at.
+    A run folder stands for its newest committed step.
     """
     store = checkpoint_at(path)
     with open_index(store) as index:
@@ -217,7 +221,7 @@ def explain(path: Place, name: str, box: str | None = None) -> Explained:
         columns = index.select(np.asarray([row]))
     shape, is_object = columns.shape_of(0), int(columns.kind[0]) == OBJECT
     dtype = DTYPES[int(columns.dtype[0])]
-    found = Explained(
+    explained = Explained(
         store.url,
         name,
         KINDS[int(columns.kind[0])],
@@ -226,11 +230,11 @@ def explain(path: Place, name: str, box: str | None = None) -> Explained:
         plan_explain.parts(columns, 0),
     )
     if box is None:
-        return found
+        return explained
     wanted = parse_box(box, shape)
     needs = plan_explain.needed(columns, 0, wanted)
     return msgspec.structs.replace(
-        found,
+        explained,
         parts=needs,
         offset=wanted.offset,
         size=wanted.shape,
@@ -240,7 +244,7 @@ def explain(path: Place, name: str, box: str | None = None) -> Explained:
 
 
 def parse_box(text: str, shape: tuple[int, ...]) -> Box:
-    """`0:4,10:20`, an item an axis; `:` is all of an axis, `3` is one index of it."""
+    """Parse a box such as `0:4,10:20`, one item per axis; `:` is a whole axis, `3` is one index of it."""
     items = text.split(",") if text.strip() else []
     if len(items) != len(shape):
         raise BadInput(f"The box {text!r} has {len(items)} axes, the tensor has {len(shape)}: {list(shape)}.")

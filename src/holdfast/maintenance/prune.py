@@ -1,14 +1,14 @@
-"""Sweep what no index names, and old steps if asked; never what may still be needed.
+"""Remove files that no index names, and old steps if asked; never what may still be needed.
 
-What keeps this safe:
-- a folder is listed before its index is read, so a file that is committed in between is named;
-- what no index names goes only if the youngest such file of its folder is old enough: ranks
-  of one running save finish at different times, and all of its files must stay;
-- a step whose index can't be read is left as it is: its files may be all that is left of it, and
-  it does not count as one of the newest either;
-- links are not followed, only names that Holdfast gives are touched, and only folders that are named as it
-  names a step's go;
-- what a folder of another format's checkpoint holds stays.
+These rules keep it safe:
+- A folder is listed before its index is read, so the index names a file that is committed in between.
+- Files that no index names are removed only if the youngest of their folder is old enough. Ranks of a running
+  save finish at different times, and all its files must stay.
+- A step whose index can't be read is not touched, because its files may be all that is left of it. Nor does
+  it count as one of the newest steps.
+- Links are not followed. Only files with names that Holdfast makes are removed, and only folders with the
+  names that it gives to steps.
+- The folder of another format's checkpoint stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOUR = 3600.0
 
 
 class Removed(msgspec.Struct, frozen=True):
-    """A file or step that went, or would go."""
+    """A file or step that was removed, or would be in a dry run."""
 
     path: str
     """Relative to the run folder."""
@@ -42,14 +42,14 @@ class Removed(msgspec.Struct, frozen=True):
 
 
 class Skipped(msgspec.Struct, frozen=True):
-    """What was left alone although no index names it, or although it is old."""
+    """What was not removed although no index names it, or although it is old."""
 
     path: str
     why: str
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """What a sweep did, or would do."""
+    """What `prune` did, or would do in a dry run."""
 
     path: str
     dry_run: bool
@@ -71,23 +71,24 @@ class _Left(NamedTuple):
 class _Sweep:
     def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
         self.store, self.dry_run = store, dry_run
-        # The one place where times of files meet a clock of this host (docs/failure-model.md, Clocks).
+        # Only here are file times compared with a clock of this host (docs/failure-model.md, Clocks).
         self.before = time.time() - older_than
         self.removed: list[Removed] = []
         self.skipped: list[Skipped] = []
         self.good: dict[str, int] = {}
-        """Folders of the committed steps that can be read."""
+        """Folders of the committed steps whose index can be read, with their step."""
         self.busy: set[str] = set()
+        """Folders into which a save may be writing."""
 
     def top(self) -> None:
-        """What was never put in place in the run folder itself."""
+        """Remove files of the run folder itself that were never renamed into place."""
         for name in self.store.list():
-            found = self._stat(name) if name.startswith(HIDDEN) and not name.endswith("/") else None
-            if found is not None and found.modified <= self.before:
-                self._remove(found, "it was never put in place")
+            entry = self._stat(name) if name.startswith(HIDDEN) and not name.endswith("/") else None
+            if entry is not None and entry.modified <= self.before:
+                self._remove(entry, "it was never put in place")
 
     def step(self, step: int, folder: str) -> None:
-        """Left-overs of one step folder."""
+        """Remove the left-overs of one step folder."""
         try:
             self._step(step, folder)
         except HoldfastError as error:
@@ -97,8 +98,8 @@ class _Sweep:
         if is_linked(self.store, folder):
             self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
             return
-        # Listed before the index is read: a file that a commit names in between is then named when it is
-        # looked for. The other way round it would look like a left-over.
+        # Listed before the index is read: otherwise a file that is committed in between would look like a
+        # left-over.
         names = self._ours(folder)
         try:
             with open_index(self.store.child(folder)) as index:
@@ -106,27 +107,26 @@ class _Sweep:
                 index.select()  # a step counts as committed only if all of its index can be read
             self.good[folder] = step
             why = "no index names it"
-        # Also of a checkpoint of torch DCP, in which only files that are named as ours are looked at.
+        # Also raised for a checkpoint of torch DCP, of which only files with our names are considered.
         except NotCommitted:
             named, why = set(), "the step was never committed"
-        # Its files may be all that is left of it, and `reindex` may bring it back.
+        # The files may be all that is left of the step, and `reindex` may restore it.
         except HoldfastError as error:
             self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
             return
-        left = [found for name in names if name not in named and (found := self._stat(name)) is not None]
-        # All or none: ranks of a running save finish at different times, so its first files
-        # may be old by now.
-        if any(found.modified > self.before for found in left):
+        left = [entry for name in names if name not in named and (entry := self._stat(name)) is not None]
+        # All or none: ranks of a running save finish at different times, so its first files may be old.
+        if any(entry.modified > self.before for entry in left):
             self.busy.add(folder)
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
             return
-        for found in left:
-            self._remove(found, why)
+        for entry in left:
+            self._remove(entry, why)
         if folder not in self.good:
             self._remove_folder(folder, not left)
 
     def _ours(self, folder: str) -> list[str]:
-        """Files of a step folder that Holdfast made, but for the index."""
+        """List the files of a step folder that Holdfast made, without the index."""
         names = [
             f"{folder}/{DATA}/{name}"
             for name in self.store.list(f"{folder}/{DATA}")
@@ -136,23 +136,23 @@ class _Sweep:
         return names + [f"{folder}/{name}" for name in top if not name.endswith("/")]
 
     def _stat(self, path: str) -> _Left | None:
-        found = self.store.stat(path)
-        return None if found is None else _Left(path, found.size, found.modified)
+        entry = self.store.stat(path)
+        return None if entry is None else _Left(path, entry.size, entry.modified)
 
-    def _remove(self, found: _Left, why: str) -> None:
+    def _remove(self, entry: _Left, why: str) -> None:
         if not self.dry_run:
-            self.store.delete(found.path)
-        self.removed.append(Removed(found.path, why, found.size))
+            self.store.delete(entry.path)
+        self.removed.append(Removed(entry.path, why, entry.size))
 
     def _remove_folder(self, folder: str, was_empty: bool) -> None:
-        """A step folder without an index, once nothing is left in it; a new save makes it again."""
-        # A save that has just begun has an empty folder. Its time tells only if nothing was removed from it
-        # here, which made it new.
-        found = self._stat(folder)
-        if was_empty and found is not None and found.modified > self.before:
+        """Remove a step folder that has no index and no other files; a new save creates it again."""
+        # An empty, young folder may be of a save that has just begun. A removal in it would have renewed its
+        # time, so the time counts only if nothing was removed here.
+        entry = self._stat(folder)
+        if was_empty and entry is not None and entry.modified > self.before:
             self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
             return
-        # In a dry run what would have gone is still there, so it is taken off by name.
+        # In a dry run files that would be removed are still there, so they are subtracted by name.
         foreign = set(self.store.list(folder)) - {f"{DATA}/"}
         foreign |= set(self.store.list(f"{folder}/{DATA}"))
         gone = {os.path.basename(item.path) for item in self.removed if item.path.startswith(folder + "/")}
@@ -166,41 +166,44 @@ class _Sweep:
             return
         self.removed.append(Removed(folder, "the step was never committed", 0))
         if not self.dry_run:
-            with suppress(HoldfastError):  # a save that begins right now keeps its folder
+            with suppress(HoldfastError):  # fails if a save begins right now, which keeps its folder
                 self.store.delete(f"{folder}/{DATA}")
                 self.store.delete(folder)
 
     def old(self, keep: int) -> None:
-        """Committed steps beyond the newest `keep` that can be read."""
-        # `good` ascends by step, as the folders were visited. What can't be read is not in it, so a damaged
-        # newest step never pushes out the last good one.
+        """Remove committed steps beyond the newest `keep` that can be read."""
+        # `good` ascends by step, in the order of the visits. It has only steps that can be read, so a damaged
+        # newest step never displaces the last good one.
         for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
             if folder in self.busy:
-                continue  # said already
-            size = sum(found.size for name in self._all(folder) if (found := self._stat(name)) is not None)
+                continue  # reported already
+            size = sum(entry.size for name in self._all(folder) if (entry := self._stat(name)) is not None)
             if not self.dry_run:
                 remove_step(self.store, folder)
-            # Also where nothing was removed, in a dry run: `kept` is what would be left.
+            # Also in a dry run: `kept` is what would be left.
             del self.good[folder]
             self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
 
     def _all(self, folder: str) -> list[str]:
-        # Left-overs of the same folder went before, and were counted then.
+        # Left-overs of the same folder were removed, and counted, before.
         gone = {item.path for item in self.removed}
         names = [f"{folder}/{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
 
 
 def prune(run: Place, keep: int | None = None, older_than: float = HOUR, dry_run: bool = False) -> Pruned:
-    """Sweep a run folder. `keep` also removes older committed steps; the newest one always stays."""
+    """Remove the left-overs of a run folder.
+
+    keep: also remove all but the newest `keep` committed steps. older_than: seconds; younger left-overs stay.
+    """
     if keep is not None and keep < 1:
         raise BadInput(f"keep must be at least 1, not {keep}: the newest committed step always stays.")
     if older_than < 0:
         raise BadInput(f"older_than must be seconds from 0 on, not {older_than}.")
     store = open_store(run)
-    found = store.stat()
-    if found is None or found.kind not in FOLDERS:
-        raise BadInput(f"{store.url} " + ("does not exist." if found is None else "is a file, not a folder."))
+    entry = store.stat()
+    if entry is None or entry.kind not in FOLDERS:
+        raise BadInput(f"{store.url} " + ("does not exist." if entry is None else "is a file, not a folder."))
     if INDEX in store.list():
         raise BadInput(
             f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."

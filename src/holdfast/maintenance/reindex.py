@@ -1,9 +1,9 @@
-"""Rebuild a lost or damaged index from the indexes that the data files carry of themselves.
+"""Rebuild a lost or damaged index from the indexes that are embedded in the data files.
 
-A folder may hold files of several attempts: a save that failed, one that was overwritten. Nothing
-may be mixed, so files are grouped by the attempt that wrote them, each of which says how many ranks
-and files it had, and an index is made only if just one attempt is all there and covers every
-tensor exactly once. What can't be known is refused with the way out: naming the files (`only`).
+A folder may have files of several attempts, such as a save that failed or that was overwritten, and these
+must not be mixed. So files are grouped by the attempt that wrote them, which also stored how many ranks and
+files it had. An index is made only if exactly one attempt is complete and covers every tensor exactly once.
+Otherwise an error asks the user to name the files (`only`).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class Reindexed(msgspec.Struct, frozen=True):
-    """What became of the index."""
+    """The result of `reindex`."""
 
     path: str
     action: str
-    """`none` (the present one is good), `would write` (a dry run) or `written`."""
+    """`none` (the present index is good), `would write` (a dry run) or `written`."""
     step: int | None
     tensors: int
     files: tuple[str, ...]
     left_out: tuple[LeftOut, ...]
     bytes: int
-    """Of the files that the index names."""
+    """Bytes of the files that the index names."""
 
 
 class WholeFile(NamedTuple):
@@ -59,19 +59,23 @@ class WholeFile(NamedTuple):
 
     name: str
     rank: int
-    said: dict[str, object]
+    about: dict[str, object]
+    """The description in its embedded index: step, attempt, number of ranks and of files."""
     columns: Columns
 
 
 class BrokenFile(NamedTuple):
-    """One that is not."""
+    """A data file that can't be used."""
 
     name: str
     why: str
 
 
 def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Sequence[str] = ()) -> Reindexed:
-    """Rebuild the index of a checkpoint. A good index is left alone unless `force`."""
+    """Rebuild the index of a checkpoint. A good index stays as it is unless `force`.
+
+    only: names of the data files to use, whichever attempt they are of.
+    """
     store = open_store(path)
     if not force and (present := _good_index(store)) is not None:
         return present
@@ -84,15 +88,15 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     whole: list[WholeFile] = []
     broken: list[BrokenFile] = []
     for name in names:
-        found = look(store, name)
-        whole.append(found) if isinstance(found, WholeFile) else broken.append(found)
+        file = look(store, name)
+        whole.append(file) if isinstance(file, WholeFile) else broken.append(file)
     if not whole:
         why = f" ({broken[0].name}: {broken[0].why})" if broken else ""
         raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
     chosen = _choose(store, whole, broken, bool(only))
     columns = _merge(store, chosen)
     data = encode(columns, _about(chosen))
-    # A save that commits meanwhile wins: this is a Conflict then.
+    # If a save commits meanwhile, it wins, and this raises Conflict.
     if not dry_run:
         store.publish(INDEX, data, version_of(store, INDEX))
     taken = {file.name for file in chosen}
@@ -101,7 +105,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
     return Reindexed(
         store.url,
         "would write" if dry_run else "written",
-        number(chosen[0].said.get("step")),
+        number(chosen[0].about.get("step")),
         len(columns.names),
         tuple(columns.file_names),
         tuple(left),
@@ -110,7 +114,7 @@ def reindex(path: Place, dry_run: bool = False, force: bool = False, only: Seque
 
 
 def _good_index(store: Store) -> Reindexed | None:
-    """The present index, if every row of it can be read and believed."""
+    """Return the present index, if every row of it can be read and verified."""
     try:
         with open_index(store) as index:
             columns = index.select()
@@ -122,6 +126,7 @@ def _good_index(store: Store) -> Reindexed | None:
 
 
 def _data_files(store: Store, only: Sequence[str]) -> list[str]:
+    """List the data files, or those that `only` names."""
     there = [name for entry in store.list(DATA) if is_data_file(name := f"{DATA}/{entry}")]
     if not only:
         return there
@@ -133,23 +138,22 @@ def _data_files(store: Store, only: Sequence[str]) -> list[str]:
 
 
 def look(store: Store, name: str) -> WholeFile | BrokenFile:
-    """A data file's index of itself, or what can still be said of the file."""
+    """Read the embedded index of a data file, or find why it can't be used."""
     try:
         reader = store.open(name)
     except HoldfastError as error:
         return BrokenFile(name, error.message)
     try:
         with closing(reader):
-            # The header comes first in a file, so one that was cut short mostly still has it.
+            # The header comes first in a file, so a truncated file mostly still has it.
             header = read_header(reader.read, _ANY_SIZE, f"{store.url}/{name}")
-            start, stop = (header.data_start + at for at in header.entries[EMBEDDED].data_offsets)
-            # The embedded index is a file's end, so a file that is too short has none, and one that is
-            # longer is another.
+            start, stop = (header.data_start + offset for offset in header.entries[EMBEDDED].data_offsets)
+            # The embedded index ends the file. So a shorter file lacks it, and a longer one is another file.
             if reader.size != stop:
                 return BrokenFile(name, f"it has {reader.size} bytes where its header announces {stop}")
             index = embedded_index(reader, start, stop, f"{store.url}/{name}")
             columns = index.embedded()
-            # A copy under another name would stand beside the original, and cover everything twice.
+            # A copy under another name would cover the same chunks as the original.
             if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
                 return BrokenFile(
                     name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
@@ -164,49 +168,48 @@ def look(store: Store, name: str) -> WholeFile | BrokenFile:
 
 
 def _choose(store: Store, whole: list[WholeFile], broken: list[BrokenFile], named: bool) -> list[WholeFile]:
-    """The files of the one attempt that all its ranks finished, or a refusal; or those that were named."""
+    """Return the files of the only complete attempt, or those that were named; else raise CoverageError."""
     attempts: dict[str, list[WholeFile]] = {}
     for file in whole:
-        attempts.setdefault(str(file.said.get("attempt")), []).append(file)
-    # Files that were named are taken as they are; whether they tile everything is checked by the merge.
+        attempts.setdefault(str(file.about.get("attempt")), []).append(file)
+    # Named files are used as they are; the merge checks whether they cover everything.
     finished = [whole] if named else [files for files in attempts.values() if _lacks(files) == 0]
     if len(finished) == 1:
-        # By rank, as a commit merges them.
+        # By rank, in the order in which a commit merges them.
         return sorted(finished[0], key=lambda file: (file.rank, file.name))
     if finished:
-        steps = sorted({str(files[0].said.get("step")) for files in finished})
+        steps = sorted({str(files[0].about.get("step")) for files in finished})
         raise CoverageError(
             f"{store.url} holds the files of {len(finished)} finished attempts (step {' and '.join(steps)}); "
-            f"which of them "
-            "was the checkpoint can't be told.",
+            "which of them was the checkpoint can't be told.",
             hint=NAME_THEM,
             details={"files": [[file.name for file in files] for files in finished[:2]]},
         )
     best = min(attempts.values(), key=_lacks)
     unusable = f"; {broken[0].name} can't be used: {broken[0].why}" if broken else ""
     raise CoverageError(
-        f"No save in {store.url} was finished: of attempt {best[0].said.get('attempt')} (step "
-        f"{best[0].said.get('step')}) "
-        f"{_lacks(best)} data files are missing, {len(best)} are there{unusable}.",
+        f"No save in {store.url} was finished: of attempt {best[0].about.get('attempt')} (step "
+        f"{best[0].about.get('step')}) {_lacks(best)} data files are missing, {len(best)} are "
+        f"there{unusable}.",
         hint="Bring the missing files back, or load an older step.",
     )
 
 
 def _lacks(files: list[WholeFile]) -> int:
-    """How many data files an attempt wrote that are not among these."""
-    # A rank of which no file is here lacks one at least; of the others each file says how many there were.
+    """Return how many data files of an attempt are not among these."""
+    # A rank without any file lacks at least one. The files of the other ranks say how many there were.
     ranks = {file.rank for file in files}
-    parts = {file.rank: number(file.said.get("parts")) or 1 for file in files}
+    parts = {file.rank: number(file.about.get("parts")) or 1 for file in files}
     return (
-        max((number(files[0].said.get("ranks")) or len(ranks)) - len(ranks), 0)
+        max((number(files[0].about.get("ranks")) or len(ranks)) - len(ranks), 0)
         + sum(parts.values())
         - len(files)
     )
 
 
 def _merge(store: Store, files: list[WholeFile]) -> Columns:
+    """Merge the embedded indexes. This checks coverage, replicas and shapes again, as a commit does."""
     merger = Merger()
-    # Coverage, replicas and shapes are checked again, as in a commit.
     for file in files:
         merger.add(file.rank, file.columns)
     try:
@@ -218,7 +221,7 @@ def _merge(store: Store, files: list[WholeFile]) -> Columns:
 
 
 def _about(files: list[WholeFile]) -> dict[str, object]:
-    """What the new index says of itself: what the files know, and that it was rebuilt."""
-    known = {key: value for key, value in files[0].said.items() if key not in ("rank", "part", "parts")}
+    """Return the description in the new index: that of the files, and that it was rebuilt."""
+    known = {key: value for key, value in files[0].about.items() if key not in ("rank", "part", "parts")}
     made = {"created": time.time(), "versions": versions(), "reindexed": True}
     return {"step": None, "grid": None, "notes": None} | known | made

@@ -1,7 +1,7 @@
-"""Are these the same weights? Two places, each a checkpoint in any layout or a published model.
+"""Compare the weights of two places, each a checkpoint in any layout, a published model, or a live state.
 
-Where both have fingerprints nothing is read. Otherwise a tensor is read slab by slab, in the names and shapes
-of the place that is no published model.
+If both places have fingerprints of a tensor, nothing is read. Otherwise it is read slab by slab, with the
+name and shape that it has in the place that is no published model.
 """
 
 from __future__ import annotations
@@ -42,38 +42,38 @@ from holdfast.store.local import open_store
 Place = str | os.PathLike[str] | Mapping[str, Fingerprint]
 Patterns = Sequence[str] | None
 MOST_BOXES = 100
-"""Boxes that are told of a tensor."""
+"""Boxes that are reported per tensor, at most."""
 _EXACT = [CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")]
-"""From the most exact to the least."""
+"""Floating-point dtypes, the most exact first."""
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Unlike(msgspec.Struct, frozen=True):
-    """A tensor that is not the same in both."""
+    """A tensor that differs between the two places."""
 
     name: str
     a: str
-    """Its dtype and shape there, or why it can't be had."""
+    """Its dtype and shape in that place, or why it can't be read."""
     b: str
     boxes: tuple[tuple[Dims, Dims], ...] = ()
-    """Offset and shape of where elements differ, the first 100; empty if that was not asked for."""
+    """Offset and shape of the first 100 boxes that differ; empty without `where=True`."""
 
 
 class Same(msgspec.Struct, frozen=True):
-    """How the weights in two places compare."""
+    """The result of `same`."""
 
     a: str
     b: str
     same: bool
-    """Every weight is in both, and the same."""
+    """Whether every weight is in both places, and equal."""
     equal: int
     different: tuple[Unlike, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     converted: tuple[str, ...]
-    """Names whose dtypes differ; they were compared in the less exact one."""
+    """Names whose dtypes differ; they were compared in the less exact dtype."""
     bytes_read: int
-    """Of weights; 0 where fingerprints told everything."""
+    """Bytes of weights that were read; 0 if fingerprints were enough."""
 
 
 def same(
@@ -85,24 +85,24 @@ def same(
     exclude: Patterns = None,
     progress: Callable[[int], None] = lambda moved: None,
 ) -> Same:
-    """Say whether two places hold the same weights, bit by bit. This process reads them alone.
+    """Compare the weights in two places bit by bit. This process alone reads them.
 
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
-        the folder of a model that Hugging Face publishes, or what `fingerprint` has said of a live state.
-        What is compared with a published model has its names, megatron-core's or transformers'.
-    where: find the boxes that differ, too.
+        the folder of a model that Hugging Face publishes, or the result of `fingerprint` on a live state.
+        If one is a published model, the other must have its names, megatron-core's or transformers'.
+    where: also find the boxes that differ.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
     progress: called with the bytes read since the last call.
 
-    State of optimizers, objects and the padding of a vocabulary beside a published model are not compared.
+    Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
 
-    Raises BadInput if a place holds no weights, or no table knows the model; NotCommitted and
-    CorruptCheckpoint for what is there.
+    Raises BadInput if a place has no weights, or no table knows the model; NotCommitted and CorruptCheckpoint
+    if a place can't be read.
     """
     with ExitStack() as opened:
         first, second = (_open(place, opened) for place in (a, b))
-        # The names of a published model are not those that a fused tensor of the other place has, and a live
-        # state says what is to be read.
+        # A published model does not lead another kind of place, whose fused tensors have none of its names. A
+        # live state leads, because it determines what is read.
         swapped = (first.published is not None and second.published is None) or (
             isinstance(second, _Live) and not isinstance(first, _Live)
         )
@@ -135,7 +135,7 @@ class _Side(Protocol):
     """One of the two places."""
 
     used: set[str]
-    """Stored tensors that something was read of."""
+    """Names of stored tensors of which something was read."""
 
     @property
     def where(self) -> str: ...
@@ -144,15 +144,15 @@ class _Side(Protocol):
     def published(self) -> PublishedModel | None: ...
 
     def weights(self) -> dict[str, TensorSpec]:
-        """By name, as they are read."""
+        """Return the specs of all weights, by name."""
         ...
 
     def fingerprints(self) -> dict[str, str]:
-        """Those that are known without reading, by name."""
+        """Return the fingerprints that are known without reading, by name."""
         ...
 
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> Array | None:
-        """The bytes of a box; None if there is nothing to read."""
+        """Return the bytes of a box; None if the place has only fingerprints."""
         ...
 
 
@@ -192,17 +192,17 @@ class _Folder:
         return self.source if isinstance(self.source, PublishedModel) else None
 
     def weights(self) -> dict[str, TensorSpec]:
-        # Scales of a published model are compared, too: elements mean nothing without them.
+        # With the scales of a published model, because elements mean nothing without them.
         names = [name for name in self.source.names() if is_weight(name) and not hf.is_constant(name)]
         columns = self.source.select(np.sort(self.source.find(names)))
-        found = {
+        specs = {
             name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
             for row, name in enumerate(columns.names)
             if columns.kind[row] == TENSOR
         }
-        if not found:
+        if not specs:
             raise BadInput(f"{self.store.url} holds no weights.")
-        return found
+        return specs
 
     def fingerprints(self) -> dict[str, str]:
         index = self.source.index if isinstance(self.source, IndexedModel) else self.source
@@ -213,8 +213,8 @@ class _Folder:
     def read(self, spec: TensorSpec, box: Box, dtype: int) -> Array | None:
         (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
         self.used |= used
-        found: Array = tensor.reshape(-1).view(torch.uint8).numpy()
-        return found
+        data: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+        return data
 
 
 def _open(place: Place, opened: ExitStack) -> _Side:
@@ -236,18 +236,18 @@ def _open(place: Place, opened: ExitStack) -> _Side:
 
 
 class _Pair(NamedTuple):
-    """A tensor of both places."""
+    """A tensor that is compared."""
 
     specs: tuple[TensorSpec, TensorSpec]
-    """As each is read."""
+    """How it is read from each place."""
     regions: tuple[tuple[int, Box], ...]
-    """What is compared, and in which dtype: all but padding."""
+    """The boxes that are compared, all but padding, each with the dtype of the comparison."""
     prints: tuple[str | None, str | None]
-    """Fingerprints of just that, as far as they are known."""
+    """Fingerprints of exactly these regions, where they are known."""
 
 
 class _Work:
-    """Compares under the names of the side that leads."""
+    """Compares the two sides, under the names of the side that leads."""
 
     def __init__(self, lead: _Side, other: _Side, where: bool, progress: Callable[[int], None]) -> None:
         self._lead, self._other = lead, other
@@ -264,7 +264,7 @@ class _Work:
         compared = 0
         for name, spec in mine.items():
             if not keep(name):
-                self._other.used |= self._parts(spec)  # which are not asked for, either
+                self._other.used |= self._parts(spec)  # these are excluded too
                 continue
             compared += 1
             if self._goes_with_its_tensor(name, mine, theirs):
@@ -273,15 +273,15 @@ class _Work:
                 pair = self._pair(spec, theirs.get(name), (prints[0].get(name), prints[1].get(name)))
                 if pair is not None:
                     self._compare(pair)
-            except (BadInput, MissingTensors, ShapeMismatch) as error:  # of a published model
+            except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
                 if isinstance(self._lead, _Live) and isinstance(error, BadInput):
                     raise
                 self.unlike.append(Unlike(name, what(TENSOR, spec.dtype, spec.shape), error.message))
-                self._other.used |= self._parts(spec)  # told of already
+                self._other.used |= self._parts(spec)  # reported already
         left = [name for name in theirs if name not in mine and keep(name)]
         if not compared and not left:
             raise BadInput("Neither place has a weight that include= and exclude= leave.")
-        # Of a published model: what no tensor of the other side is made of.
+        # Of a published model only tensors of which no tensor of the other side is made.
         left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
         if _OUTPUT in left and self._view is not None and self._view.is_tied:
             left.remove(_OUTPUT)
@@ -292,39 +292,39 @@ class _Work:
     def _goes_with_its_tensor(
         name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
     ) -> bool:
-        """Is it the scales of a tensor that the other place has without some?"""
+        """Return whether these are the scales of a tensor that the other place has without scales."""
         base = name.removesuffix(hf.SCALES)
         return base != name and name not in theirs and base in mine and base in theirs
 
     def _is_scale(self, name: str) -> bool:
-        """Is it the scales of something that was compared?"""
+        """Return whether these are the scales of a tensor that was compared."""
         bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
         return any(base != name and base in self._other.used for base in bases)
 
     def _check_tie(self, theirs: Mapping[str, TensorSpec]) -> None:
-        """The published output of a model whose output is its embedding must be that."""
+        """Check that the published output weight equals the embedding, in a model that ties them."""
         output, embedding = theirs[_OUTPUT], theirs.get(_EMBEDDING)
         if embedding is not None and embedding[1:] == output[1:]:
             pair = _Pair((embedding, output), ((output.dtype, whole(output.shape)),), (None, None))
             if not self._elements(pair, (self._other, self._other))[0]:
                 return
-        said = what(TENSOR, output.dtype, output.shape)
-        self.unlike.append(Unlike(_OUTPUT, "the embedding (tie_word_embeddings)", said))
+        text = what(TENSOR, output.dtype, output.shape)
+        self.unlike.append(Unlike(_OUTPUT, "the embedding (tie_word_embeddings)", text))
 
     def _parts(self, spec: TensorSpec) -> set[str]:
-        """The published tensors that a tensor is made of, as far as its shape fits them."""
+        """Return the published tensors of which a tensor is made; none if its shape does not fit."""
         if self._view is None or not self._view.knows(spec.name):
             return set()
         try:
-            found = self._view.segments(spec.name, spec.shape, whole(spec.shape))
-            return {segment.name for segment in found}
+            segments = self._view.segments(spec.name, spec.shape, whole(spec.shape))
+            return {segment.name for segment in segments}
         except (BadInput, ShapeMismatch):
             return set()
 
     def _pair(
         self, spec: TensorSpec, theirs: TensorSpec | None, prints: tuple[str | None, str | None]
     ) -> _Pair | None:
-        """How a tensor is compared; None once there is nothing more to it."""
+        """Decide how to compare a tensor; None if it is already reported and needs no comparison."""
         folder = self._other.published
         if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
             self.only[0].append(spec.name)
@@ -337,8 +337,8 @@ class _Work:
             mine, other, stored = spec, spec, published_regions(folder, spec)
         regions = [(_less_exact(mine.dtype, dtype), box) for dtype, box in stored]
         if mine.shape != other.shape or any(dtype is None for dtype, _ in regions):
-            said = [what(TENSOR, one, two.shape) for one, two in ((mine.dtype, mine), (stored[0][0], other))]
-            self.unlike.append(Unlike(spec.name, said[0], said[1]))
+            texts = [what(TENSOR, one, two.shape) for one, two in ((mine.dtype, mine), (stored[0][0], other))]
+            self.unlike.append(Unlike(spec.name, texts[0], texts[1]))
             return None
         if any(
             dtype != mine.dtype or dtype != had for (dtype, _), (had, _) in zip(regions, stored, strict=True)
@@ -347,28 +347,29 @@ class _Work:
         if isinstance(self._lead, _Live):
             if any(dtype != mine.dtype for dtype, _ in regions):
                 raise _of_one_dtype(spec.name, mine.dtype, stored[0][0])
-            # Padding of a live state can't be left out of its fingerprint; zeros add nothing to it.
+            # A fingerprint of a live state includes its padding; zeros do not change it.
             regions = [(mine.dtype, whole(mine.shape))]
         if theirs is None:
             other = spec._replace(dtype=regions[0][0] or spec.dtype)
+        # A stored fingerprint covers the whole tensor in its stored dtype.
         known = [
-            one if each == told and regions == [(each.dtype, whole(each.shape))] else None
-            for one, each, told in zip(prints, (mine, other), (spec, theirs), strict=True)
+            value if as_read == as_stored and regions == [(as_read.dtype, whole(as_read.shape))] else None
+            for value, as_read, as_stored in zip(prints, (mine, other), (spec, theirs), strict=True)
         ]
         checked = tuple((dtype, box) for dtype, box in regions if dtype is not None)
         return _Pair((mine, other), checked, (known[0], known[1]))
 
     def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
-        """As they are read: in 8 bits if both are, else multiplied by scales where there are some."""
+        """Return how both are read: as stored if their dtypes are equal, else scaled tensors as float32."""
         if spec.dtype == theirs.dtype:
             return spec, theirs
-        found = [
+        specs = [
             one._replace(dtype=CODE_OF["float32"])
             if side.published is not None and side.published.is_scaled(one.name)
             else one
             for side, one in ((self._lead, spec), (self._other, theirs))
         ]
-        return found[0], found[1]
+        return specs[0], specs[1]
 
     def _compare(self, pair: _Pair) -> None:
         mine, theirs = pair.prints
@@ -384,12 +385,12 @@ class _Work:
         if not differ:
             self.equal += 1
             return
-        said = [what(TENSOR, spec.dtype, spec.shape) for spec in pair.specs]
-        told = tuple((box.offset, box.shape) for box in boxes)
-        self.unlike.append(Unlike(pair.specs[0].name, said[0], said[1], told))
+        texts = [what(TENSOR, spec.dtype, spec.shape) for spec in pair.specs]
+        places = tuple((box.offset, box.shape) for box in boxes)
+        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], places))
 
     def _sums(self, side: _Side, spec: TensorSpec, pair: _Pair) -> str:
-        """The fingerprint of a tensor of one side, which is read."""
+        """Read a tensor of one side, and return its fingerprint."""
         sums = nothing()
         ((dtype, region),) = pair.regions  # all of it, in one dtype
         for part in slabs(region, DTYPES[dtype].size):
@@ -400,20 +401,20 @@ class _Work:
         return text_of(sums)
 
     def _elements(self, pair: _Pair, sides: tuple[_Side, _Side]) -> tuple[bool, list[Box]]:
-        """Do elements differ, and where, if that was asked for?"""
-        found: list[Box] = []
+        """Return whether elements differ, and, if `where` was asked for, the boxes in which they do."""
+        boxes: list[Box] = []
         for dtype, region in pair.regions:
             for part in slabs(region, DTYPES[dtype].size):
                 x = self._read(sides[0], pair.specs[0], part, dtype)
                 y = self._read(sides[1], pair.specs[1], part, dtype)
-                if x is None or y is None:  # a live state: that it differs is all that can be told
+                if x is None or y is None:  # a live state, of which only the fingerprint is known
                     return True, []
                 if np.array_equal(x, y):
                     continue
-                found += islice(differing_boxes(x, y, part), MOST_BOXES - len(found))
-                if not self._where or len(found) >= MOST_BOXES:
-                    return True, found if self._where else []
-        return bool(found), found
+                boxes += islice(differing_boxes(x, y, part), MOST_BOXES - len(boxes))
+                if not self._where or len(boxes) >= MOST_BOXES:
+                    return True, boxes if self._where else []
+        return bool(boxes), boxes
 
     def _read(self, side: _Side, spec: TensorSpec, box: Box, dtype: int) -> Array | None:
         data = side.read(spec, box, dtype)
@@ -431,7 +432,7 @@ def _of_one_dtype(name: str, live: int, other: int) -> BadInput:
 
 
 def _less_exact(one: int, other: int) -> int | None:
-    """What elements of two dtypes are compared in; None if that means nothing."""
+    """Return the dtype in which two dtypes are compared; None if they can't be."""
     if one == other:
         return one
     return max(one, other, key=_EXACT.index) if {one, other} <= set(_EXACT) else None

@@ -1,8 +1,8 @@
-"""Copy what ranks need of a source into a folder of theirs, which a load reads as a slice.
+"""Copy what ranks need of a source into a folder, which a load reads as a slice.
 
-Boxes are read through the reader that a load uses, so digests of a checkpoint are verified, and written as
-data files with digests of their own. A file has its name once it is whole, and the slice's index comes last:
-what a kill leaves is nothing to load from, and the same fetch goes on with it.
+Boxes are read with the reader of a load, which verifies the digests of a checkpoint, and written as data
+files with digests of their own. A file gets its name once it is whole, and the slice's index is written last.
+So an interrupted copy can't be loaded, and the same fetch continues it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import msgspec
@@ -40,29 +41,30 @@ from holdfast.store.local import LocalStore, LocalWriter
 from holdfast.views.needs import Needs
 
 FILE_BYTES = 256 << 20
-"""Of elements in a file of a slice, which is held in memory while it is made."""
+"""Bytes of elements per file of a slice; a file is in memory while it is made."""
 MOST_PIECES = 50_000
-"""In a file."""
+"""Pieces per file, at most."""
 _ALIGN = 64
 _THREADS = 4
 _OPTIONS = Options(check_replicas="off", max_file_bytes=1 << 62)
 Piece = tuple[TensorSpec, Box]
+"""A box that is written as one chunk."""
 
 
 class Fetched(NamedTuple):
-    """What is fetched, of what."""
+    """What is fetched, from which source."""
 
     kind: str
     ranks: str
     grid: str
     columns: Columns
-    """Of all of the source."""
+    """Rows of the whole source."""
     specs: dict[str, TensorSpec]
     needs: Needs
 
 
 class SliceWriter:
-    """One fetch. progress: called with the bytes done and those of the whole."""
+    """One fetch. progress: called with the bytes done and the bytes in all."""
 
     def __init__(
         self,
@@ -77,15 +79,15 @@ class SliceWriter:
         self.url = out.url
         pieces = list(_pieces(what))
         self._files = list(_batches(pieces))
-        # The same command finds the same files. Pieces are of names, boxes and types.
-        said = repr((opened.identity, what.kind, what.ranks, what.grid, pieces))
-        self._fetch = hex_digest(digest(said.encode()))
+        # Part of the file names, so that the same command finds its files again.
+        identity = repr((opened.identity, what.kind, what.ranks, what.grid, pieces))
+        self._fetch = hex_digest(digest(identity.encode()))
         self._total, self._done = sum(map(_nbytes, pieces)), 0
         self._slab: Array = np.zeros(0, np.uint8)
         self._carried = hf.carried_files(_names(store)) if what.kind == PUBLISHED else [CONFIG]
 
     def write(self) -> int:
-        """Copy; returns the bytes that were written of elements."""
+        """Copy. Return the bytes of elements that were written."""
         if self._is_done():
             return 0
         written = 0
@@ -116,17 +118,14 @@ class SliceWriter:
         return written
 
     def _is_done(self) -> bool:
-        """Make the folder. Is the fetch there already? BadInput if something else is."""
+        """Make the folder. Return whether it has all of this fetch; raise BadInput if it has another one."""
         with storage_errors("Making", self._out.url):
             os.makedirs(self._out.url, exist_ok=True)
         names = self._out.list()
         if SLICE in names:
-            reader = self._out.open(SLICE)
-            try:
+            with closing(self._out.open(SLICE)) as reader:
                 index = Index(reader.read, reader.size, f"{self._out.url}/{SLICE}")
                 origin = read_origin(index.about, index.where)
-            finally:
-                reader.close()
             if origin.fetch == self._fetch:
                 return True
             raise BadInput(
@@ -147,7 +146,7 @@ class SliceWriter:
         return False
 
     def _file(self, number: int, pieces: Sequence[Piece]) -> tuple[Columns, int]:
-        """One data file: what it says of itself, and the bytes written, unless an earlier fetch has."""
+        """Write a data file, unless it exists. Return its embedded index, and the bytes written."""
         attempt = name_of_fetch(self._fetch, number)
         name = data_file(attempt, 0, 0)
         size = sum(map(_nbytes, pieces))
@@ -160,27 +159,27 @@ class SliceWriter:
                 WriteRequest(_WholeFiles(self._out.root), table, plan, about, _OPTIONS, lambda moved: None)
             )
             written = size
-        found = look(self._out, name)
-        if not isinstance(found, WholeFile):
+        file = look(self._out, name)
+        if not isinstance(file, WholeFile):
             raise CorruptCheckpoint(
-                f"{self._out.url}/{name} is damaged: {found.why}.", hint="Delete it, and fetch again."
+                f"{self._out.url}/{name} is damaged: {file.why}.", hint="Delete it, and fetch again."
             )
         self._done += size
         self._progress(self._done, self._total)
-        return found.columns, written
+        return file.columns, written
 
     def _read(self, pieces: Sequence[Piece]) -> ShardTable:
-        """Pieces in memory, which is used again for the next ones."""
+        """Read pieces into memory, which the next call uses again."""
         table = ShardTable()
-        at = 0
+        offset = 0
         wanted = sum(_aligned(_nbytes(piece)) for piece in pieces)
         if len(self._slab) < wanted:
             self._slab = np.zeros(wanted, np.uint8)
         for spec, box in pieces:
             size = _nbytes((spec, box))
-            memory = HostMemory(box, int(ITEMSIZE[spec.dtype]), self._slab[at : at + size])
+            memory = HostMemory(box, int(ITEMSIZE[spec.dtype]), self._slab[offset : offset + size])
             table.add(spec, box, (0, 1), False, memory)
-            at += _aligned(size)
+            offset += _aligned(size)
         rows = self._opened.find([spec.name for spec, _ in pieces])
         chosen, position = np.unique(rows, return_inverse=True)
         columns = self._opened.select(chosen)
@@ -208,13 +207,12 @@ def _aligned(size: int) -> int:
 
 
 def _pieces(what: Fetched) -> Iterator[Piece]:
-    """All boxes in parts that fit into a file, as they lie in the source, so that it is read from front to
-    back."""
+    """Cut all boxes into parts that fit into a file, in the source's order: it is read from front to back."""
     columns = what.columns
     first = np.concatenate([[0], columns.chunk_end[:-1]]) if len(columns.names) else np.zeros(0, np.int64)
     has_chunks = np.flatnonzero(first < columns.chunk_end)
-    at = first[has_chunks]
-    order = has_chunks[np.lexsort((columns.position[at], columns.file[at]))]
+    chunk = first[has_chunks]
+    order = has_chunks[np.lexsort((columns.position[chunk], columns.file[chunk]))]
     for row in order.tolist():
         name = columns.names[row]
         spec = what.specs[name]
@@ -225,7 +223,7 @@ def _pieces(what: Fetched) -> Iterator[Piece]:
 
 
 def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Pieces of a file each."""
+    """Group pieces into files."""
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -240,8 +238,10 @@ def _batches(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 
 def _all_names(columns: Columns) -> Columns:
-    """What there is in the source, without chunks: so that a load knows what is not there from what was not
-    fetched."""
+    """Return all rows of the source without their chunks.
+
+    With them a load can tell what is not in the source from what was not fetched.
+    """
     rows, dims = len(columns.names), columns.dims
     return Columns(
         names=columns.names,
@@ -256,7 +256,7 @@ def _all_names(columns: Columns) -> Columns:
 
 
 class _WholeFiles(LocalStore):
-    """A folder whose files have their names once they are whole."""
+    """A folder in which a file gets its name once it is whole."""
 
     def create(self, path: str) -> LocalWriter:
         folder, _, name = path.rpartition("/")

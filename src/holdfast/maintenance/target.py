@@ -1,4 +1,4 @@
-"""What a path given to a command is: a checkpoint, a run folder, or nothing we know."""
+"""Resolve a path that was given to a command: a checkpoint or a run folder; and read values of its index."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ Place = str | os.PathLike[str]
 
 
 def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
-    """The store, and whether it is a run folder (steps inside, no index of its own)."""
+    """Open the folder. Return its store, and whether it is a run folder (with steps, without an index).
+
+    Raises NotCommitted if it is neither a checkpoint nor a run folder.
+    """
     store = open_store(path)
     inside = store.list()
-    # An index decides, whatever lies beside it: a checkpoint may hold folders of any name.
+    # An index decides first, because a checkpoint may have folders of any name.
     if INDEX in inside:
         return store, False
     if step_folders(store):
@@ -27,8 +30,7 @@ def checkpoint_or_run(path: Place) -> tuple[LocalStore, bool]:
 
 
 def checkpoint_at(path: Place) -> LocalStore:
-    """The checkpoint that a path means: the one in that folder, or the newest committed step of a run
-    folder."""
+    """Open the checkpoint in a folder, or the newest committed step of a run folder."""
     store, is_run = checkpoint_or_run(path)
     if not is_run:
         return store
@@ -40,16 +42,16 @@ def checkpoint_at(path: Place) -> LocalStore:
 
 
 def about(index: Index) -> dict[str, object]:
-    """The index's own words. They are any JSON, so what is not a dict counts as nothing."""
-    said: object = index.about
-    return said if isinstance(said, dict) else {}
+    """Return the description in an index. It is untrusted JSON; if it is not a dict, it counts as empty."""
+    metadata: object = index.about
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def number(value: object) -> int | None:
-    """A whole number out of untrusted JSON, or None."""
+    """Return an integer from untrusted JSON, or None if it is none."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def moment(value: object) -> float | None:
-    """Seconds since the epoch out of untrusted JSON, or None."""
+    """Return seconds since the epoch from untrusted JSON, or None if it is no such number."""
     return float(value) if isinstance(value, int | float) and 0 <= value < 1e11 else None

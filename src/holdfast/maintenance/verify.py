@@ -1,14 +1,14 @@
-"""Re-read a checkpoint and report all damage, not the first.
+"""Re-read a checkpoint and report all damage, not only the first.
 
-What is checked, and what can be said about it:
+These are checked:
 
-- the index: every page against its digest, then that its rows are possible and tile every tensor;
-- each data file: that it is there, its size, and that its header lists just the index's chunks;
-- each file's embedded index: its own digests, then that it says what the main index says;
+- the index: every page against its digest, then that its rows are valid and tile every tensor;
+- each data file: that it exists, its size, and that its header lists exactly the chunks of the index;
+- each file's embedded index: its own digests, then that it agrees with the main index;
 - unless `quick`, every block of every chunk against its digest.
 
-Every byte of a checkpoint is covered by one of these, so that any flipped bit is reported. One
-file's damage never hides another's: what can't be read is a finding, and the check goes on.
+These checks cover every byte of a checkpoint, so any flipped bit is reported. Damage of one file never hides
+that of another: what can't be read is a finding, and the check continues.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from holdfast.store.base import NotFound, Reader, Store
 from holdfast.store.run_folder import own_steps
 
 BATCH = 4 << 20
+"""Bytes of neighbouring blocks that are read at once."""
 SPAN = 256 << 20
-"""Bytes of one thread's piece of work."""
+"""Bytes of one task of a thread."""
 MOST_GAPS = 100
 """Tensors that are not tiled are named up to this number."""
 Progress = Callable[[int, int], None]
-"""Told the bytes checked so far, and of how many."""
+"""Called with the bytes checked so far, and the bytes in all."""
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -57,7 +58,7 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 class Verified(msgspec.Struct, frozen=True):
-    """A checkpoint's findings; it is whole if there are none."""
+    """The findings of one checkpoint; it is whole if there are none."""
 
     path: str
     step: int | None
@@ -66,14 +67,14 @@ class Verified(msgspec.Struct, frozen=True):
     chunks: int
     files: int
     bytes_checked: int
-    """Of data; indexes and headers come on top."""
+    """Bytes of data, without indexes and headers."""
     seconds: float
     whole: bool
     damage: tuple[Damage, ...]
 
 
 class VerifiedRun(msgspec.Struct, frozen=True):
-    """The committed steps of a run."""
+    """The findings of the committed steps of a run."""
 
     path: str
     whole: bool
@@ -87,21 +88,21 @@ def verify(
     store, is_run = checkpoint_or_run(path)
     if not is_run:
         return _verify(store, quick, threads, progress)
-    # Steps of other formats have no digests, so there is nothing to verify them by.
+    # Without steps of other formats, because these have no digests.
     stores = [store.child(folder) for folder in own_steps(store).values()]
     steps = tuple(_verify(child, quick, threads, progress) for child in stores)
     return VerifiedRun(store.url, all(step.whole for step in steps), steps)
 
 
 def _verify(store: Store, quick: bool, threads: int, progress: Progress) -> Verified:
-    began, found = time.monotonic(), list[Damage]()
-    opened = _open_index(store, found)
+    began, damage = time.monotonic(), list[Damage]()
+    opened = _open_index(store, damage)
     if opened is None:
-        return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(found))
+        return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(damage))
     columns, step = opened
-    _coverage(columns, found)
-    # Files before data: what is missing or cut short is known then, and `read` goes by it.
-    check = _Check(store, columns, step, found)
+    _coverage(columns, damage)
+    # Files before data, because `read` needs to know which files are missing or truncated.
+    check = _Check(store, columns, step, damage)
     for file in range(len(columns.file_names)):
         check.file(file)
     checked = 0 if quick else check.read(threads, progress)
@@ -114,35 +115,35 @@ def _verify(store: Store, quick: bool, threads: int, progress: Progress) -> Veri
         len(columns.file_names),
         checked,
         time.monotonic() - began,
-        not found,
-        tuple(found),
+        not damage,
+        tuple(damage),
     )
 
 
 # -- the index ----------------------------------------------------------------------------
 
 
-def _open_index(store: Store, found: list[Damage]) -> tuple[Columns, int | None] | None:
-    """All rows of the index, or findings and None: nothing that a damaged index says is believed."""
+def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, int | None] | None:
+    """Read all rows of the index, and its step. If it is damaged, add findings and return None."""
     try:
         reader = store.open(INDEX)
     except HoldfastError as error:
-        found.append(Damage(INDEX, error.message))
+        damage.append(Damage(INDEX, error.message))
         return None
     try:
         with closing(reader):
             index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
-            # All bad pages are listed. `select` would raise at the first.
+            # Lists all bad pages; `select` would raise at the first.
             pages = list(_bad_pages(reader))
-            found += pages
+            damage += pages
             return None if pages else (index.select(), number(about(index).get("step")))
     except HoldfastError as error:
-        found.append(Damage(INDEX, error.message))
+        damage.append(Damage(INDEX, error.message))
         return None
 
 
 def _bad_pages(reader: Reader) -> Iterator[Damage]:
-    """Every page of an index (its seal is good) that does not match its digest."""
+    """Find the pages of an index that do not match their digest. The seal of the index was verified."""
     header = read_header(reader.read, reader.size, INDEX)
     start, stop = header.entries["pages"].data_offsets
     digests = np.frombuffer(reader.read(header.data_start + start, stop - start), "<u8").tolist()
@@ -152,11 +153,14 @@ def _bad_pages(reader: Reader) -> Iterator[Damage]:
             yield Damage(INDEX, f"page {page} of the index does not match its digest", None, low, high)
 
 
-def _coverage(columns: Columns, found: list[Damage]) -> None:
-    """Tensors that are not tiled exactly once. The check names one at a time, so it is asked again."""
+def _coverage(columns: Columns, damage: list[Damage]) -> None:
+    """Find tensors that are not tiled exactly once.
+
+    `first_problem` returns one tensor, so it is called again without that tensor.
+    """
     kept = np.ones(len(columns.names), bool)
     tensor = columns.tensor_of_chunk()
-    # Each turn looks at all tensors that are left, and takes as long as the check of a commit.
+    # Bounded, because each call checks all tensors that are left, and takes as long as in a commit.
     while int((~kept).sum()) < MOST_GAPS:
         rows, mine = np.flatnonzero(kept), kept[tensor]
         renumber = np.cumsum(kept) - 1
@@ -167,7 +171,7 @@ def _coverage(columns: Columns, found: list[Damage]) -> None:
             return
         row = int(rows[problem.tensor])
         place = list(unpad(np.asarray(problem.place), int(columns.ndim[row])))
-        found.append(
+        damage.append(
             Damage(
                 INDEX,
                 f"the chunks do not tile the tensor: {problem.kind} from {place} on",
@@ -175,7 +179,9 @@ def _coverage(columns: Columns, found: list[Damage]) -> None:
             )
         )
         kept[row] = False
-    found.append(Damage(INDEX, f"more than {MOST_GAPS} tensors are not tiled; the others were not looked at"))
+    damage.append(
+        Damage(INDEX, f"more than {MOST_GAPS} tensors are not tiled; the others were not looked at")
+    )
 
 
 # -- files --------------------------------------------------------------------------------
@@ -189,12 +195,12 @@ class _Block(NamedTuple):
 
 
 class _Check:
-    """One checkpoint's files against its index."""
+    """Checks the files of one checkpoint against its index."""
 
-    def __init__(self, store: Store, columns: Columns, step: int | None, found: list[Damage]) -> None:
-        self.store, self.columns, self.step, self.found = store, columns, step, found
+    def __init__(self, store: Store, columns: Columns, step: int | None, damage: list[Damage]) -> None:
+        self.store, self.columns, self.step, self.damage = store, columns, step, damage
         self.moved: set[int] = set()
-        """Chunks whose offset the commit found."""
+        """Chunks whose offset the commit has computed; their file's header has an older one."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
         self.counts = np.diff(columns.digest_end, prepend=0)
@@ -206,7 +212,7 @@ class _Check:
         self.done = 0
 
     def file(self, file: int) -> None:
-        """Everything about a file but its data."""
+        """Check everything of a file but its data."""
         name, size = self.columns.file_names[file], int(self.columns.file_size[file])
         try:
             reader = self.store.open(name)
@@ -215,39 +221,40 @@ class _Check:
             return
         try:
             with closing(reader):
-                # Also where its size is wrong: the blocks that are there are still compared.
+                # Also if its size is wrong: the blocks that exist are still compared.
                 self.readable.append(file)
                 if reader.size != size:
                     low, high = sorted((reader.size, size))
                     text = f"the file has {reader.size} bytes, but was written with {size}"
-                    self.found.append(Damage(name, text, None, low, high))
+                    self.damage.append(Damage(name, text, None, low, high))
                     self._beyond(file, reader.size)
-                # Of a file that was cut short the header mostly is whole; by its present size the header
-                # would be refused for placing chunks beyond it, which `_beyond` says better.
+                # The header of a truncated file is mostly whole. It is read with the larger size, because
+                # otherwise it is refused for chunks beyond the end, which `_beyond` reports better.
                 header = read_header(reader.read, max(reader.size, size), name)
-                # First, as it finds out which chunks the commit has moved (`moved`); the header has
+                # First, because it finds the chunks that the commit has moved (`moved`); the header has
                 # their old offsets.
                 self._embedded(file, reader, header)
                 self._header(file, header)
         except HoldfastError as error:
-            self.found.append(Damage(name, error.message))
+            self.damage.append(Damage(name, error.message))
 
     def _lost(self, file: int, problem: str) -> None:
-        """A file that is not there, with the tensors that go with it."""
-        self.found.append(Damage(self.columns.file_names[file], problem))
+        """Report a file that can't be opened, and all its chunks."""
+        self.damage.append(Damage(self.columns.file_names[file], problem))
         self._beyond(file, 0)
 
     def _beyond(self, file: int, size: int) -> None:
-        """The chunks of a file that end after its present size."""
+        """Report the chunks of a file that end beyond its actual size."""
         for chunk in self.chunks_of[file].tolist():
             start = int(self.columns.position[chunk])
             stop = start + int(self.nbytes[chunk])
             if stop > size:
-                self._damage(chunk, "these bytes are not there", max(start, size), stop)
+                self._report(chunk, "these bytes are not there", max(start, size), stop)
 
-    def _damage(self, chunk: int, problem: str, start: int | None = None, stop: int | None = None) -> None:
+    def _report(self, chunk: int, problem: str, start: int | None = None, stop: int | None = None) -> None:
+        """Report damage of a chunk; by default of all its bytes."""
         position = int(self.columns.position[chunk])
-        self.found.append(
+        self.damage.append(
             Damage(
                 self.columns.file_names[int(self.columns.file[chunk])],
                 problem,
@@ -258,32 +265,32 @@ class _Check:
         )
 
     def _header(self, file: int, header: Header) -> None:
-        """No digest covers a data file's header, so all it says is compared with the index."""
+        """Compare a data file's header with the index, because no digest covers it."""
         name, rank = self.columns.file_names[file], str(int(self.columns.file_rank[file]))
         stated = {key: header.metadata.get(key) for key in ("format", "rank")}
         if stated != {"format": FORMAT, "rank": rank}:
             text = f"the header says {stated}, which is not what rank {rank} wrote"
-            self.found.append(Damage(name, text, None, 0, header.data_start))
-        # By place, not by name: two tensors may have entries that only apostrophes tell apart.
+            self.damage.append(Damage(name, text, None, 0, header.data_start))
+        # By offsets, not by name: the names of two entries may differ only by apostrophes.
         listed = {entry.data_offsets: (key, entry) for key, entry in header.entries.items()}
         for chunk in self.chunks_of[file].tolist():
             start = int(self.columns.position[chunk]) - header.data_start
             row = listed.pop((start, start + int(self.nbytes[chunk])), None)
             if row is None or not self._as_written(chunk, *row):
-                self._damage(chunk, "the file's header does not list this part as it was written")
+                self._report(chunk, "the file's header does not list this part as it was written")
         for key, entry in listed.values():
             if key != EMBEDDED and entry.data_offsets[0] < entry.data_offsets[1]:
                 text = f"the file's header lists {key!r}, which the index does not know"
-                self.found.append(Damage(name, text))
+                self.damage.append(Damage(name, text))
 
     def _as_written(self, chunk: int, name: str, entry: Entry) -> bool:
-        """Has the header's row the name, type and shape that the writer gives this chunk?"""
+        """Return whether the header's entry has the name, dtype and shape that a writer gives this chunk."""
         columns, row = self.columns, int(self.tensor[chunk])
         ndim, dtype = int(columns.ndim[row]), DTYPES[int(columns.dtype[row])]
         shape, expected = unpad(columns.size[chunk], ndim), columns.names[row]
         if shape != columns.shape_of(row):
             expected = name_of_chunk(expected, unpad(columns.offset[chunk], ndim))
-        if chunk in self.moved:  # its rank named it by the offset that it knew
+        if chunk in self.moved:  # its rank named it by the offset that it knew then
             name, expected = without_offset(name), without_offset(columns.names[row])
         stored = shape if dtype.extra == 1 else (*shape, dtype.extra)
         # The writer appends apostrophes to a name that is taken already.
@@ -293,66 +300,69 @@ class _Check:
     # -- the embedded index ---------------------------------------------------------------
 
     def _embedded(self, file: int, reader: Reader, header: Header) -> None:
+        """Check the embedded index of a file."""
         name, size = self.columns.file_names[file], int(self.columns.file_size[file])
         entry = header.entries.get(EMBEDDED)
         if entry is None or header.data_start + entry.data_offsets[1] != size:
             text = "the file's header does not place an embedded index at its end"
-            self.found.append(Damage(name, text, None, 0, header.data_start))
+            self.damage.append(Damage(name, text, None, 0, header.data_start))
             return
         start = header.data_start + entry.data_offsets[0]
         if reader.size < size:
-            return  # said already: the file is cut short
+            return  # reported already: the file is truncated
         try:
             index = embedded_index(reader, start, size, name)
-            said = index.embedded()
+            embedded = index.embedded()
         except CorruptCheckpoint as error:
-            self.found.append(Damage(name, error.message, None, start, size))
+            self.damage.append(Damage(name, error.message, None, start, size))
             return
         step = number(about(index).get("step"))
         # A file of another checkpoint may have been put in this one's place, and be whole.
-        if said.file_names != [name] or said.file_size.tolist() != [size] or step != self.step:
+        if embedded.file_names != [name] or embedded.file_size.tolist() != [size] or step != self.step:
             text = (
-                f"the embedded index is of {said.file_names[:1]} and step {step}, not of this file and "
+                f"the embedded index is of {embedded.file_names[:1]} and step {step}, not of this file and "
                 "checkpoint"
             )
-            self.found.append(Damage(name, text, None, start, size))
-        self._compare(file, said, start, size)
+            self.damage.append(Damage(name, text, None, start, size))
+        self._compare(file, embedded, start, size)
 
-    def _compare(self, file: int, said: Columns, start: int, stop: int) -> None:
-        """Row by row, what the embedded index says of this file's chunks against the main index."""
+    def _compare(self, file: int, embedded: Columns, start: int, stop: int) -> None:
+        """Compare the rows of a file's chunks in its embedded index with those in the main index."""
         name, ours = self.columns.file_names[file], self.chunks_of[file]
-        # Both in the order of the file: in the embedded index rows are sorted by its own tensors.
-        theirs = np.argsort(said.position, kind="stable")
+        # Both in the order of the file, because the embedded index sorts its rows by its own tensors.
+        theirs = np.argsort(embedded.position, kind="stable")
         if len(ours) != len(theirs):
             text = f"the embedded index lists {len(theirs)} chunks, the main index {len(ours)} of this file"
-            self.found.append(Damage(name, text, None, start, stop))
+            self.damage.append(Damage(name, text, None, start, stop))
             return
-        late = said.chunk_late[theirs] if len(said.chunk_late) else np.full(len(theirs), -1)
-        bound = np.flatnonzero(late >= 0)  # the commit has given these their offset along one axis
-        axis = said.late_axis[late[bound]] - said.ndim[said.late_tensor[late[bound]]].astype(np.int64)
+        late = embedded.chunk_late[theirs] if len(embedded.chunk_late) else np.full(len(theirs), -1)
+        bound = np.flatnonzero(late >= 0)  # the commit has computed their offset along one axis
+        axis = embedded.late_axis[late[bound]] - embedded.ndim[embedded.late_tensor[late[bound]]].astype(
+            np.int64
+        )
         placed = self.columns.offset[ours[bound], axis]
-        moved = (said.late_start[late[bound]] == -1) | (said.offset[theirs[bound], axis] != placed)
+        moved = (embedded.late_start[late[bound]] == -1) | (embedded.offset[theirs[bound], axis] != placed)
         self.moved |= set(ours[bound[moved]].tolist())
-        # What was read may be a view of the file's bytes, which can't be written to.
-        said.offset = said.offset.copy()
-        said.offset[theirs[bound], axis] = placed
-        same = _chunk_rows(self.columns, ours) == _chunk_rows(said, theirs)
+        # A copy, because the array may be a read-only view of the file's bytes.
+        embedded.offset = embedded.offset.copy()
+        embedded.offset[theirs[bound], axis] = placed
+        same = _chunk_rows(self.columns, ours) == _chunk_rows(embedded, theirs)
         counts = self.counts[ours]
-        # Only with as many digests for each chunk do the two lists of digests stand side by side.
-        if (counts == np.diff(said.digest_end, prepend=0)[theirs]).all():
-            differ = _digests(self.columns, ours) != _digests(said, theirs)
+        # Digests can be compared one by one only if each chunk has equally many in both.
+        if (counts == np.diff(embedded.digest_end, prepend=0)[theirs]).all():
+            differ = _digests(self.columns, ours) != _digests(embedded, theirs)
             same[np.repeat(np.arange(len(ours)), counts)[differ]] = False
         else:
             same[:] = False
-        for at in np.flatnonzero(~same).tolist():
-            self._damage(
-                int(ours[at]), "the embedded index and the main index describe this part differently"
+        for index in np.flatnonzero(~same).tolist():
+            self._report(
+                int(ours[index]), "the embedded index and the main index describe this part differently"
             )
 
     # -- data -----------------------------------------------------------------------------
 
     def read(self, threads: int, progress: Progress) -> int:
-        """Every block of every chunk against its digest; returns the bytes looked at."""
+        """Compare every block of every chunk with its digest. Return the bytes checked."""
         total = sum(int(self.nbytes[self.chunks_of[file]].sum()) for file in self.readable)
         self.done = 0
 
@@ -365,13 +375,13 @@ class _Check:
             return self._span(*span, tell)
 
         with ThreadPoolExecutor(max(threads, 1), thread_name_prefix="holdfast-verify") as pool:
-            # In the order of the spans, so that a report is the same whichever thread is faster.
+            # In the order of the spans, so that a report does not depend on the speed of threads.
             for damage in pool.map(work, self._spans()):
-                self.found += damage
+                self.damage += damage
         return self.done
 
     def _spans(self) -> Iterator[tuple[int, list[int]]]:
-        """Neighbouring chunks of one file, up to SPAN bytes together."""
+        """Group neighbouring chunks of one file into tasks of about SPAN bytes."""
         for file in self.readable:
             span, size = list[int](), 0
             for chunk in self.chunks_of[file].tolist():
@@ -384,7 +394,7 @@ class _Check:
                 yield file, span
 
     def _span(self, file: int, chunks: list[int], tell: Callable[[int], None]) -> list[Damage]:
-        # Opened once for each span, as a checkpoint may have more files than a process may open.
+        # Opened per span, because a checkpoint may have more files than a process may have open.
         name, bad = self.columns.file_names[file], list[tuple[_Block, str]]()
         try:
             reader = self.store.open(name)
@@ -406,12 +416,12 @@ class _Check:
         end = int(columns.digest_end[chunk])
         digests = columns.digests[end - count : end].tolist()
         return [
-            _Block(position + at * block, min(block, nbytes - at * block), wanted, chunk)
-            for at, wanted in enumerate(digests)
+            _Block(position + index * block, min(block, nbytes - index * block), wanted, chunk)
+            for index, wanted in enumerate(digests)
         ]
 
     def _joined(self, name: str, bad: list[tuple[_Block, str]]) -> list[Damage]:
-        """Neighbouring bad blocks of one chunk as one finding."""
+        """Join neighbouring bad blocks of one chunk into one finding."""
         out: list[Damage] = []
         last: tuple[int, str] | None = None
         for block, problem in bad:
@@ -426,8 +436,8 @@ class _Check:
 
 
 def _batches(chunks: Iterator[list[_Block]]) -> Iterator[list[_Block]]:
-    """Blocks that follow each other in the file, to be read at once."""
-    # Small chunks are neighbours in a file, and a read for each would take longer than its bytes.
+    """Group blocks that follow each other in the file, to be read at once."""
+    # Small chunks are neighbours in a file, and one read for each would mostly be overhead.
     batch, size = list[_Block](), 0
     for blocks in chunks:
         for block in blocks:
@@ -441,6 +451,7 @@ def _batches(chunks: Iterator[list[_Block]]) -> Iterator[list[_Block]]:
 
 
 def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, str]]:
+    """Find the bad blocks of a batch, each with its problem."""
     start = batch[0].position
     try:
         data = memoryview(reader.read(start, batch[-1].position + batch[-1].length - start))
@@ -449,31 +460,31 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
         return
     for block in batch:
         part = data[block.position - start : block.position - start + block.length]
-        # A block that is cut short was told already (`_beyond`).
+        # A block that is cut short was reported already (`_beyond`).
         if len(part) == block.length and digest(part) != block.digest:
             yield block, "the bytes do not match the digest they were written with"
 
 
 def _chunk_rows(columns: Columns, chunks: Array) -> Array:
-    """What identifies each chunk, as an array of tuples that compare one by one."""
+    """Return the identity of each chunk, as an array of tuples that are compared one by one."""
     tensor = columns.tensor_of_chunk()[chunks].tolist()
     offset, size = columns.offset[chunks].tolist(), columns.size[chunks].tolist()
     position, block = columns.position[chunks].tolist(), columns.block[chunks].tolist()
     rows = np.empty(len(chunks), object)
     shapes: dict[int, tuple[str, int, int, tuple[int, ...]]] = {}
-    for at, row in enumerate(tensor):
+    for index, row in enumerate(tensor):
         if row not in shapes:
             kind, dtype = int(columns.kind[row]), int(columns.dtype[row])
             shapes[row] = (columns.names[row], kind, dtype, columns.shape_of(row))
-        # Unpadded: an index pads to the widest tensor that it has, and a file may lack that one.
+        # Unpadded, because an index pads to its widest tensor, which a file may not have.
         ndim = len(shapes[row][3])
-        box = tuple(offset[at][len(offset[at]) - ndim :]), tuple(size[at][len(size[at]) - ndim :])
-        rows[at] = (*shapes[row], *box, position[at], block[at])
+        box = tuple(offset[index][len(offset[index]) - ndim :]), tuple(size[index][len(size[index]) - ndim :])
+        rows[index] = (*shapes[row], *box, position[index], block[index])
     return rows
 
 
 def _digests(columns: Columns, chunks: Array) -> Array:
-    """The block digests of some chunks, one after the other."""
+    """Return the block digests of some chunks, one after the other."""
     counts = np.diff(columns.digest_end, prepend=0)[chunks]
     ends = columns.digest_end[chunks]
     return columns.digests[np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))]

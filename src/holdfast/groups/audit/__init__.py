@@ -1,2 +1,4 @@
-"""What in a process's groups and environment is known to end in a hang. `hazards` and `doctor` import no
-torch."""
+"""Find what is known to end in a hang in the process groups and environment of a process.
+
+`hazards` and `doctor` do not import torch.
+"""

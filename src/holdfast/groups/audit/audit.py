@@ -1,4 +1,4 @@
-"""`audit`: this process's groups and environment, and what in them is known to end in a hang."""
+"""`audit`: list what is known to end in a hang in this process's groups and environment."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ def audit(
     stall_timeout: float = 60.0,
     roster: Roster | None = None,
 ) -> list[Hazard]:
-    """Hazards of this process's groups and environment: groups never warmed up, groups of one rank, other
-    timeouts than the default group's, names that depend on a rank's history, leaked groups, and switches that
-    hide a hang.
+    """List the hazards of this process's groups and environment.
 
-    all_ranks: call it on all ranks; they compare, over the roster, how many groups each has made.
+    Hazards are groups that were never warmed up, groups of one rank, timeouts other than the default group's,
+    names that depend on a rank's history, leaked groups, and environment variables that hide a hang.
 
-    Each `Hazard` has `kind`, `what` and `remedy`. `holdfast doctor --pid` shows the same of a process that
-    has called `open_groups`, `warm_up` or `session`.
+    all_ranks: also compare over the roster how many groups each rank has made; all ranks must call.
+
+    Each `Hazard` has `kind`, `what` and `remedy`. `holdfast doctor --pid` shows the same list for a process
+    that has called `open_groups`, `warm_up` or `session`.
     """
-    found = hazards(facts())
+    findings = hazards(facts())
     if all_ranks:
-        found += _compared(begin_call(roster, timeout=timeout, stall_timeout=stall_timeout))
-    return found
+        findings += _compared(begin_call(roster, timeout=timeout, stall_timeout=stall_timeout))
+    return findings
 
 
 def _compared(call: Call) -> list[Hazard]:
-    def differ(said: dict[int, int | None]) -> list[int | None] | None:
-        first = min(said)
-        other = next((rank for rank in sorted(said) if said[rank] != said[first]), None)
-        return None if other is None else [first, said[first], other, said[other]]
+    """Compare on all ranks how many groups each has made."""
 
-    # Where torch does not tell the number it is None on all ranks, so nothing is reported.
+    def differ(counts: dict[int, int | None]) -> list[int | None] | None:
+        first = min(counts)
+        other = next((rank for rank in sorted(counts) if counts[rank] != counts[first]), None)
+        return None if other is None else [first, counts[first], other, counts[other]]
+
+    # Where torch does not expose the number it is None on all ranks, so nothing is reported.
     unequal = agree("comparison of groups", "groups://audit", differ, call, groups_made())
     if unequal is None:
         return []
@@ -47,8 +50,8 @@ def _compared(call: Call) -> list[Hazard]:
         Hazard(
             "unequal numbers of groups",
             f"Rank {first} has made {ours} groups, rank {other} {theirs}: torch names groups by counting, so "
-            f"the next group that both make "
-            "has two names, and its ranks wait for each other until the timeout.",
+            "the next group that both make has two names, and its ranks wait for each other until the "
+            "timeout.",
             "Call new_group on all ranks of the world in one order, also for groups that a rank is not in.",
         )
     ]

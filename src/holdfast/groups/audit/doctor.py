@@ -1,7 +1,7 @@
-"""A live process tells what it knows of its groups, to whoever asks on its host: `holdfast doctor --pid`.
+"""Ask a live process on this host about its process groups: `holdfast doctor --pid`.
 
-It listens on a Unix socket in the abstract namespace, named by its pid: no file is left behind, and only
-processes of the same user, or root, get an answer. No torch is needed to ask.
+The process listens on a Unix socket in the abstract namespace, named by its pid. So no file is left behind,
+and only processes of the same user, or root, get an answer. Asking does not need torch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,23 @@ from holdfast.threads import start_thread
 
 log = logging.getLogger("holdfast")
 LARGEST = 64 << 20
-"""Bytes that an answer may have."""
+"""Bytes that an answer may have at most."""
 _serving: dict[int, socket.socket] = {}
-"""Where a process listens, by pid: a fork has none."""
+"""The socket on which a process listens, by pid: a fork has none."""
 _lock = threading.Lock()
 
 
 def _address(pid: int) -> str:
-    """A pid means something in its namespace only, and containers may share names of sockets."""
+    """Return the socket name of a process."""
+    # A pid identifies a process only within its namespace, but containers may share socket names.
     return f"\0holdfast-doctor-{os.readlink('/proc/self/ns/pid')}-{pid}"
 
 
 def serve(facts: Callable[[], ProcessFacts]) -> bool:
-    """Answer from now on, on a thread of its own. False if that was done before, or where there are no such
-    sockets."""
+    """Start answering `ask`, on a thread.
+
+    Returns False if this process answers already, or if the platform has no such sockets.
+    """
     with _lock:
         if os.getpid() in _serving:
             return False
@@ -54,7 +57,7 @@ def serve(facts: Callable[[], ProcessFacts]) -> bool:
 
 
 def stop() -> None:
-    """Answer no more."""
+    """Stop answering `ask`."""
     with _lock:
         sock = _serving.pop(os.getpid(), None)
     if sock is not None:
@@ -64,6 +67,7 @@ def stop() -> None:
 
 
 def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
+    """Serve requests until `stop` closes the socket."""
     while True:
         try:
             connection, _ = sock.accept()
@@ -75,36 +79,37 @@ def _answer(sock: socket.socket, facts: Callable[[], ProcessFacts]) -> None:
             continue
         try:
             with connection:
-                # Askers are answered one by one: one that does not read holds the next one up for 5 s at
-                # most.
+                # Clients are served one by one: a client that does not read delays the next by 5 s at most.
                 connection.settimeout(5.0)
-                # The kernel says who asks. The asker sends nothing, so there is nothing to parse or believe.
+                # The kernel says who the client is. It sends nothing, so there is nothing to parse or trust.
                 sent = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
                 _, uid, _ = struct.unpack("3i", sent)
                 if uid in (0, os.getuid()):
                     connection.sendall(msgspec.json.encode(facts()))
-        # A broken connection, or groups that change meanwhile: the next one may go well.
+        # The connection broke, or groups changed meanwhile: the next request may succeed.
         except Exception as error:
             log.warning("An answer to `holdfast doctor` failed: %s: %s", type(error).__name__, error)
 
 
 def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
-    """What a process says of itself; None if it does not listen. What another process says in its name is
-    refused."""
+    """Return the facts that a process reports about itself, or None if it does not listen.
+
+    Raises BadInput if there is no usable answer, or if another process listens under its name.
+    """
     ends = time.monotonic() + timeout
-    said = b""
+    answer = b""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.settimeout(timeout)
             sock.connect(_address(pid))
             sent = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            while len(said) <= LARGEST and time.monotonic() < ends:
+            while len(answer) <= LARGEST and time.monotonic() < ends:
                 sock.settimeout(max(0.01, ends - time.monotonic()))
                 part = sock.recv(1 << 16)
                 if not part:
                     break
-                said += part
-            # The loop ended without `break`: the answer is too long, or it came too late.
+                answer += part
+            # The loop ended without `break`: the answer is too long, or it was not complete in time.
             else:
                 raise BadInput(
                     f"Process {pid} gave no whole answer within {timeout:g} s and {LARGEST >> 20} MiB."
@@ -118,13 +123,13 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
         raise BadInput(
             f"Another process (pid {struct.unpack('3i', sent)[0]}) listens in the name of process {pid}."
         )
-    if not said:
+    if not answer:
         raise BadInput(
             f"Process {pid} gave no answer: it belongs to another user (ask as that user, or as root), or "
             f"its log says why."
         )
     try:
-        return msgspec.json.decode(said, type=ProcessFacts)
+        return msgspec.json.decode(answer, type=ProcessFacts)
     except msgspec.MsgspecError as error:
         raise BadInput(
             f"The answer of process {pid} is not that of this version of Holdfast ({error})."
@@ -132,11 +137,11 @@ def ask(pid: int, timeout: float = 5.0) -> ProcessFacts | None:
 
 
 def variables_of(pid: int) -> dict[str, str]:
-    """The environment that a process was started with."""
+    """Return the environment that a process was started with."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             entries = file.read().split(b"\0")
     except OSError as error:
         raise BadInput(f"The environment of process {pid} can't be read: {error.strerror}.") from None
-    found = (entry.decode(errors="replace").partition("=") for entry in entries if b"=" in entry)
-    return {name: value for name, _, value in found}
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if b"=" in entry)
+    return {name: value for name, _, value in pairs}

@@ -1,5 +1,4 @@
-"""What in a process's groups and environment is known to end in a hang, each with what to do. No torch
-here."""
+"""Rules that find hazards in a process's groups and environment, each with a remedy. No torch here."""
 
 from __future__ import annotations
 
@@ -15,41 +14,43 @@ class GroupFacts(msgspec.Struct, frozen=True):
     """One process group as this rank sees it."""
 
     name: str
-    """torch's."""
+    """torch's name of the group."""
     description: str
     ranks: tuple[int, ...]
     backend: str
     timeout: float | None
-    """Seconds; None where torch does not tell."""
+    """Seconds; None where torch does not expose it."""
     is_open: bool | None
-    """Has it a communicator? None where that can't be known."""
+    """Whether it has a communicator; None where that can't be known."""
     is_warm: bool
-    """Has Holdfast warmed it up?"""
+    """Whether Holdfast has warmed it up."""
 
     @property
     def named_by_digest(self) -> bool:
-        """As `use_local_synchronization` does."""
+        """Whether its name is a digest, as `use_local_synchronization` makes it."""
         # torch names such a group by a SHA-1, which has 40 hex digits, and other groups by counting.
         return len(self.name) == 40 and not self.name.isdigit()
 
 
 class ProcessFacts(msgspec.Struct, frozen=True):
-    """What an audit knows of a process."""
+    """Input of an audit: what a process knows about itself."""
 
     pid: int
     rank: int | None
     world_size: int | None
     torch: str
     is_eager: bool
-    """Is the default group bound to a device (`init_process_group(device_id=...)`)?"""
+    """Whether the default group is bound to a device (`init_process_group(device_id=...)`)."""
     groups: tuple[GroupFacts, ...]
     variables: dict[str, str]
-    """Of the environment, those that begin with TORCH, NCCL or GLOO."""
+    """The environment variables that begin with TORCH, NCCL or GLOO."""
     installed: tuple[str, ...] = ()
     """A sentence for each framework in which `holdfast.install` has replaced something."""
 
 
 class Hazard(msgspec.Struct, frozen=True):
+    """Something that is known to end in a hang, and what to do about it."""
+
     kind: str
     what: str
     remedy: str
@@ -62,22 +63,19 @@ _OFF = ("0", "false", "no", "off")
 
 
 def hazards(facts: ProcessFacts) -> list[Hazard]:
-    """All that an audit of one process finds; the worst first."""
-    return [*_of_groups(facts), *of_variables(facts.variables)]
-
-
-def _of_groups(facts: ProcessFacts) -> list[Hazard]:
-    looks = (_never_warmed_up, _named_by_digest, _other_timeouts, _groups_of_one, _leaked)
-    return [hazard for look in looks for hazard in look(facts)]
+    """List all hazards of one process, the worst first."""
+    checks = (_never_warmed_up, _named_by_digest, _other_timeouts, _groups_of_one, _leaked)
+    return [*(hazard for check in checks for hazard in check(facts)), *of_variables(facts.variables)]
 
 
 def _shared(facts: ProcessFacts) -> list[GroupFacts]:
+    """Return the groups of more than one rank."""
     return [group for group in facts.groups if len(group.ranks) > 1]
 
 
 def _never_warmed_up(facts: ProcessFacts) -> Iterator[Hazard]:
     shared = _shared(facts)
-    # NCCL's groups open at their first collective, and only they tell whether they have (`is_open`).
+    # NCCL groups open at their first collective, and only they report whether they are open (`is_open`).
     cold = [group for group in shared if not group.is_warm and not group.is_open and "nccl" in group.backend]
     if cold:
         yield Hazard(
@@ -135,7 +133,7 @@ def _groups_of_one(facts: ProcessFacts) -> Iterator[Hazard]:
 
 def _leaked(facts: ProcessFacts) -> Iterator[Hazard]:
     numbers = Counter((group.description, group.ranks) for group in _shared(facts))
-    # The same ranks alone prove nothing: groups may share ranks on purpose. The same description says more.
+    # Groups may have the same ranks on purpose. Only the same description as well shows a leak.
     named = [key for key, count in numbers.items() if count > 1 and key[0]]
     if named:
         yield Hazard(
@@ -148,15 +146,15 @@ def _leaked(facts: ProcessFacts) -> Iterator[Hazard]:
 
 
 def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
-    """What the environment alone tells."""
-    found: list[Hazard] = []
+    """List the hazards that the environment variables alone show."""
+    findings: list[Hazard] = []
 
-    def off(*names: str) -> str | None:
+    def off(*names: str) -> str | None:  # the first of these variables that is set to an "off" value
         return next((name for name in names if variables.get(name, "").strip().lower() in _OFF), None)
 
     name = off("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     if name:
-        found.append(
+        findings.append(
             Hazard(
                 "no flight recorder",
                 f"{name} is 0: a hang leaves no trace.",
@@ -165,7 +163,7 @@ def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
         )
     name = off("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
     if name:
-        found.append(
+        findings.append(
             Hazard(
                 "errors ignored",
                 f"{name} is 0: a collective that fails or times out is not ended, and the process hangs.",
@@ -174,7 +172,7 @@ def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
         )
     name = off("TORCH_NCCL_ENABLE_MONITORING")
     if name:
-        found.append(
+        findings.append(
             Hazard(
                 "no monitor",
                 f"{name} is 0: nobody ends a process whose watchdog is stuck.",
@@ -183,18 +181,18 @@ def of_variables(variables: Mapping[str, str]) -> list[Hazard]:
         )
     name = off("TORCH_NCCL_DUMP_ON_TIMEOUT")
     if name:
-        found.append(
+        findings.append(
             Hazard("no dump", f"{name} is 0: a timeout writes no flight record.", f"Leave {name} out.")
         )
     if variables.get("NCCL_DEBUG", "").upper() == "TRACE":
-        found.append(
+        findings.append(
             Hazard(
                 "slow log",
                 "NCCL_DEBUG is TRACE: every call is logged, and ranks fall behind.",
                 "Use WARN or INFO.",
             )
         )
-    return found
+    return findings
 
 
 def _listed(groups: Sequence[GroupFacts], most: int = 4) -> str:

@@ -1,1 +1,1 @@
-"""Opening, warming up and closing process groups, all ranks together, each under one deadline."""
+"""Open, warm up and close process groups: all ranks together, each operation under one deadline."""

@@ -1,8 +1,8 @@
-"""Closing process groups: all ranks together, in reverse order, under a deadline; or at once and alone, after
-a failure.
+"""Close process groups: all ranks together, in reverse order, under a deadline; or one rank alone, at once,
+after a failure.
 
-`destroy_process_group` waits for the other ranks without bound, so it is only called when all of them have
-said that they are here, and on a thread.
+`destroy_process_group` waits for the other ranks without bound. So it is called on a thread, and only after
+all ranks have arrived.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.torch_private import abort, known_groups
 from holdfast.values import Message
 
 ABORT_TIME = 5.0
-"""Seconds that aborting groups may take before the process goes on without."""
+"""Seconds that the caller waits for groups to be aborted."""
 
 
 class Closing(CollectiveTask):
-    """Destroy groups, the last made first; the default group at the end, if it is among them."""
+    """Destroy groups, the last made first; so the default group comes last, if it is among them."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup], call: Call) -> None:
         super().__init__("closing of process groups", "groups://close", call)
@@ -36,29 +36,29 @@ class Closing(CollectiveTask):
     def execute(self, answer: Message) -> Message:
         # `execute` has its own thread, which starts on device 0.
         self._device.use()
-        known = {id(found.group): found for found in known_groups()}
+        known = {id(entry.group): entry for entry in known_groups()}
         for number, group in enumerate(reversed(self._groups), 1):
-            found = known.get(id(group))
-            if found is None:
-                continue  # destroyed by somebody else
-            self.doing(f"destroying group {found.description or found.name}, {number} of {len(self._groups)}")
+            entry = known.get(id(group))
+            if entry is None:
+                continue  # it was destroyed by other code
+            self.doing(f"destroying group {entry.description or entry.name}, {number} of {len(self._groups)}")
             try:
                 dist.destroy_process_group(group)
             except Exception as error:
                 raise GroupsFailed(
-                    f"The group {found.description or found.name} could not be destroyed: {error}"
+                    f"The group {entry.description or entry.name} could not be destroyed: {error}"
                 ) from error
         return {}
 
 
 def abort_all() -> None:
-    """End what all groups of this process are doing, the last made first; asks nobody, and does not wait for
-    long."""
+    """Abort all groups of this process, the last made first, without the other ranks and in bounded time."""
 
     def work() -> None:
-        with suppress(RuntimeError), native_call():  # at the end of the process there is nothing to abort
-            for found in reversed(known_groups()):
-                abort(found.group)
+        with suppress(RuntimeError), native_call():  # RuntimeError: the process is at its end
+            for entry in reversed(known_groups()):
+                abort(entry.group)
 
-    with suppress(HoldfastError):  # without a thread nobody could bound it; groups end with the process then
+    # If no thread can be started, groups are not aborted (nothing would bound it): they end with the process.
+    with suppress(HoldfastError):
         start_thread(work, "holdfast-abort").join(ABORT_TIME)

@@ -1,4 +1,4 @@
-"""The smallest collective of each kind, which makes a group open its communicators."""
+"""Issue the smallest collective of each kind, which makes a group open its communicators."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from holdfast.torch_private import Known
 
 
 class NotSupported(Exception):
-    """A group's backend has no such operation: nothing was issued, on any rank of the group."""
+    """The backend of a group lacks an operation; nothing was issued on any rank of the group."""
 
 
 _LACKS = re.compile(r"Backend \S+ does not support|No backend type associated with device type")
-"""How torch says that a backend has no such operation: one in C++, and a process group in Python."""
+"""Errors of torch for an operation that a backend lacks: from C++, and from a process group in Python."""
 
 
 def issue(operation: str, known: Known, device: torch.device) -> None:
     """Issue the smallest collective of a kind: "all_reduce", "all_to_all", or "pairs", see `_pairs`.
 
-    Raises `NotSupported` where the group's backend lacks it.
+    Raises `NotSupported` if the group's backend lacks it.
     """
     try:
         if operation == "all_reduce":
@@ -33,7 +33,7 @@ def issue(operation: str, known: Known, device: torch.device) -> None:
         else:
             _pairs(known, device)
     except RuntimeError as error:
-        # NotImplementedError is a RuntimeError. Other backends say in words only that they lack it.
+        # NotImplementedError is a RuntimeError. Other backends say only in the text that they lack it.
         if isinstance(error, NotImplementedError) or _LACKS.search(str(error)):
             raise NotSupported(operation) from error
         raise
@@ -42,9 +42,10 @@ def issue(operation: str, known: Known, device: torch.device) -> None:
 def _pairs(known: Known, device: torch.device) -> None:
     """Send and receive between neighbours of a pipeline, also between the last and the first.
 
-    In all ways that Megatron's `p2p_communication` does, for NCCL opens other channels for each: in a batch,
-    on the group's communicator; one by one, on a communicator of two ranks for each pair; and in a pipeline
-    of two in one direction on the default group's, which then has one for the pair, too.
+    NCCL opens different channels for each way in which Megatron's `p2p_communication` sends, so each is used:
+    - in a batch: on the group's communicator;
+    - one by one: on a communicator of two ranks for each pair;
+    - in a pipeline of two, one by one on the default group too, which then has a communicator for the pair.
     """
     group, ranks = known.group, known.ranks
     _batch(group, ranks, device)
@@ -56,8 +57,10 @@ def _pairs(known: Known, device: torch.device) -> None:
 
 
 def _batch(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
-    """Each rank with both its neighbours at once: all ranks of the group take part, as torch asks for a first
-    call."""
+    """Exchange with both neighbours in one batch.
+
+    All ranks of the group take part, which torch requires of a group's first call.
+    """
     me, size = ranks.index(dist.get_rank()), len(ranks)
     # A set: in a group of two, both neighbours are the same rank.
     peers = sorted({ranks[(me - 1) % size], ranks[(me + 1) % size]})
@@ -69,24 +72,24 @@ def _batch(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device)
         ]
     )
     for work in works:
-        work.wait()  # by the group's timeout; `warm_up` looks on from outside, and names who is not there
+        work.wait()  # up to the group's timeout; `warm_up` watches from outside, and names who is missing
 
 
 def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> None:
-    """Pair after pair; in each the one that is earlier in the pipeline sends first.
+    """Exchange pair by pair; in each pair the rank that is earlier in the pipeline sends first.
 
-    Every second pair first, then those between them, then the last with the first. All ranks meet their pairs
-    in this order, so none waits in a circle, and a long pipeline takes no longer than one of three.
+    The order is every second pair, then the pairs between them, then the last rank with the first. All ranks
+    follow it, so none wait in a circle, and a long pipeline takes no longer than one of three.
     """
     size, me = len(ranks), dist.get_rank()
     starts = [*range(0, size - 1, 2), *range(1, size - 1, 2)]
-    pairs = [(ranks[at], ranks[at + 1]) for at in starts]
+    pairs = [(ranks[index], ranks[index + 1]) for index in starts]
     if size > 2:
         pairs.append((ranks[0], ranks[-1]))
     for pair in pairs:
         if me not in pair:
             continue
-        # `pair[0] == me` is the index of the other one: 1 for the first, 0 for the second.
+        # `pair[0] == me` is the index of the peer: 1 on the first rank, 0 on the second.
         tensor, peer = torch.zeros(1, device=device), pair[pair[0] == me]
         for sends in (me == pair[0], me != pair[0]):
             if sends:
@@ -96,8 +99,8 @@ def _one_by_one(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.de
 
 
 def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
-    """Of which devices tensors can be given to a group, here and now."""
-    # Such as "cpu:gloo,cuda:nccl". gloo is listed for cuda, too, but a tensor there would only take memory.
+    """Return the devices whose tensors a group accepts on this machine."""
+    # Such as "cpu:gloo,cuda:nccl". gloo is listed for cuda too, but a tensor there would only take memory.
     config = dist.get_backend_config(group)
     pairs = [part.partition(":") for part in config.split(",")]
     return [
@@ -108,6 +111,6 @@ def usable_devices(group: dist.ProcessGroup) -> list[torch.device]:
 
 
 def _is_there(kind: str) -> bool:
-    """Has this machine such a device?"""
+    """Return whether this machine has such a device."""
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available())

@@ -1,4 +1,4 @@
-"""The GPU that this rank's groups communicate from, and how much of its memory is free."""
+"""The GPU that this rank's groups use, and its free memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ MiB = 1 << 20
 class Device:
     """The CUDA device of the creating thread. A new thread starts on device 0.
 
-    uses_gpu: None: if the default group communicates from one. A process that does not must not touch it:
-    that would take memory.
+    uses_gpu: whether to use the GPU; None: only if the default group is of NCCL. A process that does not
+        communicate from a GPU must not touch it: that would take memory.
     """
 
     def __init__(self, uses_gpu: bool | None = None) -> None:
@@ -21,17 +21,17 @@ class Device:
         self._index = torch.cuda.current_device() if uses_gpu else None
 
     def use(self) -> None:
-        """Have it be the current one of this thread, too."""
+        """Make it the current device of this thread."""
         if self._index is not None:
             torch.cuda.set_device(self._index)
 
     def free(self) -> int | None:
-        """Bytes that are free, to whoever asks first; None without a GPU."""
-        # The driver's count, not that of torch's allocator: NCCL allocates past torch.
+        """Return the free bytes of the device, which other processes may take too; None without a GPU."""
+        # As the driver counts, not torch's allocator: NCCL does not allocate through torch.
         return None if self._index is None else int(torch.cuda.mem_get_info(self._index)[0])
 
     def settle(self) -> None:
-        """Until what this thread has given to the GPU is done."""
+        """Wait until the GPU has done what this thread has enqueued."""
         if self._index is not None:
-            # A collective of NCCL returns when it is enqueued, but time and memory are measured after it.
+            # An NCCL collective returns when it is enqueued, but time and memory are measured after its end.
             torch.cuda.current_stream(self._index).synchronize()

@@ -1,9 +1,9 @@
-"""`open_groups`: all process groups of a layout, made in one order on all ranks, checked before any is made.
+"""`open_groups`: make all process groups of a layout, in one order on all ranks, after a check of all ranks.
 
-A group is made by `torch.distributed.new_group` on all ranks, also those that are not in it, so torch's names
-of groups are counts that stay equal over ranks. With `use_local_synchronization` a name is made of how many
-groups *this rank* has, and ranks with other histories wait for each other under different names until the
-timeout.
+`torch.distributed.new_group` is called on all ranks, also on those that are not in the group. So torch names
+groups by counts that stay equal over ranks. With `use_local_synchronization` a name depends on the number of
+groups that *this rank* has: ranks with different histories wait for each other under different names until
+the timeout.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Groups(Mapping[str, dist.ProcessGroup]):
     """The process groups that this rank belongs to, by Megatron's names: `groups["tp"]`, `groups["edp"]`,
     `groups["world"]`.
 
-    A name of which this rank is the only member has no group: there is nothing to communicate, and a
-    communicator of one takes as much memory as any other. Such names, and those of groups that this rank is
-    not in, are not in the mapping; `size` tells them.
+    No group is made if this rank is its only member: there is nothing to communicate, and a communicator of
+    one takes as much memory as any other. The mapping has neither such names nor those of groups that this
+    rank is not in: `size` is 1 for the former, and 0 for the latter.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Groups(Mapping[str, dist.ProcessGroup]):
     def get(self, name: str, default: D) -> dist.ProcessGroup | D: ...
 
     def get(self, name: str, default: object = None) -> object:
-        """The group, or `default` where this rank has none of that name."""
+        """Return the group, or `default` if this rank has none of that name."""
         return self._known.get(name, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -80,21 +80,22 @@ class Groups(Mapping[str, dist.ProcessGroup]):
         return len(self._known)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks of this rank's group of a name, this one included; (rank,) where it is alone, () where it
-        is not in one."""
+        """Return the ranks of this rank's group of a name, itself included.
+
+        (rank,) if it is the only member, () if it is in no such group.
+        """
         return self._members.get(name, ())
 
     def size(self, name: str) -> int:
-        """How many ranks this rank's group of a name has."""
+        """Return how many ranks this rank's group of a name has."""
         return len(self.ranks(name))
 
     def close(self, timeout: float = 60.0, stall_timeout: float = 60.0) -> None:
-        """Destroy the groups, the last made first, once all ranks are here; the default group stays.
+        """Destroy the groups, the last made first, once all ranks have called; the default group stays.
 
-        Raises the same error on all ranks if one does not come by `timeout`; then each has aborted its
-        groups.
+        If a rank does not call within `timeout`, every rank aborts its groups and raises the same error.
         """
-        # The default group belongs to the program, or to the session that has started it.
+        # The default group belongs to the program, or to the session that has initialised it.
         made = [group for group in self.distinct() if group is not dist.group.WORLD]
         try:
             Closing(made, begin_call(self._roster, timeout=timeout, stall_timeout=stall_timeout)).run()
@@ -105,17 +106,17 @@ class Groups(Mapping[str, dist.ProcessGroup]):
         finally:
             for group in self.distinct():
                 opened.pop(group, None)
-            if not opened:  # others may still be asked about
+            if not opened:  # `holdfast doctor` may still ask about groups that others have opened
                 stop()
             self._known = {name: group for name, group in self._known.items() if group is dist.group.WORLD}
 
     def distinct(self) -> list[dist.ProcessGroup]:
-        """The groups themselves, in the order of their making; names whose ranks are the same share one."""
+        """Return the groups, in the order in which they were made; names with the same ranks share one."""
         return list(dict.fromkeys(self._known.values()))
 
 
 class _Opening(CollectiveTask):
-    """All groups of a layout, made on all ranks."""
+    """Make all groups of a layout, on all ranks."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class _Opening(CollectiveTask):
         self.made: dict[tuple[str, ...], dist.ProcessGroup] = {}
 
     def contribute(self) -> Message:
-        # Raised inside of the protocol, so that all ranks raise it and none waits for this one.
+        # Raised inside the protocol, so that all ranks raise it and none waits for this one.
         if self._trouble is not None:
             raise self._trouble
         return {
@@ -142,17 +143,18 @@ class _Opening(CollectiveTask):
             "groups made before": groups_made(),
         }
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         first = self.operation.context.rank
-        # Compared before any group is made: each new_group counts up torch's names, even one that fails.
-        for rank, message in sorted(said.items()):
+        # Compared before any group is made, because every new_group, even one that fails, advances torch's
+        # count of names.
+        for rank, message in sorted(contributions.items()):
             for what, value in message.items():
-                other = said[first][what]
+                other = contributions[first][what]
                 if value != other:
                     raise BadInput(
                         _differs(what, first, other, rank, value), rank=rank, hint=_REMEDY.get(what, "")
                     )
-        return {rank: {} for rank in said}
+        return {rank: {} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
         self._device.use()
@@ -162,14 +164,14 @@ class _Opening(CollectiveTask):
             label = "+".join(planned.names)
             for ranks in planned.table.tolist():
                 number += 1
-                # The default group exists already. A layout of a part of the world has a "world" of its own.
+                # The default group exists already; a layout over a part of the world has its own "world".
                 if WORLD in planned.names and len(ranks) == dist.get_world_size():
                     assert dist.group.WORLD is not None
                     self.made[planned.names] = dist.group.WORLD
                     continue
                 mine = self.roster.rank in ranks
-                # `doing` counts as progress: a rank must not look stalled while it makes groups of other
-                # ranks.
+                # `doing` counts as progress: a rank must not look stalled while it makes groups that it is
+                # not in.
                 if mine or not number % 64:
                     self.doing(f"opening group {label} ({shown(ranks)}), {number} of {total}")
                 try:
@@ -194,9 +196,10 @@ _REMEDY = {
 
 
 def _differs(what: str, first: int, other: object, rank: int, value: object) -> str:
+    """Return the message for an unequal value; of two dicts it shows only the keys that differ."""
     if isinstance(value, dict) and isinstance(other, dict):
         keys = [key for key in sorted({*value, *other}) if value.get(key) != other.get(key)]
-        other, value = ({key: found.get(key) for key in keys} for found in (other, value))
+        other, value = ({key: side.get(key) for key in keys} for side in (other, value))
     return f"Ranks differ in {what}: {other} on rank {first}, {value} on rank {rank}; no group was made."
 
 
@@ -213,12 +216,12 @@ def open_groups(
 
     names: which groups (Megatron's names, `holdfast.groups.lifecycle.plan.KINDS`); default all. Names whose
         ranks are the same share a group.
-    backend: that of the groups; default the default group's.
+    backend: the backend of the groups; default that of the default group.
     timeout: seconds for this call, and the timeout of collectives of these groups.
     stall_timeout: seconds that a rank may be silent before it is given up.
 
     No group of one rank is made. Raises the same `HoldfastError` on all ranks: `BadInput` if ranks have
-    different layouts or made different groups before, `RankFailed` naming who is missing.
+    different layouts or made different groups before, `RankFailed` that names the missing ranks.
     """
     check_seconds("timeout", timeout)
     if not dist.is_initialized():
@@ -235,7 +238,7 @@ def open_groups(
                 f"The grid has ranks to {grid.first_rank + grid.world - 1}; the world has "
                 f"{dist.get_world_size()}."
             )
-    except BadInput as error:  # the others are to hear of it
+    except BadInput as error:  # raised by the task, so that all ranks raise it
         trouble = error
     call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
     opening = _Opening(grid, plan, backend, call, trouble)
@@ -248,6 +251,6 @@ def open_groups(
                 abort(group)
         raise
     for names, group in opening.made.items():
-        opened[group] = (*opened.get(group, ()), *names)  # of two layouts that both have the default group
+        opened[group] = (*opened.get(group, ()), *names)  # two layouts may share the default group
     known = {name: group for names, group in opening.made.items() for name in names}
     return Groups(grid, opening.roster, members(grid, dist.get_rank()), known)

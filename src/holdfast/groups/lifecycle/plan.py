@@ -1,4 +1,4 @@
-"""Which groups a layout has, and in which rounds they are warmed up. Pure: no torch, no process group."""
+"""Plan the groups of a layout, and the rounds of their warm-up. Pure: no torch, no process group."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tp_ep_pp": ("etp", "ep", "pp"),
     "edp": ("edp",),
 }
-"""Megatron's names, in the order in which it makes them, and the axes that each spans. `embedding` are the
+"""Megatron's names, in the order in which it makes them, and the axes that each spans. `embedding` has the
 first and the last stage of each pipeline."""
 WORLD = "world"
 
 
 class Planned(NamedTuple):
-    """Groups of one kind, and of other kinds whose ranks are the same: they share a communicator."""
+    """The groups of one kind. Kinds whose groups have the same ranks share them, and their communicators."""
 
     names: tuple[str, ...]
     table: Ranks
@@ -43,17 +43,16 @@ class Planned(NamedTuple):
 
 
 def plan_groups(grid: Grid, names: Iterable[str] | None = None) -> list[Planned]:
-    """The groups of a layout (default: all kinds) in the order in which all ranks make them; those of one
-    rank are left out.
+    """Return the groups of a layout (default: all kinds) in the order in which all ranks make them.
 
-    The first is `world`, which is there already.
+    The first is `world`, which exists already. Groups of one rank are left out.
     """
     wanted = list(KINDS) if names is None else list(names)
     unknown = [name for name in wanted if name not in KINDS]
     if unknown:
         raise BadInput(f"There is no group {unknown[0]!r}; groups are {', '.join(KINDS)}.")
     everyone = np.arange(grid.first_rank, grid.first_rank + grid.world, dtype=np.int64)[None]
-    found: dict[bytes, Planned] = {_key(everyone): Planned((WORLD,), everyone)}
+    planned: dict[bytes, Planned] = {_key(everyone): Planned((WORLD,), everyone)}
     # In the order of KINDS, not of `names`: all ranks must make groups in one order.
     for name in KINDS:
         if name not in wanted:
@@ -63,45 +62,47 @@ def plan_groups(grid: Grid, names: Iterable[str] | None = None) -> list[Planned]
         if table.shape[1] == 1 or (name == "embedding" and grid.pp == 1):
             continue
         key = _key(table)
-        known = found.get(key)
-        found[key] = Planned((*known.names, name), table) if known else Planned((name,), table)
-    return list(found.values())
+        known = planned.get(key)
+        planned[key] = Planned((*known.names, name), table) if known else Planned((name,), table)
+    return list(planned.values())
 
 
 def members(grid: Grid, rank: int) -> dict[str, tuple[int, ...]]:
-    """For each name the ranks of a rank's group, as far as it is in one."""
+    """Return the ranks of a rank's group of each kind, by name, without the kinds of which it has none."""
     if not grid.first_rank <= rank < grid.first_rank + grid.world:
         return {}
-    found = {name: grid.group(rank, *axes) for name, axes in KINDS.items() if axes}
+    groups = {name: grid.group(rank, *axes) for name, axes in KINDS.items() if axes}
     # The first and the last stage.
-    ends = found["pp"][:: max(len(found["pp"]) - 1, 1)]
+    ends = groups["pp"][:: max(len(groups["pp"]) - 1, 1)]
     if rank in ends:
-        found["embedding"] = ends
-    found[WORLD] = tuple(range(grid.first_rank, grid.first_rank + grid.world))
-    return found
+        groups["embedding"] = ends
+    groups[WORLD] = tuple(range(grid.first_rank, grid.first_rank + grid.world))
+    return groups
 
 
 def _key(table: Ranks) -> bytes:
-    # The width too: tables of 2 x 4 and of 4 x 2 can have the same bytes.
+    # With the width, because tables of 2 x 4 and of 4 x 2 can have the same bytes.
     return bytes(table.shape[1].to_bytes(8, "little") + table.tobytes())
 
 
 def rounds(groups: Sequence[Ranks]) -> list[int]:
-    """For each group the round in which it is warmed up. Groups of one round have no rank in common, so they
-    go in parallel, and every rank meets its groups by ascending round, so none waits for another in a circle.
+    """Assign to each group the round in which it is warmed up.
 
-    Greedy, the largest first: each takes the first round that is free on all its ranks.
+    Groups of one round have no rank in common, so they run in parallel. Every rank goes through its groups by
+    ascending round, so ranks never wait in a circle.
+
+    Greedy, the largest group first: each takes the first round that is free on all its ranks.
     """
     chosen = [0] * len(groups)
     world = max((int(ranks.max()) for ranks in groups if len(ranks)), default=-1) + 1
-    taken: list[npt.NDArray[np.uint64]] = []  # for each rank a bit a round, 64 rounds an array
+    taken: list[npt.NDArray[np.uint64]] = []  # one bit per rank and round; each array holds 64 rounds
     for index in sorted(range(len(groups)), key=lambda index: -len(groups[index])):
         for block in range(len(taken) + 1):
             if block == len(taken):
                 taken.append(np.zeros(world, np.uint64))
-            # Bits, because a reduction over the ranks of a group is fast: 16,384 ranks are planned in 0.1 s.
+            # Bits make the reduction over a group's ranks fast: 16,384 ranks are planned in 0.1 s.
             used = int(np.bitwise_or.reduce(taken[block][groups[index]]))
-            # The lowest bit that is 0 in `used`: adding 1 carries into it.
+            # The index of the lowest 0 bit of `used`: adding 1 carries into it.
             free = (~used & (used + 1)).bit_length() - 1
             if free < 64:
                 taken[block][groups[index]] |= np.uint64(1 << free)
@@ -111,26 +112,28 @@ def rounds(groups: Sequence[Ranks]) -> list[int]:
 
 
 def runs(ranks: Sequence[int]) -> list[list[int]]:
-    """Ranks as (first, step, count): a group of a layout is one or a few of them, however many ranks it
-    has."""
-    found: list[list[int]] = []
-    at = 0
-    while at < len(ranks):
-        step = ranks[at + 1] - ranks[at] if at + 1 < len(ranks) else 1
+    """Return ranks as arithmetic progressions (first, step, count).
+
+    A group of a layout is one or a few of them, however many ranks it has.
+    """
+    progressions: list[list[int]] = []
+    start = 0
+    while start < len(ranks):
+        step = ranks[start + 1] - ranks[start] if start + 1 < len(ranks) else 1
         count = 1
-        while at + count < len(ranks) and ranks[at + count] - ranks[at + count - 1] == step:
+        while start + count < len(ranks) and ranks[start + count] - ranks[start + count - 1] == step:
             count += 1
-        found.append([ranks[at], step, count])
-        at += count
-    return found
+        progressions.append([ranks[start], step, count])
+        start += count
+    return progressions
 
 
-def from_runs(found: Sequence[Sequence[int]]) -> list[int]:
-    """The inverse of `runs`."""
-    return [first + step * index for first, step, count in found for index in range(count)]
+def from_runs(progressions: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks of progressions: the inverse of `runs`."""
+    return [first + step * index for first, step, count in progressions for index in range(count)]
 
 
 def shown(ranks: Sequence[int], most: int = 8) -> str:
-    """Ranks as a message lists them."""
+    """Return the text that lists ranks in messages."""
     listed = ", ".join(map(str, ranks[:most]))
     return f"ranks {listed}" + (f" and {len(ranks) - most} more" if len(ranks) > most else "")

@@ -1,4 +1,4 @@
-"""What a warm-up did on a rank."""
+"""The report of a warm-up on one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class IssuedOperation(msgspec.Struct, frozen=True):
-    """What one operation of one group took on this rank."""
+    """Time and memory that one operation of one group took on this rank."""
 
     operation: str
     seconds: float
@@ -15,10 +15,10 @@ class IssuedOperation(msgspec.Struct, frozen=True):
 
 
 class WarmedGroup(msgspec.Struct, frozen=True):
-    """What warming up one group took on this rank."""
+    """Time and memory that the warm-up of one group took on this rank."""
 
     name: str
-    """torch's."""
+    """torch's name of the group."""
     description: str
     ranks: tuple[int, ...]
     round: int
@@ -26,26 +26,26 @@ class WarmedGroup(msgspec.Struct, frozen=True):
     bytes_taken: int
     """Of the GPU's memory, as the driver counts it; 0 without one."""
     was_warm: bool
-    """Had it a communicator before?"""
+    """Whether it had a communicator before."""
     operations: tuple[IssuedOperation, ...]
     """In the order in which they were issued."""
     left_out: tuple[str, ...]
-    """Operations that it is used for, and that its backend does not have."""
+    """Operations that it is used for, but that its backend lacks."""
 
 
 class WarmUpReport(msgspec.Struct, frozen=True):
-    """What `warm_up` did on this rank."""
+    """Result of `warm_up` on this rank."""
 
     groups: tuple[WarmedGroup, ...]
     """In the order in which they were warmed up."""
     rounds: int
     groups_in_world: int
-    """Different groups, over all ranks."""
+    """Number of different groups over all ranks."""
     seconds: float
 
     @property
     def bytes_taken(self) -> int:
-        """Of this rank's GPU, by all groups."""
+        """Bytes of this rank's GPU that all groups took."""
         return sum(group.bytes_taken for group in self.groups)
 
     @property

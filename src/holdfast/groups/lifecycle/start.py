@@ -1,5 +1,4 @@
-"""`init_process_group` that names the ranks which do not come: they meet on the store first, under a
-deadline."""
+"""`init_process_group` that names missing ranks: all ranks meet on the store first, under a deadline."""
 
 from __future__ import annotations
 
@@ -19,11 +18,12 @@ from holdfast.torch_private import Store
 from holdfast.values import Message
 
 _stores: dict[tuple[str, int], Store] = {}
-"""The one that a process has opened stays open: others may still read it, and a next start uses it again."""
+"""Stores that this process has opened, by host and port. They stay open: other ranks may still read them, and
+the next start uses them again."""
 
 
 class _Start(CollectiveTask):
-    """All ranks are here and mean the same; then they initialise torch.distributed."""
+    """Initialise torch.distributed once all ranks have arrived with the same arguments."""
 
     def __init__(self, store: Store, env: Environment, backend: str | None, call: Call) -> None:
         super().__init__("start of torch.distributed", "groups://start", call)
@@ -39,18 +39,18 @@ class _Start(CollectiveTask):
             "torch": str(torch.__version__),
         }
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         first = self.roster.rank
-        for rank, message in sorted(said.items()):
+        for rank, message in sorted(contributions.items()):
             for what, value in message.items():
-                if value != said[first][what]:
+                if value != contributions[first][what]:
                     raise BadInput(
-                        f"Ranks differ in {what}: {said[first][what]!r} on rank {first}, {value!r} on rank "
-                        f"{rank}.",
+                        f"Ranks differ in {what}: {contributions[first][what]!r} on rank {first}, {value!r} "
+                        f"on rank {rank}.",
                         rank=rank,
                     )
-        token = secrets.token_hex(6)  # the store may hold keys of an earlier start
-        return {rank: {"token": token} for rank in said}
+        token = secrets.token_hex(6)  # a new prefix, because the store may hold keys of an earlier start
+        return {rank: {"token": token} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
         self._device.use()
@@ -77,7 +77,7 @@ def start_world(backend: str | None, timeout: float, stall_timeout: float) -> No
     LOCAL_RANK)."""
     env = read_environment()
     if torch.cuda.is_available():
-        # Modulo: a launcher may show each process one GPU only, whatever its local rank.
+        # Modulo, because a launcher may expose only one GPU to each process, whatever its local rank.
         torch.cuda.set_device(env.local_rank % torch.cuda.device_count())
     store = _store(env, timeout)
     roster = TorchRoster(store, env.rank, env.world_size)
@@ -85,6 +85,7 @@ def start_world(backend: str | None, timeout: float, stall_timeout: float) -> No
 
 
 def _store(env: Environment, timeout: float) -> Store:
+    """Open the TCPStore of the job, or return the one that is open."""
     if env.store is None:
         raise BadInput(
             "MASTER_ADDR and MASTER_PORT must be in the environment to start torch.distributed.",

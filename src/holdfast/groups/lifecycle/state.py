@@ -1,4 +1,4 @@
-"""What this process knows of its process groups."""
+"""State that this process keeps about its process groups."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from holdfast.groups.audit.hazards import NAMES, GroupFacts, ProcessFacts
 from holdfast.options import all_variables
 from holdfast.torch_private import is_eager, is_open, known_groups, timeout_of
 
-# Weak, so that a group that was destroyed can go.
+# Weak, so that destroyed groups can be freed.
 warm: WeakSet[dist.ProcessGroup] = WeakSet()
 """Groups that this process has warmed up."""
 installed: list[Callable[[], tuple[str, ...]]] = []
-"""Asked for what `holdfast.install` has replaced; the integrations put it there."""
-
+"""Functions, added by the integrations, that say what `holdfast.install` has replaced."""
 opened: WeakKeyDictionary[dist.ProcessGroup, tuple[str, ...]] = WeakKeyDictionary()
-"""Groups that `open_groups` gave, with their names there. The default group, which it did not make, says so
-nowhere else."""
+"""Groups that `open_groups` returned, with their names there. Other groups carry them in their description;
+the default group, which `open_groups` did not make, does not."""
 
 
 def facts() -> ProcessFacts:
-    """What there is to know of this process, from this process alone."""
+    """Collect the input of an audit from this process alone."""
     up = dist.is_available() and dist.is_initialized()
     return ProcessFacts(
         os.getpid(),

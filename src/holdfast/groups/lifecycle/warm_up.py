@@ -1,10 +1,12 @@
-"""`warm_up`: the first collective of every process group, at a time of the user's choosing, under a deadline.
+"""`warm_up`: issue the first collective of every process group, when the user asks for it, under a deadline.
 
-NCCL makes a communicator at a group's first collective. That takes memory, half a GB or more, and it waits
-for every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some
-groups are first used in the first optimizer step, when memory is full and ranks are apart. So: ask over the
-roster who is here and what it has, then the smallest collective of each kind that a group is used for, in
-rounds of groups that have no rank in common, and watch from outside of NCCL.
+NCCL makes a communicator at a group's first collective. That takes half a GB of memory or more, and waits for
+every rank of the group; nothing bounds this wait, and the watchdog does not see it. In Megatron some groups
+are first used in the first optimizer step, when memory is full and ranks are not in step.
+
+So `warm_up` first learns over the roster which groups all ranks have. Then it issues the smallest collective
+of each kind that a group is used for, in rounds of groups that have no rank in common, and watches them from
+outside of NCCL.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from holdfast.torch_private import Known, is_open, known_groups
 from holdfast.values import Message
 
 DYING = 1.0
-"""Seconds that a process takes to end, at most, after its connections have broken."""
+"""Seconds that a process takes at most to end after its connections have broken."""
 
 
 class _WarmUp(CollectiveTask):
@@ -54,7 +56,7 @@ class _WarmUp(CollectiveTask):
         self._device = Device()
         self._position = 0
         self._everyone: dict[str, tuple[str, list[int]]] = {}
-        """Committer: description and ranks of every group."""
+        """Committer: description and ranks of every group, by name."""
         self._order: dict[int, list[str]] = {}
         self._round: dict[str, int] = {}
         self.warmed: list[WarmedGroup] = []
@@ -71,26 +73,25 @@ class _WarmUp(CollectiveTask):
         )
         return {
             "operations": self._operations and list(self._operations),
-            "uses": {  # as the lowest rank of a group sees it, lest its ranks do different things
+            "uses": {  # from the lowest rank of each group only, so that all its ranks do the same
                 name: uses_here[name] for name, known in self._groups.items() if rank == min(known.ranks)
             },
             "budget": self._budget,
             "free": self._device.free(),
-            # Of all groups: an error can then tell a group that was not given here from one that was not
-            # made.
+            # All groups: an error can then tell groups that were not given from groups that were not made.
             "has": [known.name for known in there],
             "groups": [
                 claim(known.name, known.ranks, known.description, rank) for known in self._groups.values()
             ],
         }
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        self._everyone = agreed(said)
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        self._everyone = agreed(contributions)
         used: dict[str, Sequence[str]] = {}
-        asked = said[self.roster.rank]["operations"]
-        for rank, message in sorted(said.items()):
+        asked = contributions[self.roster.rank]["operations"]
+        for rank, message in sorted(contributions.items()):
             used.update(message["uses"])
-            # Ranks with different operations would wait for each other in them until the deadline.
+            # Ranks with different operations would wait for each other until the deadline.
             if message["operations"] != asked:
                 raise BadInput(
                     f"Rank {rank} warms up with {message['operations'] or 'the default operations'}, rank "
@@ -101,8 +102,7 @@ class _WarmUp(CollectiveTask):
             if budget is not None and free is not None and free < budget:
                 raise GroupsFailed(
                     f"Rank {rank} has {free / MiB:,.0f} MiB of GPU memory free, and {len(message['groups'])} "
-                    f"groups may take "
-                    f"{budget / MiB:,.0f} MiB (memory_budget); nothing was warmed up.",
+                    f"groups may take {budget / MiB:,.0f} MiB (memory_budget); nothing was warmed up.",
                     rank=rank,
                     hint="Warm up before the model is built, or lower the budget.",
                 )
@@ -110,7 +110,7 @@ class _WarmUp(CollectiveTask):
         numbers = rounds([np.array(self._everyone[name][1], np.int64) for name in names])
         of = self._round = dict(zip(names, numbers, strict=True))
         total = {"rounds": max(numbers, default=-1) + 1, "groups": len(names)}
-        for rank, message in said.items():
+        for rank, message in contributions.items():
             # By ascending round, so that ranks never wait for each other in a circle (`plan.rounds`).
             self._order[rank] = sorted((name for name, *_ in message["groups"]), key=of.__getitem__)
         return {
@@ -128,7 +128,8 @@ class _WarmUp(CollectiveTask):
         self.rounds, self.groups_in_world = answer["rounds"], answer["groups"]
         order = list(zip(answer["order"], answer["at"], answer["operations"], strict=True))
         for position, (name, number, operations) in enumerate(order):
-            # The beat carries it (`now`), so the committer can say who has not come to which group.
+            # The presence message carries it (`now`), so the committer knows which rank has not reached
+            # which group.
             self._position = position
             where = f"{position + 1} of {len(order)}"
             self.warmed.append(self._warm_one(self._groups[name], number, operations, where))
@@ -138,26 +139,26 @@ class _WarmUp(CollectiveTask):
 
     def _warm_one(self, known: Known, number: int, operations: Sequence[str], where: str) -> WarmedGroup:
         begun = time.perf_counter()
-        # gloo's groups do not tell whether they are open, so Holdfast remembers what it has warmed up.
+        # gloo groups do not report whether they are open, so Holdfast remembers what it has warmed up.
         was_warm = bool(is_open(known.group)) or known.group in warm
         places = usable_devices(known.group)
         if not places:
             raise GroupsFailed(
                 f"{label(known.name, known.description, known.ranks)} has the backend "
-                f"{dist.get_backend_config(known.group)}, "
-                "for which no tensor can be made here; it was not warmed up.",
+                f"{dist.get_backend_config(known.group)}, for which no tensor can be made here; it was not "
+                "warmed up.",
                 hint="Give groups= without it.",
             )
         issued: list[IssuedOperation] = []
         left_out: list[str] = []
         for operation in operations:
             self.doing(f"in {label(known.name, known.description, known.ranks)}, {where}, with {operation}")
-            found = self._issue(operation, known, places)
-            if found is None:
+            entry = self._issue(operation, known, places)
+            if entry is None:
                 left_out.append(operation)
                 continue
-            issued.append(found)
-            # After each operation, so that the error names the group that went beyond the budget.
+            issued.append(entry)
+            # After each operation, so that the error names the group that exceeded the budget.
             self._check_budget(known, sum(one.bytes_taken for one in issued))
         if issued:
             warm.add(known.group)
@@ -178,7 +179,7 @@ class _WarmUp(CollectiveTask):
         return warmed
 
     def _issue(self, operation: str, known: Known, places: Sequence[torch.device]) -> IssuedOperation | None:
-        """Issue one operation; None if the backend does not have it, and nobody asked for it."""
+        """Issue one operation. Return None if the backend lacks it and the caller did not ask for it."""
         before, begun = self._device.free(), time.perf_counter()
         try:
             for device in places:
@@ -198,8 +199,7 @@ class _WarmUp(CollectiveTask):
             left = "" if free is None else f"; {free / MiB:,.0f} MiB of GPU memory are free"
             raise GroupsFailed(
                 f"The first {operation} of {label(known.name, known.description, known.ranks)} met "
-                f"{type(error).__name__}: "
-                f"{first_line(error)}{left}",
+                f"{type(error).__name__}: {first_line(error)}{left}",
                 details={"group": known.name},
             ) from error
         after = self._device.free()
@@ -207,16 +207,13 @@ class _WarmUp(CollectiveTask):
         return IssuedOperation(operation, time.perf_counter() - begun, taken)
 
     def _check_budget(self, known: Known, taken: int) -> None:
-        """Raise if the groups that are warm, and what one more has taken so far, are more than was
-        allowed."""
+        """Raise GroupsFailed if the warm groups and `taken` bytes of one more exceed the memory budget."""
         total = taken + sum(group.bytes_taken for group in self.warmed)
         if self._budget is not None and total > self._budget:
             raise GroupsFailed(
                 f"{len(self.warmed) + 1} groups took {total / MiB:,.0f} MiB of GPU memory, more than "
-                f"memory_budget "
-                f"({self._budget / MiB:,.0f} MiB); the last was "
-                f"{label(known.name, known.description, known.ranks)} with "
-                f"{taken / MiB:,.0f} MiB.",
+                f"memory_budget ({self._budget / MiB:,.0f} MiB); the last was "
+                f"{label(known.name, known.description, known.ranks)} with {taken / MiB:,.0f} MiB.",
                 hint="Open fewer groups, or set NCCL_BUFFSIZE or NCCL_MAX_NCHANNELS lower.",
             )
 
@@ -226,24 +223,24 @@ class _WarmUp(CollectiveTask):
     def better(self, error: HoldfastError) -> HoldfastError | None:
         if isinstance(error, GroupsFailed) and "group" in error.details:
             return self._somebody_gone(error)
-        # Only the committer knows the order of all ranks. The others raise the error that it makes.
+        # Only the committer knows the order of all ranks; the others raise its error.
         if isinstance(error, DeadlineExceeded) and self._order:
             return self._who_did_not_come(error)
         return None
 
     def _somebody_gone(self, error: GroupsFailed) -> HoldfastError | None:
-        """A collective that breaks because another rank has died is not this rank's failure."""
+        """Return RankFailed if a rank of the group has died, which is what broke this rank's collective."""
         known = self._groups[error.details["group"]]
-        # A bounded question, however large the group.
-        said = self.presences(rank for rank in known.ranks[:1024] if rank != self.roster.rank)
-        # A process that dies closes its connections first, and is seen to be gone a moment later.
-        # Out of memory is this rank's own failure, so there is nobody to wait for.
+        # Bounded, because a group may be large.
+        presences = self.presences(rank for rank in known.ranks[:1024] if rank != self.roster.rank)
+        # A process that dies closes its connections first, and is seen to be gone a moment later. Running
+        # out of memory is this rank's own failure, so then there is nobody to wait for.
         patience = 0.0 if isinstance(error.__cause__, torch.OutOfMemoryError) else DYING
         ends = time.monotonic() + patience
         while True:
             gone = [
                 describe(rank, message, time.time(), "its process has ended")
-                for rank, message in said.items()
+                for rank, message in presences.items()
                 if self.is_gone(message)
             ]
             if gone:
@@ -259,26 +256,26 @@ class _WarmUp(CollectiveTask):
         )
 
     def _who_did_not_come(self, error: DeadlineExceeded) -> HoldfastError | None:
-        """Of the group in the earliest round that is not through: who arrived, and who did not."""
-        said = self.presences(self.operation.context.participants)
-        at = {rank: int(message.get("position", 0)) for rank, message in said.items()}
-        at[self.roster.rank] = self._position
+        """Return an error that says who arrived, and who did not, in the earliest group that is not done."""
+        presences = self.presences(self.operation.context.participants)
+        positions = {rank: int(message.get("position", 0)) for rank, message in presences.items()}
+        positions[self.roster.rank] = self._position
         stuck = []
         for name, (description, ranks) in self._everyone.items():
-            # Below 0 the rank has not come to the group, at 0 it is in it, above 0 it is through.
-            place = {rank: at.get(rank, -1) - self._order[rank].index(name) for rank in ranks}
-            absent = [rank for rank in ranks if place[rank] < 0]
-            if len(absent) < len(ranks) and any(here <= 0 for here in place.values()):
+            # Below 0: the rank has not come to the group. 0: it is in it. Above 0: it is done with it.
+            ahead = {rank: positions.get(rank, -1) - self._order[rank].index(name) for rank in ranks}
+            absent = [rank for rank in ranks if ahead[rank] < 0]
+            if len(absent) < len(ranks) and any(count <= 0 for count in ahead.values()):
                 stuck.append((self._round[name], not absent, name, description, ranks, absent))
-        # The earliest round, and in it first a group that a rank has not come to: later rounds wait for it.
+        # The earliest round, because later rounds wait for it; in it first a group with an absent rank.
         for _, _, name, description, ranks, absent in sorted(stuck)[:1]:
             arrived = [rank for rank in ranks if rank not in absent]
             culprits = absent or arrived
             infos = tuple(
-                describe(rank, said.get(rank), time.time(), "", self.operation.context.key)
+                describe(rank, presences.get(rank), time.time(), "", self.operation.context.key)
                 for rank in culprits[:8]
             )
-            free = said.get(culprits[0], {}).get("free") if culprits else None
+            free = presences.get(culprits[0], {}).get("free") if culprits else None
             memory = "" if free is None else f", with {free / MiB:,.0f} MiB of GPU memory free"
             where = (
                 f"{listed(arrived)} arrived, {listed(absent)} did not: {'; '.join(map(str, infos))}{memory}"
@@ -297,7 +294,7 @@ class _WarmUp(CollectiveTask):
 
 
 def chosen_operations(operations: Sequence[str] | None) -> tuple[str, ...] | None:
-    """The operations that `warm_up` is asked for, None for the default. Raises `BadInput` for others."""
+    """Check `operations` of `warm_up`. Return them as a tuple, or None for the default; or raise BadInput."""
     if operations is None:
         return None
     is_list = isinstance(operations, Iterable) and not isinstance(operations, str)
@@ -316,29 +313,32 @@ def warm_up(
     memory_budget: int | None = None,
     roster: Roster | None = None,
 ) -> WarmUpReport:
-    """Issue the first collective of process groups, on all ranks of the world, so that each has its
+    """Issue the first collective of process groups, on all ranks of the world, so that each group has its
     communicator.
 
-    groups: "all" of more than one rank that torch knows, whoever made them (Megatron's `parallel_state`, a
-        DeviceMesh), those of `open_groups`, or a list of groups, the same groups on all ranks that are in
-        them.
-    operations: what is issued on every group: some of "all_reduce"; "all_to_all"; and "pairs", send and
-        receive between neighbours of the group, the last and the first included, in a batch and one by one,
-        for which NCCL makes a communicator of two ranks each. Default: what each group is used for in
-        Megatron. All have all_reduce; the groups of experts (EP, and expert TP with EP) also all_to_all;
-        those of pipelines also pairs. These are known by their names in `open_groups`, by the descriptions of
-        `parallel_state`, and by the dimensions "ep" and "pp" of a DeviceMesh. What a backend does not have is
-        then left out, and the report says so.
-    timeout: seconds for the call. When they are over, all ranks raise an error that names the group, who
-        arrived in it, who did not, and where that rank is. stall_timeout: seconds that a rank may be silent.
-    memory_budget: bytes of GPU memory that all groups together may take on this rank. A rank that has less
-        free is named before anything is done.
+    groups: "all" (every group of more than one rank that torch knows, such as those of Megatron's
+        `parallel_state` or a DeviceMesh), the result of `open_groups`, or a list of groups, with the same
+        groups on all ranks that are in them.
+    operations: what to issue on every group, some of:
+        "all_reduce"; "all_to_all";
+        "pairs": send and receive between neighbours of the group, the last and the first included, in a batch
+        and one by one; for the latter NCCL makes a communicator of two ranks for each pair.
+        Default: what each group is used for in Megatron. That is all_reduce for all groups, also all_to_all
+        for the groups of experts (EP, and expert TP with EP), and also pairs for the groups of pipelines.
+        They are recognised by their names in `open_groups`, by the descriptions of `parallel_state`, and by
+        the dimensions "ep" and "pp" of a DeviceMesh. By default operations that a backend lacks are left out,
+        and the report lists them.
+    timeout: seconds for the call. After that all ranks raise an error that names the group, the ranks that
+        arrived in it and those that did not, and where the latter are.
+    stall_timeout: seconds that a rank may be silent.
+    memory_budget: bytes of GPU memory that all groups together may take on this rank. If a rank has less
+        free, the call fails with its number before anything is issued.
 
     Returns what was issued on this rank, with the seconds and bytes of each operation. Raises `BadInput`,
     `GroupsFailed`, `RankFailed` or `DeadlineExceeded`, the same on all ranks.
 
-    Collectives run on a thread; if one never returns, the call does, and the process should end: see
-    `holdfast.session`.
+    Collectives run on a thread. If one never returns, this call still does; then the process should end (see
+    `holdfast.session`).
     """
     check_seconds("timeout", timeout)
     chosen = chosen_operations(operations)
@@ -366,7 +366,7 @@ def warm_up(
             )
         known = [group for group in known if any(value is group.group for value in asked)]
     call = begin_call(roster, timeout=timeout, stall_timeout=stall_timeout)
-    turn = _WarmUp(known, chosen, memory_budget, call)
+    task = _WarmUp(known, chosen, memory_budget, call)
     begun = time.perf_counter()
-    turn.run()
-    return WarmUpReport(tuple(turn.warmed), turn.rounds, turn.groups_in_world, time.perf_counter() - begun)
+    task.run()
+    return WarmUpReport(tuple(task.warmed), task.rounds, task.groups_in_world, time.perf_counter() - begun)

@@ -1,1 +1,1 @@
-"""From the first process group to the end of the process: a watch beside training, and an end that comes."""
+"""Watch the ranks from the first process group to the end of the process, and bound the time of that end."""

@@ -1,8 +1,7 @@
-"""Ending this process from outside of Python: a timer of the C library, which fires also where no Python
-thread runs any more.
+"""End this process from outside of Python, by a timer of the C library that needs no Python thread.
 
-That is so in the interpreter's finalisation, in destructors of C++ libraries, in C exit handlers, and while a
-call holds the GIL. The stacks that faulthandler can still see are written first.
+No Python thread runs in the interpreter's finalisation, in destructors of C++ libraries, in C exit handlers,
+and while a call holds the GIL. The stacks that faulthandler can still see are written first.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _THREAD = 2
 """SIGEV_THREAD: the C library calls a function on a thread of its own."""
 _MONOTONIC = 1
 STACKS_FIRST = 0.5
-"""Seconds before the end at which stacks are written."""
+"""Seconds from the stacks to the end of the process."""
 
 
 class _Event(ctypes.Structure):
@@ -34,53 +33,53 @@ class _Event(ctypes.Structure):
 
 
 class _Spec(ctypes.Structure):
-    """struct itimerspec: every so often (never), and when first."""
+    """struct itimerspec: the interval (0: fires once), and the first expiry."""
 
     _fields_ = tuple((name, ctypes.c_long) for name in ("each_s", "each_ns", "first_s", "first_ns"))
 
 
 class Backstop:
-    """Ends the process with an exit code after a while; arming it again begins anew. A fork has none."""
+    """A timer that ends the process with an exit code. Arming it again restarts it; a fork has none."""
 
     def __init__(self, code: int) -> None:
         self._code = code
         self._timer: ctypes.c_void_p | None = None
 
     def arm(self, seconds: float) -> None:
-        """End the process in so many seconds."""
+        """End the process after so many seconds."""
         exits = False
         try:
             self._set(seconds)
-        # No such timers here; faulthandler's reaches almost as far, and exits with 1.
+        # Without such timers faulthandler's is used, which reaches almost as far, and exits with 1.
         except (OSError, AttributeError):
             exits = True
         later = max(seconds - (0.0 if exits else STACKS_FIRST), 0.1)
         try:
             faulthandler.dump_traceback_later(later, exit=exits)
-        except Exception:  # sys.stderr is not what has a descriptor
+        except Exception:  # sys.stderr has no file descriptor
             with suppress(Exception):
                 faulthandler.dump_traceback_later(later, exit=exits, file=2)
 
     def disarm(self) -> None:
-        """Let the process be, until it is armed again."""
+        """Stop the timer, until it is armed again."""
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             _check(_libc().timer_settime(self._timer, 0, ctypes.byref(_Spec(0, 0, 0, 0)), None))
 
     def insist(self) -> None:
-        """Have the process end with the code also if it comes to its end by itself from here on, by `exit` or
-        (a fork) by `os._exit`."""
+        """Make the process end with this exit code also if it now ends by itself, by `exit` or (a fork) by
+        `os._exit`."""
         end = os._exit
         os._exit = lambda status: end(self._code)
         libc = ctypes.CDLL(None)
         with suppress(AttributeError):
-            # C runs exit handlers last registered first, so this one comes before those that may not return.
+            # C runs exit handlers in reverse order, so this one runs before those that may not return.
             getattr(libc, "__cxa_atexit")(_address(libc), ctypes.c_void_p(self._code), None)
 
     def _set(self, seconds: float) -> None:
         libc = _libc()
         if self._timer is None:
-            # The timer's thread calls `_exit(code)` itself: no Python runs, and no GIL is needed.
+            # The timer's thread calls `_exit(code)` directly: no Python runs, and no GIL is needed.
             event = _Event(self._code, 0, _THREAD, _address(libc), None)
             timer = ctypes.c_void_p()
             _check(libc.timer_create(_MONOTONIC, ctypes.byref(event), ctypes.byref(timer)))
@@ -91,12 +90,12 @@ class Backstop:
 
 
 def _address(libc: ctypes.CDLL) -> ctypes.c_void_p:
-    """Of the function that ends a process with its argument as exit code."""
+    """Return the address of `_exit(code)`."""
     return ctypes.cast(libc._exit, ctypes.c_void_p)
 
 
 def _libc() -> ctypes.CDLL:
-    """What has timers: the C library, an old one in a library beside it."""
+    """Return the library that has timers: the C library, or librt beside an old one."""
     libc = ctypes.CDLL(None, use_errno=True)
     return libc if hasattr(libc, "timer_create") else ctypes.CDLL("librt.so.1", use_errno=True)
 

@@ -1,4 +1,4 @@
-"""What a rank that fails first says of itself: what it met, where, and, if a collective of it broke, which
+"""Describe the failure of the rank that fails first: which error, where, and, if a collective broke, which
 ranks were not in that collective."""
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from holdfast.stacks import calls_of_error
 AT_MOST = 64
 """Ranks of a collective that are asked where they are."""
 SHOWN = 8
+"""Ranks that a message lists."""
 
 
 def in_words(error: BaseException | None, me: Identity, missing: tuple[RankInfo, ...]) -> HoldfastError:
-    """This rank's failure, as all others raise it."""
+    """Return this rank's failure as the error that all other ranks raise."""
     if isinstance(error, HoldfastError) and error.missing:
         return error
     return RankFailed(
@@ -32,30 +33,33 @@ def in_words(error: BaseException | None, me: Identity, missing: tuple[RankInfo,
 
 
 def _what(error: BaseException | None) -> str:
+    """Return what an exception was, and where, as the end of a sentence."""
     if isinstance(error, SystemExit):
-        exited = given()  # which knows where, if it has ended the program already
+        exited = given()  # has the call that exited, if this exception has ended the program already
         if exited is None or error.__traceback__ is not None:
             exited = Given(error.code, calls_of_error(error))
         return str(exited)
-    said = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
-    at = calls_of_error(error)
-    return f"{f'at {at} ' if at else ''}raised {said[:500]}"
+    text = traceback.format_exception_only(error)[-1].strip() if error is not None else "nothing"
+    where = calls_of_error(error)
+    return f"{f'at {where} ' if where else ''}raised {text[:500]}"
 
 
 def not_in_the_collective(missing: tuple[RankInfo, ...]) -> str:
-    """The ranks, as a sentence."""
+    """Return the text that lists the ranks."""
     more = f"; and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
     return f"not in that collective: {'; '.join(map(str, missing[:SHOWN]))}{more}"
 
 
 def innermost_call(error: BaseException | None) -> str:
-    """The last call that an exception came through: of ranks that are in one collective it is the same."""
+    """Return the innermost call of an exception: ranks that are in one collective have the same one."""
     return calls_of_error(error).rpartition(" > ")[2]
 
 
 def ranks_of_collective(error: BaseException | None, world_size: int) -> list[int]:
-    """The ranks of the group in whose collective an exception was raised, as many as are to be asked; of the
-    world, if the collective was none of torch.distributed's functions."""
+    """Return the ranks of the group whose collective raised an exception, at most AT_MOST.
+
+    These are the ranks of the world if no function of torch.distributed raised it.
+    """
     group: dist.ProcessGroup | None = None
     for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None):
         # Functions of torch.distributed have their group in a parameter of that name.

@@ -1,7 +1,8 @@
-"""Is the body of a session between two calls? A worker of Ray serves the calls of whoever has made its actor.
+"""Find out whether the body of a session is between two calls, as in an actor of Ray.
 
-Ray's loop is no code of the program: what is raised into it ends the worker before the answer of the last
-call has reached anybody. Nor does it end because a session has; whoever has made the actor ends it.
+A worker of Ray runs a loop that serves calls to its actor. An exception that is raised into this loop ends
+the worker before the result of the last call has reached the caller. Nor does the loop end with a session:
+the program that has made the actor ends it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import sys
 from types import FrameType
 
 _LOOP = "ray._private.worker"
-"""The module of Ray's loop, and of what it knows of this process."""
+"""The module of Ray's loop, which also has its state of this process."""
 _CALL = "ray._private.function_manager"
-"""Ray's own frame around a method of an actor: what is raised in it reaches the caller."""
+"""The module of Ray's frame around a method of an actor: an exception raised in it reaches the caller."""
 
 
 def is_between_calls(thread: int) -> bool:
-    """Is this a worker of Ray, and the thread of that number in no call of it now?"""
+    """Return whether this is a worker of Ray, and the thread with this id is in no call."""
     worker = getattr(sys.modules.get(_LOOP), "global_worker", None)
     if worker is None or worker.mode != sys.modules[_LOOP].WORKER_MODE:
         return False
@@ -25,7 +26,7 @@ def is_between_calls(thread: int) -> bool:
 
 
 def is_in_collective(thread: int) -> bool:
-    """Is the thread of that number in a call of torch.distributed?"""
+    """Return whether the thread with this id is in a call of torch.distributed."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if str(frame.f_globals.get("__name__")).startswith("torch.distributed."):
@@ -35,12 +36,12 @@ def is_in_collective(thread: int) -> bool:
 
 
 def _entry(frame: FrameType | None) -> str | None:
-    """The module of the outermost code that Ray's loop has called; None if it has called nothing."""
+    """Return the module of the outermost function that Ray's loop has called, or None."""
     names: list[str] = []
     while frame is not None:
         names.append(str(frame.f_globals.get("__name__")))
         frame = frame.f_back
-    if _LOOP in names:  # the main thread: its script and the loop are outside of every call
+    if _LOOP in names:  # the main thread: drop its script and Ray's loop
         outermost = len(names) - 1 - names[::-1].index(_LOOP)
         del names[outermost:]
     return names[-1] if names else None

@@ -1,11 +1,9 @@
-"""A bound on the end of a process that had a session: what keeps it alive after its main thread is through is
-ended with it.
+"""Bound the time in which a process that had a session ends, whatever keeps it alive after its main thread.
 
 That may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
-finalisation of the interpreter, or a destructor of a C++ library. The bound counts from the end of the main
-thread, and only while Holdfast itself has nothing under
-way: saves and the closing of sessions have deadlines of their own. So a program that goes on after its
-session is never touched, however the session ended; nor is a fork.
+finalisation of the interpreter, or a destructor of a C++ library. The time counts from the end of the main
+thread, and only while Holdfast itself is idle: saves and the closing of sessions have deadlines of their own.
+So a program that goes on after its session is never touched, however the session ended; nor is a fork.
 """
 
 from __future__ import annotations
@@ -28,17 +26,17 @@ from holdfast.stacks import calls_of_frame, frame_of
 from holdfast.threads import keep_spares, start_thread
 
 EXIT_LATE = 87
-"""Exit code of a process that was still there so many seconds after its end."""
+"""Exit code of a process that was still there when the bound was over."""
 LOOK = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks whether Holdfast is at work."""
 MARGIN = 10.0
-"""Seconds after the bound at which a process is ended that can't run Python any more."""
+"""Seconds after the bound at which the backstop ends a process that can't run Python any more."""
 CHILDREN_END = 2.0
 """Seconds that children of multiprocessing have from SIGTERM to SIGKILL."""
 
 
 class _Bound:
-    """Of one process."""
+    """The bound of one process."""
 
     def __init__(self, who: str) -> None:
         self.pid, self.who = os.getpid(), who
@@ -50,7 +48,7 @@ class _Bound:
         self._backstop = Backstop(EXIT_LATE)
 
     def begin(self) -> None:
-        """The main thread is through: from here on the bound counts."""
+        """Start to count: the main thread has ended."""
         if self.pid != os.getpid() or self._begun:
             return
         self._begun = True
@@ -58,13 +56,16 @@ class _Bound:
         try:
             start_thread(self._watch, "holdfast-exit")
         except HoldfastError:  # no more threads, not even a spare one
-            # Nobody can look whether Holdfast is still at work, so `count_unwatched` arms the backstop later.
+            # Without `_watch` nothing checks whether Holdfast is at work, so `count_unwatched` arms the
+            # backstop once it is not.
             self._unwatched = True
             self._backstop.disarm()
 
     def count_unwatched(self) -> Failure | None:
-        """Holdfast is through, and so are all threads that are no daemons: from here on the backstop can do
-        without somebody who looks."""
+        """Arm the backstop alone, if no thread could be started to watch.
+
+        Called when Holdfast's own work is done and all threads that are no daemons have ended.
+        """
         if self._unwatched:
             self._begin_anew()
         return None
@@ -81,8 +82,7 @@ class _Bound:
         self._backstop.arm(self.seconds + MARGIN)
 
     def _is_at_work(self) -> bool:
-        """Is the program going on in a thread that had a session, or Holdfast doing what has its own
-        deadline?"""
+        """Return whether a thread that had a session still runs, or Holdfast's own work is under way."""
         goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
         return goes_on or is_working() or bool(wait_for_saves(0.0))
 
@@ -90,8 +90,8 @@ class _Bound:
         _dump_stacks()
         _write(
             f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s "
-            f"after its end; "
-            f"{'; '.join(_holders())}. If that is work to be done, give session() a longer after_end.\n"
+            f"after its end; {'; '.join(_holders())}. If that is work to be done, give session() a longer "
+            "after_end.\n"
         )
         self._backstop.insist()  # the main thread goes on once its children have ended
         _end_children()
@@ -103,8 +103,10 @@ _lock = threading.Lock()
 
 
 def bound_exit(seconds: float, who: str) -> None:
-    """End this process with exit code 87 if it is still there so many seconds after its end. The longest
-    bound that was asked for holds."""
+    """End this process with exit code 87 if it is still there so many seconds after its main thread's end.
+
+    After several calls the longest bound holds. who: the process in messages, such as "rank 3".
+    """
     global _known
     with _lock:
         if _known is None or _known.pid != os.getpid():
@@ -112,23 +114,22 @@ def bound_exit(seconds: float, who: str) -> None:
             keep_spares(known)
             on_main_thread_end(known.begin)
             at_exit(Stage.THREADS, known.count_unwatched)
-            # Where a process is one of multiprocessing's, that waits for its children before the
-            # interpreter's end.
+            # A process of multiprocessing waits for its children before the interpreter's end.
             multiprocessing.util.Finalize(None, known.begin, exitpriority=100)
             _known = known
         _known.seconds = max(_known.seconds, seconds)
         body = threading.current_thread()
-        # A program may begin sessions on many threads, one after another: those that ended are dropped.
+        # A program may begin sessions on many threads, one after another: threads that ended are dropped.
         _known.bodies = [thread for thread in _known.bodies if thread.is_alive() and thread is not body]
         if body is not threading.main_thread():
             _known.bodies.append(body)
 
 
-# -- what is told -------------------------------------------------------------------------------
+# -- what is reported -------------------------------------------------------------------------------
 
 
 def _holders() -> Iterator[str]:
-    """What may keep this process from ending, each in some words."""
+    """Describe what may keep this process from ending, a phrase each."""
     main = threading.main_thread()
     threads = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
     if threads:
@@ -141,7 +142,7 @@ def _holders() -> Iterator[str]:
 
 
 def _children() -> Iterator[str]:
-    """Pid and name of each child process."""
+    """Return pid and name of each child process."""
     for tasks in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
             for pid in tasks.read_text().split():
@@ -151,13 +152,13 @@ def _children() -> Iterator[str]:
 def _dump_stacks() -> None:
     try:
         faulthandler.dump_traceback()
-    except Exception:  # sys.stderr is not what has a descriptor
+    except Exception:  # sys.stderr has no file descriptor
         with suppress(Exception):
             faulthandler.dump_traceback(file=2)
 
 
 def _write(words: str) -> None:
-    """To the terminal, past buffers whose lock a stuck thread may have."""
+    """Write to the terminal without Python's buffers, whose lock a stuck thread may have."""
     try:
         target = sys.stderr.fileno()
     except Exception:
@@ -167,7 +168,7 @@ def _write(words: str) -> None:
 
 
 def _end_children() -> None:
-    """Those of multiprocessing, which this process was to wait for."""
+    """End the children of multiprocessing, for which this process would wait."""
     with suppress(Exception):
         children = multiprocessing.active_children()
         for child in children:

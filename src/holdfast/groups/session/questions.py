@@ -1,8 +1,7 @@
-"""Questions to the message store, each waited for in bounded time.
+"""Ask the message store questions, and wait for each answer in bounded time.
 
-Its client may never return once the store is stuck. So questions are asked one after another on a thread that
-is there before it is
-needed: a rank that fails where no more threads can be started still tells the others.
+The store's client may never return once the store is stuck. So one thread asks all questions, one by one. It
+is started early, so that a rank that fails because no more threads can be started still tells the others.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class _Question:
     def put(self) -> None:
         try:
             self.answer = self._ask()
-        # `ask` raises it, on the thread that wants to know.
+        # `ask` raises it, on the caller's thread.
         except BaseException as error:
             self.error = error
         finally:
@@ -36,8 +35,7 @@ class _Question:
 
 
 class Questions:
-    """One thread that asks; without it (before `start`, or if it could not be started) whoever wants to know
-    asks itself."""
+    """One thread that asks. Without it (before `start`, or if it could not be started) the caller asks."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
@@ -47,11 +45,11 @@ class Questions:
         self._thread = start_thread(self._serve, name, rank)
 
     def stop(self) -> None:
-        """Ask no more, after what is being asked."""
+        """End the thread after the questions that were put."""
         self._waiting.put(None)
 
     def ask(self, what: Callable[[], T], seconds: float) -> T:
-        """The answer, or what asking raises; DeadlineExceeded if there is none in time."""
+        """Return the answer, or raise what the question raises; DeadlineExceeded if none comes in time."""
         question = _Question(what)
         if self._thread is None:
             question.put()

@@ -1,9 +1,9 @@
 """`session`: process groups from their opening to their end, whatever happens in between.
 
-Normal end: saves that are under way are waited for, all ranks say that they are here, groups are destroyed in
-reverse order under a deadline, and the rank that hosts the message store goes last. After an exception there
-is no collective: the rank that raised tells the others, each lets go of its groups, and every process ends in
-bounded time (`grace`), with the first error last on the terminal.
+At a normal end, the session waits for saves that are under way and for all ranks, and destroys groups in
+reverse order under a deadline; the rank that hosts the message store leaves last. After an exception there is
+no collective: the rank that raised tells the others, each aborts its groups, and every process ends in
+bounded time (`grace`). The first error is printed last.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ from holdfast.torch_private import Store, default_store, known_groups
 from holdfast.values import Message
 
 open_sessions: list[Session] = []
-"""Sessions that have begun, and not come to their end."""
+"""Sessions that have begun and not ended."""
 
 
 class _Beginning(CollectiveTask):
-    """All ranks are here, and hear a name of this session that no other has, and who hosts the message
-    store."""
+    """Wait for all ranks; give them a unique name of the session, and the host of the message store."""
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        # A token for the session's keys: nothing that an earlier session has said is heard in this one.
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        # A token for the session's keys, so that messages of an earlier session are not read in this one.
         token = secrets.token_hex(6)
-        host = self.operation.presence.beacon.message()  # said by the lowest rank
-        return {rank: {"token": token, "host": host} for rank in said}
+        host = self.operation.presence.beacon.message()  # `decide` runs on the lowest rank
+        return {rank: {"token": token, "host": host} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
         self.token, self.host = str(answer["token"]), dict(answer["host"])
@@ -93,14 +92,14 @@ class Session:
     # -- in the body ----------------------------------------------------------------------------
 
     def checkpoints(self, run: str | os.PathLike[str], **how: Any) -> Checkpoints:
-        """`holdfast.Checkpoints` that the session closes at its end."""
+        """Return `holdfast.Checkpoints` that the session closes at its end."""
         made = Checkpoints(run, **{"grid": self.grid, **how})
         self._checkpoints.append(made)
         return made
 
     @property
     def failure(self) -> HoldfastError | None:
-        """Why the session is over on all ranks, if it is."""
+        """The error that has ended the session on all ranks, if any."""
         return None if self._leaving is None else self._leaving.watch.failure
 
     def __enter__(self) -> Self:
@@ -109,7 +108,7 @@ class Session:
             start_world(self._backend, self._timeout, self._stall)
         self._owns_world = started if self._owns_world is None else self._owns_world
         self._roster = find_roster(None, False)
-        # Kept, so that ranks still tell each other after the body has destroyed the default group.
+        # Kept, so that ranks can still send messages after the body has destroyed the default group.
         self._store = default_store()
         lane = self._roster.lane("session")
         timeout, stall = self._timeout, self._stall
@@ -118,7 +117,7 @@ class Session:
             "groups://session",
             begin_call(lane, timeout=timeout, stall_timeout=stall),
         )
-        # All ranks meet before anybody is watched, because from then on a silent rank is a failure.
+        # All ranks meet before the monitors start, because from then on a silent rank is a failure.
         beginning.run()
         self._leaving = Leaving(lane, f"session/{beginning.token}", beginning.host, self._stall, self._grace)
         self._pid = os.getpid()
@@ -135,7 +134,7 @@ class Session:
             if self._warm:
                 self.warmed = warm_up(
                     operations=self._operations,
-                    timeout=0.75 * timeout,  # the collectives' own, later, names nobody
+                    timeout=0.75 * timeout,  # before that of the collectives, whose error names no rank
                     stall_timeout=stall,
                     memory_budget=self._budget,
                 )
@@ -145,8 +144,10 @@ class Session:
         return self
 
     def until_exit(self) -> Self:
-        """Instead of a `with` block: from here to the end of the process, for a program whose body is
-        somebody else's."""
+        """Begin the session, and end it at the end of the process.
+
+        Use it in place of a `with` block where you can't put one around the program's code.
+        """
         self.__enter__()
         keep_spares(self)
         at_exit(Stage.SESSIONS, self._at_exit)
@@ -183,7 +184,7 @@ class Session:
         return None
 
     def _raised(self, error: BaseException) -> BaseException:
-        """Nobody has caught this; returns what is to be printed at the end."""
+        """End the session after an uncaught exception. Return the exception to print at the end."""
         try:
             self._end(error)
         except BaseException as instead:
@@ -191,14 +192,14 @@ class Session:
         return error
 
     def _close(self) -> None:
-        """Together with the others."""
+        """End the session together with the other ranks."""
         ends = time.monotonic() + self._timeout
 
         def left() -> float:
-            # Not 0, which calls refuse as a timeout.
+            # Above 0, because calls refuse a timeout of 0.
             return max(0.1, ends - time.monotonic())
 
-        # Saves come first: they need the message store and all ranks. Groups are destroyed after them.
+        # Saves first, because they need the message store and all ranks.
         self._way.watch.presence.phase = "waiting for its saves"
         for checkpoints in self._checkpoints:
             checkpoints.close(left())  # raises on all ranks
@@ -206,12 +207,12 @@ class Session:
         made = self.groups.distinct() if self.groups is not None else []
         mine = [group for group in made if group is not dist.group.WORLD]
         if self._owns_world:
-            mine = [found.group for found in known_groups()]
-        # So far the session's beat let others wait for this rank. From here the closing's own beat does.
+            mine = [entry.group for entry in known_groups()]
+        # From here the heartbeats of the closing, not of the monitor, show that this rank is alive.
         self._way.watch.hand_over()
         call = begin_call(self._way.watch.roster, timeout=left(), stall_timeout=self._stall)
         closing = self._way.closing = Closing(mine, call)
-        # Checked after `closing` is set: an earlier failure found nothing to cancel.
+        # Checked after `closing` is set, because a failure before that found nothing to cancel.
         if self.failure is not None:
             raise self.failure
         closing.run()
@@ -220,7 +221,7 @@ class Session:
         open_sessions.remove(self)
 
     def _end(self, error: BaseException | None) -> None:
-        """Something failed, here or elsewhere. Returns for `error` to go on; raises what takes its place."""
+        """End the session after a failure, here or elsewhere. Raise what replaces `error`, if anything."""
         self._way.come_back()
         try:
             self._way.end(error)
@@ -231,7 +232,7 @@ class Session:
 
     @property
     def _is_inherited(self) -> bool:
-        """Is this a fork of the process that has the session? It leaves the job alone, however it ends."""
+        """Whether this is a fork of the session's process. A fork leaves the job alone, however it ends."""
         return self._pid != os.getpid()
 
     @property
@@ -252,28 +253,30 @@ def session(
     operations: Sequence[str] | None = None,
     memory_budget: int | None = None,
 ) -> Session:
-    """Process groups for the length of a `with` block, on all ranks: opened, warmed up, watched, closed.
+    """Open, warm up, watch and close process groups around a `with` block, on all ranks.
 
         with holdfast.session(holdfast.Grid(16, tp=2, pp=2, ep=2), timeout=600) as s:
             checkpoints = s.checkpoints("run/", keep=3)
             train(s.groups["tp"], s.groups["edp"])
 
-    grid: the layout, whose groups are `s.groups`; None: no groups are made. Initialises torch.distributed
-        (torchrun's environment) if that was not done, naming the ranks that do not come, and destroys it at
-        the end if it did.
-    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end, a
-        rank that is busy alone before it included. stall_timeout: seconds that a rank's process may be
-        silent, at any time.
-    grace: seconds that processes have to end after the first is known of a failure; one that is stuck in a
-        call exits with code 86 then. What else holds it up in the session's end is ended by force after twice
-        that and five seconds.
-    after_end: seconds that a process may still be there after its end, that of its main thread: then its
-        stacks are written, what keeps it alive is named, and it exits with code 87. None: without a bound. A
-        program that goes on after the session is not touched.
-    warm, operations, memory_budget: see `warm_up`; all groups that torch knows are warmed up.
+    grid: the layout, whose groups are `s.groups`; None: no groups are made.
+    timeout: seconds for each of start, opening and warm-up, for collectives of the groups, and for the end;
+        the latter includes the time in which ranks wait for a slower one.
+    stall_timeout: seconds that a rank's process may be silent, at any time.
+    grace: seconds that processes have to end after a failure becomes known. A process that is stuck in a call
+        then exits with code 86. If anything else blocks it in the session's end, it is ended by force after
+        twice that time and five seconds.
+    after_end: seconds that a process may still be there after the end of its main thread. Then its stacks are
+        written, with what keeps it alive, and it exits with code 87. None: no bound. A program that goes on
+        after the session is not touched.
+    warm: whether to warm up all groups that torch knows.
+    operations, memory_budget: see `warm_up`.
 
-    If the body raises on one rank, that rank's exception is raised there and `RankFailed`, which quotes it,
-    on all others, also those that wait for it in a collective; the same if a rank dies.
+    If torch.distributed is not initialised, the session initialises it from torchrun's environment, with an
+    error that names missing ranks, and destroys it at the end.
+
+    If the body raises on one rank, that rank raises its exception, and all others raise `RankFailed`, which
+    quotes it, also if they wait in a collective. If a rank dies, all others raise `RankFailed` too.
     """
     return Session(
         grid,
@@ -289,8 +292,7 @@ def session(
 
 
 def _install_hook() -> None:
-    """An exception that nobody caught ends sessions without a block first; what is on the terminal already is
-    not printed again."""
+    """Install an excepthook that ends the open sessions before it prints, and prints no error twice."""
     if hasattr(sys.excepthook, TOLD):
         return
     before = sys.excepthook
@@ -300,10 +302,11 @@ def _install_hook() -> None:
         for session in tuple(reversed(open_sessions)):  # ending one takes it off the list
             if session._is_inherited or session._way.left.is_set():
                 continue
-            shown = session._raised(shown)  # also one whose block was left by an interruption of its very end
+            # It has no block, or the very end of its block was interrupted.
+            shown = session._raised(shown)
         if not hasattr(shown, TOLD):
             before(type(shown), shown, shown.__traceback__)
 
-    # Marks it as Holdfast's, so that it is installed once.
+    # Marks it as Holdfast's, so that it is installed only once.
     setattr(hook, TOLD, True)
     sys.excepthook = hook
