@@ -55,8 +55,8 @@ class RankInfo(msgspec.Struct, frozen=True):
                 who += f" {self.seconds_since_seen:.1f} s ago"
         else:
             who += ", which has not been heard of"
-        said = "; ".join(part for part in (self.note, self.at) if part)
-        return f"{who}: {said}" if said else who
+        notes = "; ".join(part for part in (self.note, self.at) if part)
+        return f"{who}: {notes}" if notes else who
 
 
 class HoldfastError(Exception):
@@ -188,12 +188,12 @@ class StorageError(HoldfastError, OSError):
 
 
 def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
-    found = {root.__name__: root}
+    kinds = {root.__name__: root}
     for child in root.__subclasses__():
         # A class that has `plain` bears the name of ours, and would take its place in this table.
         if child.plain is None:
-            found.update(_tree(child))
-    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+            kinds.update(_tree(child))
+    return {name: kind for name, kind in kinds.items() if not name.startswith("_")}
 
 
 def first_line(error: BaseException) -> str:

@@ -42,8 +42,8 @@ ENDED_BY_INTERRUPT = 130
 class Failure(NamedTuple):
     """Why this process must not end with exit code 0."""
 
-    said: str
-    """What is written last; "" if the terminal has it already."""
+    message: str
+    """Written to stderr last; "" if the terminal has it already."""
     code: int = 1
 
 
@@ -52,11 +52,11 @@ class Given(NamedTuple):
 
     code: object
     """A number, a message, or None; 0 and None are a good end."""
-    at: str
-    """Where it was raised: the last calls, if they are known."""
+    calls: str
+    """The last calls before it was raised; "" if they are not known."""
 
     def __str__(self) -> str:
-        where = f" at {self.at}" if self.at else ""
+        where = f" at {self.calls}" if self.calls else ""
         if self.code is None or isinstance(self.code, int):
             return f"exited with code {int(self.code or 0)} (SystemExit){where}"
         return f"exited with {str(self.code)[:500]!r} (SystemExit){where}"
@@ -95,10 +95,10 @@ class _Ending:
         self.working = True
         # sorted() is stable, so within a stage the last registered stays first.
         last_first = reversed(self.steps)
-        found = [_failure_of(step) for step in sorted(last_first, key=self.steps.__getitem__)]
+        results = [_failure_of(step) for step in sorted(last_first, key=self.steps.__getitem__)]
         self.steps.clear()
         self.working, self.over = False, True
-        return [failure for failure in found if failure is not None]
+        return [failure for failure in results if failure is not None]
 
 
 _known: _Ending | None = None
@@ -168,8 +168,8 @@ def has_ended() -> str:
 
 def uncaught() -> BaseException | None:
     """The exception that ends this process, if one does."""
-    found = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    return found if isinstance(found, BaseException) else None
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
 
 
 # -- what the interpreter calls ------------------------------------------------------------------
@@ -249,17 +249,17 @@ def _flying_traceback() -> TracebackType | None:
     part of it. It is the one that begins at an outermost frame, and that nothing has but the interpreter."""
     if sys.version_info >= (3, 12):
         return None
-    found: dict[int, TracebackType] = {}
+    tracebacks: dict[int, TracebackType] = {}
     had: set[int] = set()
     for thing in gc.get_objects():
         if type(thing) is TracebackType:
-            found[id(thing)] = thing
+            tracebacks[id(thing)] = thing
             had.add(id(thing.tb_next))
         # By type(): isinstance also asks an object's `__class__`, which in a proxy runs somebody's code.
         elif issubclass(type(thing), BaseException):
             had.add(id(thing.__traceback__))
     return next(
-        (trace for key, trace in found.items() if key not in had and trace.tb_frame.f_back is None), None
+        (trace for key, trace in tracebacks.items() if key not in had and trace.tb_frame.f_back is None), None
     )
 
 
@@ -340,14 +340,14 @@ def _exit_code(given: Given | None, failures: list[Failure]) -> int:
 
 def _flush_files() -> None:
     """Write what open files hold back, as the interpreter does at its end."""
-    for found in gc.get_objects():
-        if issubclass(type(found), io.IOBase):
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), io.IOBase):
             with suppress(Exception):
-                found.flush()
+                candidate.flush()
 
 
 def _say(failures: list[Failure]) -> None:
     for failure in failures:
-        if failure.said:
+        if failure.message:
             with suppress(Exception):
-                print(failure.said, file=sys.stderr, flush=True)
+                print(failure.message, file=sys.stderr, flush=True)

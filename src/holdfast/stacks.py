@@ -74,7 +74,7 @@ def where_thread_is(thread: threading.Thread) -> str:
     # for messages, too.
     work = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
     at_work = next(
-        (found for found in work if found and not found.f_code.co_filename.startswith(_ROSTER)), None
+        (inner for inner in work if inner and not inner.f_code.co_filename.startswith(_ROSTER)), None
     )
     more = f", which does {calls_of_frame(at_work)}" if at_work is not None else ""
     return f"its {name} is at {calls_of_frame(entry)}{more}"

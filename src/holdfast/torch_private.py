@@ -91,7 +91,7 @@ def known_groups() -> list[Known]:
     world = _world()
     if world is None or not dist.is_initialized():
         return []
-    found = []
+    groups = []
     # A copy, as another thread may make a group meanwhile.
     for group, name in dict(world.pg_names).items():
         ranks = world.pg_group_ranks.get(group)
@@ -99,8 +99,8 @@ def known_groups() -> list[Known]:
             described = str(getattr(group, "group_desc", "") or "")
             # torch keeps the number in the group by global rank; listed is in the group's order.
             in_order = tuple(sorted(ranks, key=ranks.__getitem__))
-            found.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
-    return found
+            groups.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
+    return groups
 
 
 def groups_made() -> int | None:

@@ -260,28 +260,28 @@ def _outcome(pending: Pending) -> Failure | None:
     try:
         ended = pending.wait(timeout)
     except KeyboardInterrupt:
-        said = (
+        message = (
             f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the "
             f"end of "
             "the process."
         )
-        return Failure(said, ENDED_BY_INTERRUPT)
-    met = pending.upload_completion.failure()
+        return Failure(message, ENDED_BY_INTERRUPT)
+    error = pending.upload_completion.failure()
     if not ended:
-        met = HoldfastError(f"It took longer than {timeout:g} s.")
+        error = HoldfastError(f"It took longer than {timeout:g} s.")
     elif not pending.failed_unseen():
-        if met is not None and pending.only_warns:
-            log.warning("A save in the background failed: %s", met)
+        if error is not None and pending.only_warns:
+            log.warning("A save in the background failed: %s", error)
         return None
-    assert met is not None
-    said = (
+    assert error is not None
+    message = (
         f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended "
         f"(close() or "
         "committed()):"
     )
     if log.hasHandlers():
-        log.error("%s %s", said, met)
-    return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
+        log.error("%s %s", message, error)
+    return Failure("\n".join([message, *traceback.format_exception_only(error)]).rstrip())
 
 
 _known: set[Background] = set()
@@ -310,8 +310,8 @@ def background_of_this_thread() -> Background:
     if owner is None or _of_thread.background.is_of_another_process():
         _of_thread.owner = owner = _Owner()
         _of_thread.background = background_of(owner)
-    found: Background = _of_thread.background
-    return found
+    background: Background = _of_thread.background
+    return background
 
 
 def wait_for_saves(timeout: float) -> list[Pending]:
@@ -326,5 +326,5 @@ def wait_for_saves(timeout: float) -> list[Pending]:
 def last_saves() -> list[Pending]:
     """The last asynchronous save of each thread or run folder of this process, under way or not."""
     # A copy: other threads begin and end saves meanwhile.
-    known = [found._pending for found in list(_known) if not found.is_of_another_process()]
+    known = [background._pending for background in list(_known) if not background.is_of_another_process()]
     return [pending for pending in known if pending is not None]

@@ -68,8 +68,8 @@ class WaveSink:
             cut for cut in cuts if cut[1] - cut[0] > 1 and aligned_bytes(plan, cut) > self._budget
         ]:
             # Below what such a wave holds, so that it is cut, and by an eighth, so that this ends soon.
-            held = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
-            options = replace(options, max_file_bytes=held * 7 // 8)
+            nbytes = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
+            options = replace(options, max_file_bytes=nbytes * 7 // 8)
             cuts = split_files(plan, options)
         files: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
@@ -149,5 +149,5 @@ def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
     """Delete what a writer that was ended left behind."""
     with suppress(HoldfastError):
         mine = f"{attempt}-r{rank:05d}"  # followed by the number of a part, or by the suffix
-        found = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]
-        discard(store, [f"{DATA}/{name}" for name in found])
+        names = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]
+        discard(store, [f"{DATA}/{name}" for name in names])

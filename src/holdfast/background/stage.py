@@ -91,7 +91,7 @@ def _copied(table: ShardTable, copies: list[Copy], size: int, arena: Arena, into
 
 def witnessed(table: ShardTable, plan: SavePlan) -> Witnessed:
     """Digests of what this rank holds and others write."""
-    return {witness_key(plan, at): witness(table, plan, at) for at in range(len(plan.witnesses.row))}
+    return {witness_key(plan, index): witness(table, plan, index) for index in range(len(plan.witnesses.row))}
 
 
 def _check_one_wave(table: ShardTable, copies: list[Copy], size: int, budget: int) -> None:
@@ -128,13 +128,13 @@ def _copy(table: ShardTable, copies: list[Copy], arena: Arena) -> list[int]:
 
 def _copies(table: ShardTable, plan: SavePlan, start: int, stop: int) -> tuple[list[Copy], int]:
     """What to copy of chunks [start, stop), in file order, and how many bytes it takes."""
-    found: list[Copy] = []
-    at = 0
+    copies: list[Copy] = []
+    offset = 0
     chunks = plan.chunks
     rows, sizes = chunks.row[start:stop].tolist(), chunks.nbytes[start:stop].tolist()
     for number, (row, nbytes) in enumerate(zip(rows, sizes, strict=True), start):
         ndim = len(table.specs[row].shape)
         box = Box(unpad(chunks.offset[number], ndim), unpad(chunks.size[number], ndim))
-        found.append(Copy(row, box.relative_to(table.boxes[row].offset), nbytes, at))
-        at += -(-nbytes // ALIGN) * ALIGN
-    return found, at
+        copies.append(Copy(row, box.relative_to(table.boxes[row].offset), nbytes, offset))
+        offset += -(-nbytes // ALIGN) * ALIGN
+    return copies, offset

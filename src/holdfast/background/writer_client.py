@@ -57,13 +57,13 @@ def _isolated_python() -> list[str]:
 
 def _places() -> dict[str, str]:
     """The folder that this process has imported each package from."""
-    found = {}
+    folders = {}
     for name in PACKAGES:
         module = import_module(name)
         assert module.__file__ is not None, f"{name} lies in a file"
         folder = Path(module.__file__).absolute().parent
-        found[name] = str(folder.parent if hasattr(module, "__path__") else folder)
-    return found
+        folders[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+    return folders
 
 
 class WriterDied(HoldfastError):

@@ -60,18 +60,20 @@ class _Process:
             # Told, not died of: the trainer raises it on all ranks, and would else see no more
             # than an exit code.
             except Exception as error:
-                said = HoldfastError(f"The writer process met {type(error).__name__}: {error}", rank=job.rank)
-                self.wire.send(Failed(job.number, said.to_message()))
+                failure = HoldfastError(
+                    f"The writer process met {type(error).__name__}: {error}", rank=job.rank
+                )
+                self.wire.send(Failed(job.number, failure.to_message()))
 
     def _write(self, job: Job) -> list[WrittenFile]:
-        told, moved = time.monotonic(), 0
+        last_sent, moved = time.monotonic(), 0
 
         def progress(nbytes: int) -> None:
-            nonlocal told, moved
+            nonlocal last_sent, moved
             moved += nbytes
-            if time.monotonic() >= told + TELL_EVERY:
+            if time.monotonic() >= last_sent + TELL_EVERY:
                 self.wire.send(Moved(job.number, moved))
-                told, moved = time.monotonic(), 0
+                last_sent, moved = time.monotonic(), 0
 
         return write_job(
             job,

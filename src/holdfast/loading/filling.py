@@ -64,12 +64,12 @@ def give_back(
     filled, objects: positions of leaves, and the objects that were read. built: what takes the place of
         leaves that were made.
     """
-    for at, value in objects.items():
-        leaves[at].put(value)
+    for index, value in objects.items():
+        leaves[index].put(value)
     sources: dict[int, Source | None] = {}
     # A leaf of several boxes is named several times. Sources have many leaves, and are told once, after all.
-    for at in dict.fromkeys(filled):
-        leaf = leaves[at]
+    for index in dict.fromkeys(filled):
+        leaf = leaves[index]
         if leaf.made:
             leaf.put(leaf.value)
         sources[id(leaf.source)] = leaf.source

@@ -68,36 +68,36 @@ class OffsetExchange(CollectiveTask):
             raise self._collect_error  # which the first pass did not come to tell
         return to_message(Lengths(self.rows))
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(said.items())}
+    def decide(self, messages: dict[int, Message]) -> dict[int, Message]:
+        lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(messages.items())}
         rows = [(rank, *row) for rank, message in lengths.items() for row in message.rows]
         # Names as numbers: `place` sorts arrays, and all ranks together may send millions of rows.
         number: dict[str, int] = {}
         tensor = [number.setdefault(row[1], len(number)) for row in rows]
         lines = np.asarray([row[2:] for row in rows], np.int64).reshape(-1, 6)
         size, axis, shard_line, position, length, start = lines.T
-        found = place(np.asarray(tensor, np.int64), axis, shard_line, position, length, start, size)
+        placement = place(np.asarray(tensor, np.int64), axis, shard_line, position, length, start, size)
         names = list(number)
         sizes = dict(zip(zip(tensor, axis.tolist(), strict=True), size.tolist(), strict=True))
-        if found.differ is not None:
-            one, other = (rows[row] for row in found.differ)
+        if placement.differ is not None:
+            one, other = (rows[row] for row in placement.differ)
             raise BadInput(
                 f"Ranks {one[0]} and {other[0]} hold the same part of {one[1]!r}, number {one[5]} along axis "
                 f"{one[3]}, but one has "
                 f"length {one[6]} there and the other {other[6]}.",
                 rank=other[0],
             )
-        for at, along, total in found.totals:
-            if total != sizes[at, along]:
-                mine = [row for row, other in zip(rows, tensor, strict=True) if other == at]
+        for index, along, total in placement.totals:
+            if total != sizes[index, along]:
+                mine = [row for row, other in zip(rows, tensor, strict=True) if other == index]
                 have = listed([f"rank {row[0]} holds {row[6]}" for row in mine], str)
                 raise BadInput(
-                    f"What ranks hold of {names[at]!r} along axis {along} adds up to {total}, but it has "
-                    f"{sizes[at, along]} there: {have}.",
+                    f"What ranks hold of {names[index]!r} along axis {along} adds up to {total}, but it has "
+                    f"{sizes[index, along]} there: {have}.",
                     hint="Every rank of its mesh must take part in the load.",
                 )
-        shifts: dict[int, list[int]] = {rank: [] for rank in said}
-        for row, shift in zip(rows, found.shift.tolist(), strict=True):
+        shifts: dict[int, list[int]] = {rank: [] for rank in messages}
+        for row, shift in zip(rows, placement.shift.tolist(), strict=True):
             shifts[row[0]].append(shift)
         return {rank: to_message(Shifts(mine)) for rank, mine in shifts.items()}
 
@@ -119,15 +119,15 @@ def exchange_offsets(
 
 def put_in_place(table: ShardTable, lengths: OffsetExchange) -> None:
     """Move the boxes of deferred rows to their offsets."""
-    deferred = [row for row, found in enumerate(table.deferred) if found is not None]
-    # The state was walked anew for this pass, and the shifts belong to the rows that were told.
-    if [(table.specs[row].name, *(table.deferred[row] or ())) for row in deferred] != [
+    rows = [row for row, deferred in enumerate(table.deferred) if deferred is not None]
+    # The state was collected again for this pass, and the shifts belong to the rows that were sent.
+    if [(table.specs[row].name, *(table.deferred[row] or ())) for row in rows] != [
         (name, *rest) for name, _, *rest in lengths.rows
     ]:
         raise BadInput("The state has changed since its ranks told how much of each tensor they hold.")
-    for row, shift in zip(deferred, lengths.shifts, strict=True):
-        found, box = table.deferred[row], table.boxes[row]
-        if shift and found is not None and box.volume:
+    for row, shift in zip(rows, lengths.shifts, strict=True):
+        deferred, box = table.deferred[row], table.boxes[row]
+        if shift and deferred is not None and box.volume:
             offset = list(box.offset)
-            offset[found.axis] += shift
+            offset[deferred.axis] += shift
             table.boxes[row] = Box(tuple(offset), box.shape)

@@ -50,18 +50,18 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
 
     Raises MissingTensors if a part is not there.
     """
-    found: list[tuple[int, Box]] = []
+    regions: list[tuple[int, Box]] = []
     for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
         place = source.place(segment.name)
         if place is None and not Packed(source, segment.name).is_there:
             raise _not_there(source, segment.name, spec)
         has_scales = place is None or place.code == IN_8_BITS
-        found.append((spec.dtype if place is None or has_scales else place.code, segment.box))
-    if len({dtype for dtype, _ in found}) > 1:
-        return found
+        regions.append((spec.dtype if place is None or has_scales else place.code, segment.box))
+    if len({dtype for dtype, _ in regions}) > 1:
+        return regions
     # All alike: one box, which what is published fills, but for padding at the end of the first axis.
-    rows = max((box.stop[0] for _, box in found if box.shape), default=0)
-    return [(found[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
+    rows = max((box.stop[0] for _, box in regions if box.shape), default=0)
+    return [(regions[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
 
 
 def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:

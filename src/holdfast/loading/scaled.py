@@ -65,8 +65,8 @@ def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> Mi
 
 def _sides(source: PublishedModel) -> Dims:
     """Rows and columns of the blocks that have a scale each."""
-    said = source.config.get("quantization_config")
-    sides = said.get("weight_block_size") if isinstance(said, dict) else None
+    quantization = source.config.get("quantization_config")
+    sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if sides is None:
         return (_SIDE, _SIDE)
     if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
@@ -117,8 +117,8 @@ class Packed:
             raise _no_scales(self.source, blocks.name, "4", self.name + _SCALES)
         experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
         shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
-        found = [blocks.shape, scales.shape, blocks.code, scales.code]
-        if found != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
+        stored = [blocks.shape, scales.shape, blocks.code, scales.code]
+        if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
             raise ShapeMismatch(
                 f"{self.source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
                 f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "

@@ -136,10 +136,10 @@ class RunFolder:
 
     def latest(self) -> int | None:
         """The newest committed step as this rank sees it, or None."""
-        found = self.steps()
-        if not found:
+        steps = self.steps()
+        if not steps:
             refuse_other_checkpoints(self.store)
-        return found[-1] if found else None
+        return steps[-1] if steps else None
 
     def steps(self) -> list[int]:
         """All committed steps, ascending."""
@@ -227,7 +227,9 @@ class RunFolder:
         mine = len(self._pending) == self._in_flight and not self._pending[0].done()
         title = f"question whether to skip step {step} in {self.store.url}"
         place = f"{self.store.url}|busy|{step}"
-        return bool(agree(title, place, lambda said: any(said.values()), self._call().lane("busy"), mine))
+        return bool(
+            agree(title, place, lambda answers: any(answers.values()), self._call().lane("busy"), mine)
+        )
 
     def _folder(self, step: int) -> Store:
         """Where a step is saved."""
@@ -290,11 +292,11 @@ class RunFolder:
     def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
         """The newest committed step as the lowest participant sees it."""
 
-        def newest(said: dict[int, Json]) -> int | None:
-            found = self.steps()
-            if not found:
+        def newest(answers: dict[int, Json]) -> int | None:
+            steps = self.steps()
+            if not steps:
                 refuse_other_checkpoints(self.store)
-            whole = [step for step in found if step not in rejected]
+            whole = [step for step in steps if step not in rejected]
             return whole[-1] if whole else None
 
         # The place holds the rejected steps: ranks that have rejected different ones must not meet here.

@@ -96,22 +96,22 @@ class Lease:
                 self._users.add(user)
                 # Wakes `_beat` when a user is gone without `leave`. At exit `_give_back` does this.
                 finalize(user, self._calls.put, None).atexit = False
-            found, tail = self._read()
-            if found is not None and found.process == _PROCESS:
+            owner, tail = self._read()
+            if owner is not None and owner.process == _PROCESS:
                 return
             # This process had the folder, so it was taken over. If the new owner has ended, it is taken back.
-            if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
+            if self._mine is not None and owner is not None and not takeover and _lives(owner) is not False:
                 raise Conflict(
-                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
+                    f"{self.store.url} was taken over by {owner} while this job was at work in it; nothing "
                     "was saved or removed.",
                     hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
                     "Checkpoints take the folder back.",
                 )
             self._mine = None
             keep_spares(self)  # the folder is given back on a thread, at the end of the process, too
-            if found is not None and not takeover and not _may_take(found, job, self.store.url):
-                self._wait_for_silence(found, tick)
-                found, tail = self._read()
+            if owner is not None and not takeover and not _may_take(owner, job, self.store.url):
+                self._wait_for_silence(owner, tick)
+                owner, tail = self._read()
             # Replaces only the version just read: if two jobs take over at once, one of them gets Conflict.
             self._write(_me(job, rank), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
@@ -119,8 +119,8 @@ class Lease:
     def is_held(self) -> bool:
         """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
         with self._lock, suppress(HoldfastError):
-            found, _ = self._read()
-            return found is not None and found.process == _PROCESS
+            owner, _ = self._read()
+            return owner is not None and owner.process == _PROCESS
         return False
 
     def leave(self, user: object) -> None:
@@ -138,8 +138,8 @@ class Lease:
         drop_spares(self)
         self._calls.put(None)
         with suppress(HoldfastError):  # its process will be seen to have ended
-            found, _ = self._read()
-            if found is not None and found.process == _PROCESS:
+            owner, _ = self._read()
+            if owner is not None and owner.process == _PROCESS:
                 self.store.delete(OWNER)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
@@ -155,11 +155,11 @@ class Lease:
         while time.monotonic() < ends:
             tick()
             time.sleep(min(1.0, SILENT / 10))
-            found, _ = self._read()
-            if found is None:
+            current, _ = self._read()
+            if current is None:
                 return  # it has just given it back
-            if (found.process, found.beat) != (owner.process, owner.beat):
-                raise _refusal(found, self.store.url)
+            if (current.process, current.beat) != (owner.process, owner.beat):
+                raise _refusal(current, self.store.url)
 
     def _beat(self) -> None:
         while True:
@@ -173,8 +173,8 @@ class Lease:
                     self._give_up()
                     return
                 try:
-                    found, tail = self._read()
-                    if found is None or found.process != _PROCESS:
+                    owner, tail = self._read()
+                    if owner is None or owner.process != _PROCESS:
                         return  # the next save says so
                     self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
                 except Conflict:

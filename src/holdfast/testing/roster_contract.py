@@ -63,20 +63,20 @@ class RosterContract:
         for turn in range(10):
             # All at once, or the first would have claimed before the others begin.
             start = threading.Barrier(len(rosters))
-            found: list[Message] = []
+            outcomes: list[Message] = []
 
             def claim(roster: Roster, turn: int = turn, start: threading.Barrier = start) -> None:
                 start.wait(10)
-                found.append(roster.claim(f"outcome/{turn}", {"rank": roster.rank}))  # noqa: B023
+                outcomes.append(roster.claim(f"outcome/{turn}", {"rank": roster.rank}))  # noqa: B023
 
             threads = [threading.Thread(target=claim, args=(roster,)) for roster in rosters]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(10)
-            assert len(found) == len(rosters)
-            assert all(message == found[0] for message in found)
-            assert rosters[0].get([f"outcome/{turn}"]) == [found[0]]
+            assert len(outcomes) == len(rosters)
+            assert all(message == outcomes[0] for message in outcomes)
+            assert rosters[0].get([f"outcome/{turn}"]) == [outcomes[0]]
 
     def test_counters_count_over_all_ranks(self, world: Callable[[int], list[Roster]]) -> None:
         first, second = world(2)

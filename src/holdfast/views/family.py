@@ -88,7 +88,7 @@ class Family:
         match = entry.pattern.fullmatch(name) if entry is not None else None
         if entry is None or match is None:
             return None
-        numbers = {hole: int(found) for hole, found in match.groupdict().items() if found is not None}
+        numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
         return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
 
 
@@ -115,19 +115,19 @@ class View:
 
     def is_padded(self, name: str) -> bool:
         """May there be more of a tensor than is published?"""
-        found = self.family.find(name)
-        return found is not None and found[0].rule.way == "padded"
+        match = self.family.find(name)
+        return match is not None and match[0].rule.way == "padded"
 
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
         """What a box of the tensor `name`, of global `shape`, is made of; the rest of it is padding."""
-        found = self.family.find(name)
-        if found is None:
+        match = self.family.find(name)
+        if match is None:
             near = nearest(_NUMBER.sub("", name), self.family.names())
             raise BadInput(
                 f"The family {self.family.name!r} has no {name!r}.",
                 hint=f"The nearest of its names: {near}." if near else "",
             )
-        entry, numbers, axes = found
+        entry, numbers, axes = match
         lead, tail = shape[: len(axes)], shape[len(axes) :]
         if len(shape) <= len(axes):
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
@@ -166,10 +166,10 @@ class View:
 
     def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
         """A model with fewer layers or experts than were published would take some of them in silence."""
-        said = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
-        if said != many and not name.startswith("mtp."):
+        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
+        if published != many and not name.startswith("mtp."):
             raise ShapeMismatch(
-                f"{name!r} has {many} {axis}s, and the published model {said}.",
+                f"{name!r} has {many} {axis}s, and the published model {published}.",
                 hint="Build the model with the sizes of config.json.",
                 details={"tensor": name},
             )
@@ -285,13 +285,13 @@ def view_of(
 @cache
 def families() -> dict[str, Family]:
     """All families, by the model types of Hugging Face's configurations that are theirs."""
-    found: dict[str, Family] = {}
+    by_type: dict[str, Family] = {}
     for path in sorted(_FOLDER.iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
             name = path.name.removesuffix(".toml")
             for kind in _read(name).model_types:
-                found[kind] = Family(name)
-    return found
+                by_type[kind] = Family(name)
+    return by_type
 
 
 def family_of(model_type: str) -> Family:

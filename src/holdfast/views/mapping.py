@@ -56,10 +56,10 @@ class Segment(NamedTuple):
         if common is None:
             return None
         offset, shape = list(self.box.offset), [1] * len(self.axes)
-        for at, axis in enumerate(self.axes):
+        for index, axis in enumerate(self.axes):
             if axis >= 0:
-                offset[at] += common.offset[axis] - self.start[axis]
-                shape[at] = common.shape[axis]
+                offset[index] += common.offset[axis] - self.start[axis]
+                shape[index] = common.shape[axis]
         return Box(tuple(offset), tuple(shape))
 
     def joined(self, part: Box) -> Box:
@@ -89,7 +89,7 @@ def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """Equal parts, one below the other: gate and up."""
     rows = _share(shape[0], len(names), names)
-    return [_rows(name, shape, (at * rows, rows), 0, rows) for at, name in enumerate(names)]
+    return [_rows(name, shape, (index * rows, rows), 0, rows) for index, name in enumerate(names)]
 
 
 def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -97,12 +97,12 @@ def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     groups = sizes["num_key_value_heads"]
     heads = sizes["num_attention_heads"] // groups
     row = _share(shape[0], groups * (heads + 2), names)
-    found, at = [], 0
+    segments, first = [], 0
     for group in range(groups):
         for name, many in zip(names, (heads * row, row, row), strict=True):
-            found.append(_rows(name, shape, (at, many), group * many, groups * many))
-            at += many
-    return found
+            segments.append(_rows(name, shape, (first, many), group * many, groups * many))
+            first += many
+    return segments
 
 
 def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -112,17 +112,17 @@ def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     heads = sizes["num_attention_heads"] // groups
     row = _share(shape[0], groups * (2 * heads + 2), names)
     queries, *others = names
-    found, at = [], 0
+    segments, first = [], 0
     for group in range(groups):
         for part in range(2):
             for head in range(group * heads, (group + 1) * heads):
                 start = (2 * head + part) * row
-                found.append(_rows(queries, shape, (at, row), start, 2 * groups * heads * row))
-                at += row
+                segments.append(_rows(queries, shape, (first, row), start, 2 * groups * heads * row))
+                first += row
         for name in others:
-            found.append(_rows(name, shape, (at, row), group * row, groups * row))
-            at += row
-    return found
+            segments.append(_rows(name, shape, (first, row), group * row, groups * row))
+            first += row
+    return segments
 
 
 def padded(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -205,23 +205,23 @@ def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Se
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
     rows, inputs = _share(shape[0], 2, names), shape[1:]
-    found = []
+    segments = []
     for part in range(2):
         box = Box((part * rows, *(0,) * len(inputs)), (rows, *inputs))
         start = (sizes["expert"], *(0,) * len(inputs), 0, part)
         axes = (2, 1) if inputs else (1,)
-        found.append(
+        segments.append(
             Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
         )
-    return found
+    return segments
 
 
 def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
     """The shape of a tensor of ours by those of the published ones that it is made of."""
     first = shapes[0]
     if way in _HEADS:
-        parts, at, heads = _HEADS[way](sizes)
-        return (parts[at] * heads, *first[1:])
+        parts, part, heads = _HEADS[way](sizes)
+        return (parts[part] * heads, *first[1:])
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     least = {"of_experts": 1, "of_experts_turned": 3, "of_experts_mixed": 2}.get(way, 0)
@@ -274,39 +274,39 @@ class Rule(NamedTuple):
 def parse(entry: str, where: str) -> Rule:
     """`name`, `way(name, name)`, each with ` or ` or ` or tied ` and another one behind it."""
     text, _, other = entry.partition(" or ")
-    found = _ENTRY.fullmatch(text.strip())
-    way = found["way"] or "same" if found else ""
-    if found is None or way not in WAYS:
+    match = _ENTRY.fullmatch(text.strip())
+    way = match["way"] or "same" if match else ""
+    if match is None or way not in WAYS:
         raise BadInput(
             f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
         )
     otherwise = parse(other.removeprefix("tied "), where) if other else None
-    names = tuple(name.strip() for name in found["names"].split(","))
+    names = tuple(name.strip() for name in match["names"].split(","))
     return Rule(way, names, otherwise, other.startswith("tied "))
 
 
-def _by_key_heads(at: int) -> _Parts:
+def _by_key_heads(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         keys, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
         value = sizes["linear_num_value_heads"] // keys * sizes["linear_value_head_dim"]
-        return (key, key, value, value), at, keys
+        return (key, key, value, value), part, keys
 
     return parts
 
 
-def _by_value_heads(at: int) -> _Parts:
+def _by_value_heads(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         keys = sizes["linear_num_key_heads"]
         many = sizes["linear_num_value_heads"] // keys
-        return (many, many), at, keys
+        return (many, many), part, keys
 
     return parts
 
 
-def _stacked(at: int) -> _Parts:
+def _stacked(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         key = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
-        return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), at, 1
+        return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), part, 1
 
     return parts
 
@@ -327,19 +327,19 @@ _HEADS: dict[str, _Parts] = {
 """Of gated delta nets."""
 
 
-def _of_heads(name: str, shape: Dims, parts: Dims, at: int, heads: int) -> list[Segment]:
+def _of_heads(name: str, shape: Dims, parts: Dims, part: int, heads: int) -> list[Segment]:
     """Of each head the part `at`, of so many rows. Published, a head has all parts, one below the other."""
-    if shape[0] != parts[at] * heads:
+    if shape[0] != parts[part] * heads:
         raise BadInput(
-            f"{shape[0]} rows can't be the {parts[at] * heads} that {name!r} has of them.",
+            f"{shape[0]} rows can't be the {parts[part] * heads} that {name!r} has of them.",
             hint="Build the model with the sizes of config.json.",
         )
     return [
         _rows(
             name,
             shape,
-            (head * parts[at], parts[at]),
-            head * sum(parts) + sum(parts[:at]),
+            (head * parts[part], parts[part]),
+            head * sum(parts) + sum(parts[:part]),
             heads * sum(parts),
         )
         for head in range(heads)

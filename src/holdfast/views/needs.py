@@ -59,7 +59,7 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
     """The numbers of a published model. view: None if its family is not known. words: rows of the padded
     vocabulary, 0: not known."""
     if view is None:
-        layers = {int(found[1]) for name in specs if (found := _LAYER.search(name))}
+        layers = {int(match[1]) for name in specs if (match := _LAYER.search(name))}
         return ModelSizes(max(layers, default=-1) + 1, 0, False, 0, words)
     predicts = view.sizes.get("num_nextn_predict_layers", 0)
     experts = view.sizes.get("num_experts", 0)
@@ -68,10 +68,10 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
 
 def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
     """What a rank needs of a published model."""
-    found: dict[str, dict[Box, None]] = {}
+    boxes: dict[str, dict[Box, None]] = {}
 
     def add(name: str, box: Box) -> None:
-        found.setdefault(name, {})[box] = None
+        boxes.setdefault(name, {})[box] = None
 
     if view is not None:
         for entry in view.family.entries():
@@ -81,9 +81,9 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
     for name in unknown:
         add(name, whole(specs[name].shape))
-    for name in [name + SCALES for name in found if name + SCALES in specs]:
+    for name in [name + SCALES for name in boxes if name + SCALES in specs]:
         add(name, whole(specs[name].shape))
-    return Needs({name: union(list(boxes)) for name, boxes in found.items()}, frozenset(unknown))
+    return Needs({name: union(list(some)) for name, some in boxes.items()}, frozenset(unknown))
 
 
 def _held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
@@ -149,7 +149,7 @@ def _of_stage(name: str, share: RankShare) -> bool:
 def sizes_stored(specs: Specs, words: int) -> ModelSizes:
     """The numbers of the model in a checkpoint."""
     embedding = specs.get("embedding.word_embeddings.weight")
-    predicts = {int(found[1]) for name in specs if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    predicts = {int(match[1]) for name in specs if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
     return ModelSizes(
         _count(specs, re.compile(r"decoder\.layers\.(?:(\d+)\.)?"), 0),
         _count(specs, re.compile(r".*\.experts\.experts\.(?:(\d+)\.)?"), 1),
@@ -163,15 +163,15 @@ def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
     """How many layers or experts names and shapes tell of."""
     most = 0
     for name, spec in specs.items():
-        found = pattern.match(name)
-        if found is None or spec.kind != TENSOR:
+        match = pattern.match(name)
+        if match is None or spec.kind != TENSOR:
             continue
-        if found[1] is not None:
-            most = max(most, int(found[1]) + 1)
+        if match[1] is not None:
+            most = max(most, int(match[1]) + 1)
             continue
         # Layers have no axis where their numbers are in the name.
-        at = axis - (1 if axis and re.search(r"layers\.\d+\.", name) else 0)
-        most = max(most, spec.shape[at] if len(spec.shape) > at else 0)
+        position = axis - (1 if axis and re.search(r"layers\.\d+\.", name) else 0)
+        most = max(most, spec.shape[position] if len(spec.shape) > position else 0)
     return most
 
 
@@ -193,11 +193,11 @@ def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> 
             continue
         parameter = _STATE.sub("", name, count=1)
         is_known = parameter.startswith(_OURS)
-        found = [whole(spec.shape)]
+        needed = [whole(spec.shape)]
         if is_known:
-            found = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
-        if found:
-            boxes[name] = union(found)
+            needed = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
+        if needed:
+            boxes[name] = union(needed)
             if not is_known or _is_in_doubt(parameter, spec.shape, share, specs):
                 unknown.add(name)
     return Needs(boxes, frozenset(unknown))

@@ -121,16 +121,16 @@ class RankShare(NamedTuple):
                 Box((*box.offset, one.start), (*box.shape, len(one))) for box in lead for one in some if one
             ]
         tail = self._cut(name, shape[len(ranges) :], expert is not None, parts)
-        found = [
+        boxes = [
             Box((*a.offset, *b.offset), (*a.shape, *b.shape)) for a in lead for b in tail if b.volume > 0
         ]
-        for box in found:
+        for box in boxes:
             if not box.within(shape):
                 raise BadInput(
                     f"{name!r} of shape {list(shape)} lacks layers or experts that the grid shares out.",
                     hint="Are --grid and --split those of the model?",
                 )
-        return found
+        return boxes
 
     def _cut(self, name: str, shape: Dims, of_expert: bool, parts: int) -> list[Box]:
         how = how_cut(name)
@@ -204,25 +204,25 @@ def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[rang
             f"model chunks.",
             hint="It has a number for each chunk in the order of the model, pp x vpp of them.",
         )
-    found, at = [], 0
+    stages, first = [], 0
     for size in split:
-        found.append(range(at, at + size))
-        at += size
-    return found
+        stages.append(range(first, first + size))
+        first += size
+    return stages
 
 
 def share_of(grid: Grid, rank: int, sizes: ModelSizes, stages: Sequence[range]) -> RankShare:
     """What a rank holds. stages: of `stages_of`."""
-    at = grid.coordinates(rank)
+    coordinates = grid.coordinates(rank)
     if sizes.experts % grid.ep:
         raise BadInput(f"{sizes.experts} experts can't be shared by ep={grid.ep}.")
     each = sizes.experts // grid.ep
-    stage = at["pp"]
+    stage = coordinates["pp"]
     return RankShare(
-        (at["tp"], grid.dense["tp"]),
-        (at["etp"], grid.expert["etp"]),
+        (coordinates["tp"], grid.dense["tp"]),
+        (coordinates["etp"], grid.expert["etp"]),
         tuple(stages[stage :: grid.pp]),
-        range(at["ep"] * each, (at["ep"] + 1) * each),
+        range(coordinates["ep"] * each, (coordinates["ep"] + 1) * each),
         stage == 0,
         stage == grid.pp - 1,
         sizes,
