@@ -1,8 +1,8 @@
 """Compute the offsets of shards that depend on the local length of every rank.
 
-A save leaves this to its commit. A load must know before it reads, so the ranks meet once more: each says
-what it has along the uneven axis, the committer adds up. Only loads of which a rank has such a shard come
-here; that rank's `Unplaced` brings all of them.
+A save leaves this to its commit. A load needs them before it reads, so the ranks exchange messages once more:
+each sends its lengths along the uneven axis, and the committer adds them up. This is only for loads in which
+a rank has such a shard; the `Unplaced` of that rank brings all ranks here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from holdfast.store.base import Store
 
 
 def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
-    """The error of a rank that has such a shard, or knows that its shard line is not cut evenly, which others
-    may not see; else None."""
+    """Return an error if this rank has such a shard, or knows that a shard line is not split evenly, which
+    other ranks may not see; else None."""
     for spec, deferred in zip(table.specs, table.deferred, strict=True):
         if deferred is not None and deferred.start < 0:
             return Unplaced(
@@ -36,14 +36,14 @@ def unplaced(table: ShardTable, title: str) -> HoldfastError | None:
 
 
 class Lengths(msgspec.Struct, frozen=True):
-    """Each rank to the committer: its deferred rows."""
+    """From each rank to the committer: its deferred rows."""
 
     rows: list[tuple[str, int, int, int, int, int, int]]
     """Name and length of the tensor along the axis, then the fields of `DeferredOffset`."""
 
 
 class Shifts(msgspec.Struct, frozen=True):
-    """The committer to one rank: what to add to the offset of each of its deferred rows, in order."""
+    """From the committer to one rank: what to add to the offset of each of its deferred rows, in order."""
 
     shifts: list[int]
 
@@ -54,7 +54,7 @@ class OffsetExchange(CollectiveTask):
     kind = "load"
 
     def of(self, table: ShardTable, collect_error: HoldfastError | None) -> OffsetExchange:
-        # `Unplaced` is why the ranks are here; any other error has hidden behind that of another rank.
+        # `Unplaced` is why the ranks are here; any other error was hidden by another rank's `Unplaced`.
         self._collect_error = collect_error if not isinstance(collect_error, Unplaced) else None
         self.rows = [
             (spec.name, spec.shape[deferred.axis], *deferred)
@@ -65,7 +65,7 @@ class OffsetExchange(CollectiveTask):
 
     def contribute(self) -> Message:
         if self._collect_error is not None:
-            raise self._collect_error  # which the first pass did not come to tell
+            raise self._collect_error  # the first pass could not report it
         return to_message(Lengths(self.rows))
 
     def decide(self, messages: dict[int, Message]) -> dict[int, Message]:
@@ -83,8 +83,7 @@ class OffsetExchange(CollectiveTask):
             one, other = (rows[row] for row in placement.differ)
             raise BadInput(
                 f"Ranks {one[0]} and {other[0]} hold the same part of {one[1]!r}, number {one[5]} along axis "
-                f"{one[3]}, but one has "
-                f"length {one[6]} there and the other {other[6]}.",
+                f"{one[3]}, but one has length {one[6]} there and the other {other[6]}.",
                 rank=other[0],
             )
         for index, along, total in placement.totals:
@@ -109,7 +108,7 @@ class OffsetExchange(CollectiveTask):
 def exchange_offsets(
     store: Store, call: Call, table: ShardTable, collect_error: HoldfastError | None
 ) -> OffsetExchange:
-    """Tell the other ranks what this one holds along uneven axes, and hear where its shards begin."""
+    """Send what this rank holds along uneven axes, and receive where its shards begin."""
     lengths = OffsetExchange(f"lengths for the load of {store.url}", f"{store.url}|lengths", call).of(
         table, collect_error
     )

@@ -48,7 +48,7 @@ class RosterContract:
         first, second = world(2)
         begun = time.monotonic()
         assert not first.wait("never", 0.2)
-        # Not before its time either: the protocol's pauses would become a busy loop.
+        # Not early either: the protocol's pauses would become a busy loop.
         assert 0.15 < time.monotonic() - begun < 1.0
         timer = threading.Timer(0.2, lambda: second.put("soon", {}))
         timer.start()
@@ -61,7 +61,7 @@ class RosterContract:
         rosters = world(6)
         # Ten turns, because a race is lost only now and then.
         for turn in range(10):
-            # All at once, or the first would have claimed before the others begin.
+            # All at once, or the first would claim before the others begin.
             start = threading.Barrier(len(rosters))
             outcomes: list[Message] = []
 
@@ -86,7 +86,7 @@ class RosterContract:
             1,
             3,
         ]
-        # A counter that was deleted begins at 1: whoever leaves a call last deletes what was counted.
+        # A deleted counter begins at 1 again: the last rank that leaves a call deletes its counters.
         first.delete(["n"])
         assert second.count("n") == 1
 

@@ -7,7 +7,7 @@
         def store(self) -> Store:
             return MyStore(...)          # an empty one, for each test
 
-The protocol of a save rests on these promises (see `holdfast.store.base`). For a store that has links
+The protocol of a save relies on these promises (see `holdfast.store.base`). For a store that has links,
 override `link`, too.
 """
 
@@ -30,8 +30,8 @@ HOSTILE_PATHS = (
 
 
 def race(actions: list[Callable[[], object]]) -> list[object]:
-    """Run them at once, each on its thread; what each returned or raised."""
-    # Threads start one after the other: without a gate the first would be done before the last begins.
+    """Run all at once, each on a thread of its own; return what each returned or raised."""
+    # Threads start one after the other: without a barrier the first would be done before the last begins.
     gate = threading.Barrier(len(actions))
     outcomes: list[object] = [None] * len(actions)
 
@@ -51,14 +51,14 @@ def race(actions: list[Callable[[], object]]) -> list[object]:
 
 
 def put(store: Store, path: str, data: bytes) -> None:
-    """A finished file."""
+    """Write a file to its end."""
     writer = store.create(path)
     writer.write_at(0, [data])
     writer.finish()
 
 
 def content(store: Store, path: str) -> bytes:
-    """All of a file."""
+    """Read a whole file."""
     reader = store.open(path)
     try:
         return reader.read(0, reader.size)
@@ -192,7 +192,7 @@ class StoreContract:
         with pytest.raises(Conflict, match="another save"):
             store.publish("d/index", second, None)
         assert content(store, "d/index") == first
-        # What the loser has written under another name must not be left.
+        # The loser's temporary file must not be left.
         assert store.list("d") == ["index"]
 
     def test_publish_replaces_just_the_version_it_was_told(self, store: Store) -> None:
@@ -214,7 +214,7 @@ class StoreContract:
         store.publish("index", first, None)
         reader = store.open("index")
         store.publish("index", second, first[-VERSION_BYTES:])
-        # Who reads an index must not see a half of one version and a half of the next.
+        # A reader of an index must not see half of one version and half of the next.
         assert bytes(reader.read(0, reader.size)) == first
         reader.close()
 
@@ -252,7 +252,7 @@ class StoreContract:
         assert store.list() == ["index"]
 
     def test_a_chain_of_replacements_loses_none(self, store: Store) -> None:
-        """Many that each replace what they saw: exactly the successes count up."""
+        """Replace what each thread has read: the count must equal the number of successes."""
         store.publish("count", b"%016d" % 0, None)
 
         def add() -> object:
@@ -266,7 +266,7 @@ class StoreContract:
                     continue
             return done
 
-        # A version that two have replaced would be counted by both.
+        # If two could replace the same version, both would count it.
         done = race([add] * 4)
         assert int(content(store, "count")) == sum(int(str(one)) for one in done)
 
@@ -320,7 +320,7 @@ class StoreContract:
         assert content(store, "a/x") == b"2"
 
     def test_a_folder_that_vanishes_while_it_is_written_to_is_made_again(self, store: Store) -> None:
-        """A save that failed takes its empty folders away while the next one begins."""
+        """A failed save removes its empty folders while the next save begins."""
         child, stop = store.child("step"), threading.Event()
 
         def sweep() -> None:

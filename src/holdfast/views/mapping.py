@@ -1,9 +1,9 @@
-"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models cut
+"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models split
 and join them.
 
-A segment is a box of the tensor that is a box of one published tensor, up to the order of axes. A way takes
-the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. Nothing
-is computed with elements, so every way can be read backwards.
+A segment is a box of our tensor that is a box of one published tensor, up to the order of axes. A way takes
+the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. It
+computes nothing with elements, so every way also works backwards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from holdfast.errors import BadInput
 from holdfast.layout.box import Box, Dims
 
 MINUS_ONE = "minus one"
-"""A change of elements: ours are the published ones less one."""
+"""A change of elements: ours are the published ones minus one."""
 Sizes = Mapping[str, int]
 """Numbers of a model's configuration, by Hugging Face's names."""
 
@@ -29,19 +29,19 @@ class Segment(NamedTuple):
     name: str
     """Of the published tensor."""
     start: Dims
-    """Where the box begins there."""
+    """Where the box begins in the published tensor."""
     axes: tuple[int, ...]
-    """For each axis of ours the published one that it runs along, -1 for one of length 1 that runs along
-    none; along other published axes it has one index."""
+    """For each of our axes, the published axis that it corresponds to; -1 for an axis of length 1 that has
+    none. Along the other published axes the segment has one index."""
     whole: Dims = ()
     """The shape that the published tensor must have."""
     split: bool = False
-    """Is `whole` the published shape with its last axis cut into two?"""
+    """Is `whole` the published shape with its last axis split into two?"""
     change: str = ""
-    """What is done with elements on their way in, and undone on their way out: "" or MINUS_ONE."""
+    """What an import does with elements, and an export undoes: "" or MINUS_ONE."""
 
     def theirs(self, part: Box) -> Box:
-        """A part of `box`, in the published tensor."""
+        """Return the box of the published tensor for a part of `box`."""
         shape = [1] * len(self.start)
         offset = list(self.start)
         for axis, low, begin, size in zip(self.axes, self.box.offset, part.offset, part.shape, strict=True):
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def ours(self, part: Box) -> Box | None:
-        """Where a part of the published tensor lies in ours, as far as it is of this segment."""
+        """Return where a part of the published tensor lies in ours, cut to this segment; None if outside."""
         common = self.theirs(self.box).intersect(part)
         if common is None:
             return None
@@ -63,8 +63,8 @@ class Segment(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def joined(self, part: Box) -> Box:
-        """A part of the published tensor, if its last axis is cut into two, without that cut: all of each
-        pair, as readers cut between pairs only."""
+        """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
+        pairs, as readers cut between pairs only."""
         if not self.split:
             return part
         inner = self.whole[-1]
@@ -217,7 +217,7 @@ def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Se
 
 
 def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
-    """The shape of a tensor of ours by those of the published ones that it is made of."""
+    """Return the shape of a tensor of ours, from those of the published tensors that it is made of."""
     first = shapes[0]
     if way in _HEADS:
         parts, part, heads = _HEADS[way](sizes)
@@ -261,18 +261,18 @@ _ENTRY = re.compile(r"(?:(?P<way>[a-z_]+)\()?(?P<names>[^()]+?)\)?")
 
 
 class Rule(NamedTuple):
-    """An entry of a table: a way, and the names that it takes, with `{layer}` and `{expert}` in them."""
+    """The right side of a table's entry: a way, and its names, with `{layer}` and `{expert}` in them."""
 
     way: str
     names: tuple[str, ...]
     otherwise: Rule | None = None
-    """What is taken if the folder has no tensor of the first name."""
+    """The rule to use if the folder has no tensor of the first name."""
     if_tied: bool = False
-    """Is that so only if the model's output is its embedding?"""
+    """Does `otherwise` apply only if the model's output layer shares its embedding?"""
 
 
 def parse(entry: str, where: str) -> Rule:
-    """`name`, `way(name, name)`, each with ` or ` or ` or tied ` and another one behind it."""
+    """Parse `name` or `way(name, name)`, optionally followed by ` or ` or ` or tied ` and another one."""
     text, _, other = entry.partition(" or ")
     match = _ENTRY.fullmatch(text.strip())
     way = match["way"] or "same" if match else ""
@@ -312,7 +312,7 @@ def _stacked(part: int) -> _Parts:
 
 
 _Parts = Callable[[Sizes], tuple[Dims, int, int]]
-"""How many rows the parts of a head have, which of them it is, and how many heads there are."""
+"""Returns how many rows each part of a head has, which part it is, and how many heads there are."""
 _HEADS: dict[str, _Parts] = {
     "delta_query": _by_key_heads(0),
     "delta_key": _by_key_heads(1),
@@ -324,11 +324,12 @@ _HEADS: dict[str, _Parts] = {
     "stacked_key": _stacked(1),
     "stacked_value": _stacked(2),
 }
-"""Of gated delta nets."""
+"""By way, for gated delta nets."""
 
 
 def _of_heads(name: str, shape: Dims, parts: Dims, part: int, heads: int) -> list[Segment]:
-    """Of each head the part `at`, of so many rows. Published, a head has all parts, one below the other."""
+    """Take part number `part` of each head. parts: rows of each part; published, a head has them all, one
+    below the other."""
     if shape[0] != parts[part] * heads:
         raise BadInput(
             f"{shape[0]} rows can't be the {parts[part] * heads} that {name!r} has of them.",
@@ -347,8 +348,8 @@ def _of_heads(name: str, shape: Dims, parts: Dims, part: int, heads: int) -> lis
 
 
 def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, whole: int) -> Segment:
-    """Rows of ours, `(first, how many)`, that are those from `start` of a published tensor of `whole` rows,
-    with all that is in them."""
+    """Make a segment of whole rows: ours, `(first, count)`, are those from `start` on of a published tensor
+    with `whole` rows."""
     rest, sides = (0,) * (len(shape) - 1), shape[1:]
     first, count = ours
     box = Box((first, *rest), (count, *sides))

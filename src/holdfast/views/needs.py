@@ -1,7 +1,7 @@
 """Which boxes of stored tensors the ranks of a grid need: of a published model, by the table of its family,
 and of a checkpoint of megatron-core's model, by its tensors' names.
 
-What is not known to be cut is taken whole, by the ranks of its stage, and told.
+The ranks of a stage take a tensor whole if it is not known how it is split; `Needs.unknown` lists those.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from holdfast.views.family import Entry, View
 from holdfast.views.rank_share import ModelSizes, RankShare, how_cut
 
 SCALES = "_scale_inv"
-"""After a published tensor's name: that of the scales of its blocks."""
+"""What the name of a tensor of block scales has after the published tensor's name."""
 _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
-"""How names of megatron-core's begin; families have transformers' own, too."""
+"""How megatron-core's names begin; families have transformers' names, too."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
-"""Before a parameter's name: a tensor of an optimizer's state, of the parameter's shape."""
+"""What an optimizer state has before its parameter's name; it has the parameter's shape."""
 _TRAINING = re.compile(r"chained_\d+\.|optimizer\.|rng_state")
-"""Begins of names that are of no weight."""
+"""How names begin that belong to no weight."""
 _PER_RANK = re.compile(r"@(\d+)(?:\.|\Z)")
 Specs = Mapping[str, TensorSpec]
 """Stored tensors by name."""
 
 
 class Needs(NamedTuple):
-    """What ranks need."""
+    """What one or several ranks need."""
 
     boxes: dict[str, list[Box]]
     """By name: boxes that don't overlap."""
     unknown: frozenset[str]
-    """Of these names: whether and how ranks share them is not known, so they are taken whole."""
+    """Names of tensors that are taken whole because it is not known whether and how ranks share them."""
 
 
 def together(needs: Iterable[Needs]) -> Needs:
-    """What several ranks need, each byte once."""
+    """Join the needs of several ranks, each byte once."""
     boxes: dict[str, dict[Box, None]] = {}
     unknown: set[str] = set()
     for need in needs:
@@ -56,8 +56,8 @@ def together(needs: Iterable[Needs]) -> Needs:
 
 
 def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
-    """The numbers of a published model. view: None if its family is not known. words: rows of the padded
-    vocabulary, 0: not known."""
+    """Return the sizes of a published model. view: None if its family is not known. words: rows of the padded
+    vocabulary; 0: not known."""
     if view is None:
         layers = {int(match[1]) for name in specs if (match := _LAYER.search(name))}
         return ModelSizes(max(layers, default=-1) + 1, 0, False, 0, words)
@@ -67,7 +67,7 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
 
 
 def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
-    """What a rank needs of a published model."""
+    """Return what a rank needs of a published model."""
     boxes: dict[str, dict[Box, None]] = {}
 
     def add(name: str, box: Box) -> None:
@@ -87,7 +87,7 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
 
 
 def _held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
-    """Names of a rank's tensors of an entry, with the numbers in them."""
+    """Yield the names of an entry's tensors that a rank has, with the numbers in them."""
     if "layer" not in entry.holes:
         yield entry.name, {}
         return
@@ -106,8 +106,8 @@ def _add_parts(
     add: Callable[[str, Box], None],
 ) -> None:
     published = view.published(entry, numbers)
-    # A family has names for several ways in which megatron-core builds a layer, and for what only some models
-    # have. What is missing, a load will say.
+    # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
+    # models have. The load will report what is missing.
     if any(one not in specs for one in published):
         return
     for segment, part in view.parts(
@@ -124,7 +124,7 @@ def _add_parts(
 
 
 def _unclaimed(view: View | None, specs: Specs) -> list[str]:
-    """Names that the family makes nothing of."""
+    """List the stored names that the family does not use."""
     if view is None:
         return list(specs)
     known: set[str] = set()
@@ -134,7 +134,7 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
 
 
 def _of_stage(name: str, share: RankShare) -> bool:
-    """Is a tensor of no family on this stage, by the number of its layer?"""
+    """Return whether a tensor of no family is on this stage, by the number of its layer."""
     layer = _LAYER.search(name)
     if layer is None:
         return True
@@ -147,7 +147,7 @@ def _of_stage(name: str, share: RankShare) -> bool:
 
 
 def sizes_stored(specs: Specs, words: int) -> ModelSizes:
-    """The numbers of the model in a checkpoint."""
+    """Return the sizes of the model in a checkpoint."""
     embedding = specs.get("embedding.word_embeddings.weight")
     predicts = {int(match[1]) for name in specs if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
     return ModelSizes(
@@ -160,7 +160,7 @@ def sizes_stored(specs: Specs, words: int) -> ModelSizes:
 
 
 def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
-    """How many layers or experts names and shapes tell of."""
+    """Count layers or experts by names and shapes."""
     most = 0
     for name, spec in specs.items():
         match = pattern.match(name)
@@ -176,7 +176,7 @@ def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
 
 
 def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> Needs:
-    """What a rank needs of a checkpoint of megatron-core's model.
+    """Return what a rank needs of a checkpoint of megatron-core's model.
 
     weights_only: leave out the optimizer's state and the states of random generators.
     """
@@ -186,7 +186,7 @@ def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> 
         if weights_only and _TRAINING.match(name):
             continue
         owner = _PER_RANK.search(name)
-        if spec.kind != TENSOR:  # small, and of other ranks where the layout was another one
+        if spec.kind != TENSOR:  # small, and perhaps another rank's if the layout was different
             boxes[name] = [whole(spec.shape)]
             continue
         if owner is not None and int(owner[1]) != rank:
@@ -204,7 +204,8 @@ def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> 
 
 
 def _parts(name: str, shape: Dims, specs: Specs) -> int:
-    """Is a tensor a gate above its up? Then it has twice as many rows as the next layer has columns."""
+    """Return 2 for a gate and its up projection, concatenated: it has twice as many rows as the next layer
+    has columns. Else 1."""
     if "linear_fc1." not in name:
         return 1
     after = specs.get(re.sub(r"linear_fc1\.(weight|bias)(\d*)\Z", r"linear_fc2.weight\2", name))
@@ -215,6 +216,6 @@ def _parts(name: str, shape: Dims, specs: Specs) -> int:
 
 
 def _is_in_doubt(name: str, shape: Dims, share: RankShare, specs: Specs) -> bool:
-    """Is a matrix taken whole because nobody knows how it is cut?"""
+    """Return whether a matrix is taken whole because it is not known how it is split."""
     axes = len(shape) - len(re.findall(r"(?:layers|experts\.experts)\.(?!\d)", name))
     return how_cut(name) is None and axes > 1 and max(share.tp[1], share.etp[1]) > 1
