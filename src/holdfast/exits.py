@@ -124,12 +124,14 @@ def on_main_thread_end(listener: Callable[[], None]) -> None:
 
 def is_working() -> bool:
     """Return whether the steps of `at_exit` are running; they have deadlines of their own."""
-    return _known is not None and _known.pid == os.getpid() and _known.working
+    ending = _existing()
+    return ending is not None and ending.working
 
 
 def is_over() -> bool:
     """Return whether the steps of `at_exit` are done. Nothing waits for what is begun after that."""
-    return _known is not None and _known.pid == os.getpid() and _known.over
+    ending = _existing()
+    return ending is not None and ending.over
 
 
 def fail_late(failure: Failure) -> None:
@@ -157,10 +159,11 @@ def given() -> Given | None:
 
 def has_ended() -> str:
     """Say how the main thread has ended, as a part of a sentence; "" while it runs."""
-    if _known is None or _known.pid != os.getpid() or not (_known.given or _known.ended):
+    ending = _existing()
+    if ending is None or not (ending.given or ending.ended):
         return ""
-    if _known.given is not None:
-        return f"its program {_known.given}"
+    if ending.given is not None:
+        return f"its program {ending.given}"
     error = uncaught()
     return "its program has ended" if error is None else f"its program was ended by {type(error).__name__}"
 
@@ -172,6 +175,12 @@ def uncaught() -> BaseException | None:
 
 
 # -- what the interpreter calls ------------------------------------------------------------------
+
+
+def _existing() -> _Ending | None:
+    """Return this process's ending, if it has one: that of a fork's parent is not the fork's."""
+    ending = _known
+    return ending if ending is not None and ending.pid == os.getpid() else None
 
 
 def _this_process() -> _Ending:
@@ -186,8 +195,8 @@ def _this_process() -> _Ending:
             # is registered from now on.
             atexit.register(_at_last)
             atexit.register(_at_exit)
-            # A private name of CPython, by which concurrent.futures ends its workers. It calls functions
-            # before threads are joined. Without it the end of the main thread is seen only after that.
+            # A private name of CPython, by which concurrent.futures ends its workers. Functions registered there
+            # are called before threads are joined. Without it the end of the main thread is seen after that.
             before_joins = getattr(threading, "_register_atexit", None)
             if before_joins is not None:
                 with suppress(RuntimeError):  # the main thread has ended already
@@ -238,8 +247,9 @@ def _exit(code: object = None, /) -> NoReturn:
 
 
 def _note(code: object, trace: TracebackType | None) -> None:
-    if _known is not None and _known.pid == os.getpid():
-        _known.given = Given(code, calls_of_traceback(_flying_traceback() or trace))
+    ending = _existing()
+    if ending is not None:
+        ending.given = Given(code, calls_of_traceback(_flying_traceback() or trace))
 
 
 def _flying_traceback() -> TracebackType | None:
@@ -263,8 +273,8 @@ def _flying_traceback() -> TracebackType | None:
 
 def _main_thread_ended() -> None:
     """Note that the main thread has ended, and waits for the other threads now."""
-    ending = _known
-    if ending is None or ending.pid != os.getpid() or ending.ended:
+    ending = _existing()
+    if ending is None or ending.ended:
         return
     ending.ended = ending.goes_first = True
     # Registered again it is the last one, which atexit calls first: before handlers that were registered
@@ -282,8 +292,8 @@ def _tell(ending: _Ending) -> None:
 
 
 def _at_exit() -> None:
-    ending = _known
-    if ending is None or ending.pid != os.getpid():
+    ending = _existing()
+    if ending is None:
         return
     if not ending.ended:
         _tell(ending)
@@ -301,8 +311,8 @@ def _at_exit() -> None:
 
 def _at_last() -> None:
     """Run after the handlers that were registered since Holdfast was first used."""
-    ending = _known
-    if ending is None or ending.pid != os.getpid():
+    ending = _existing()
+    if ending is None:
         return
     settled = [is_settled() for is_settled in ending.last]
     if ending.failures or ending.hurries or not all(settled):

@@ -101,7 +101,7 @@ def read_environment() -> Environment:
         )
     except ValueError as error:
         raise BadInput(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
+            "RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
             f"({error})."
         ) from None
 

@@ -53,13 +53,8 @@ class LazyStates:
     def __init__(
         self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, participants: tuple[int, ...]
     ) -> None:
-        self.url, self.leaves, self.owner, self.table, self.participants = (
-            url,
-            leaves,
-            owner,
-            table,
-            participants,
-        )
+        self.url, self.leaves, self.owner = url, leaves, owner
+        self.table, self.participants = table, participants
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
@@ -154,7 +149,8 @@ class LazyStates:
         for row in rows:
             name, tensor = columns.names[row], None
             if int(columns.kind[row]) == TENSOR:
-                dtype, shape = _dtype(columns, row), columns.shape_of(row)
+                dtype: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+                shape = columns.shape_of(row)
                 # A present tensor that fits is filled in place.
                 tensor = present.get(name)
                 if not _fits(tensor, dtype, shape):
@@ -285,11 +281,6 @@ def _above(name: str, start: int) -> Iterator[str]:
 
 def _fits(value: object, dtype: torch.dtype, shape: Dims) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
-
-
-def _dtype(columns: Columns, row: int) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
-    return dtype
 
 
 def _under(names: list[str], parent: str) -> tuple[int, int]:

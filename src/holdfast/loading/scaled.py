@@ -58,7 +58,7 @@ def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin
 def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:
     return MissingTensors(
         f"{source.where} holds {name!r} in {bits} bits, and no {missing!r}: its elements mean nothing "
-        f"without their scales.",
+        "without their scales.",
         details={"missing": [missing]},
     )
 

@@ -134,13 +134,13 @@ class View:
         if len(shape) <= len(axes):
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
-            self._check_number(name, axis, many, numbers)
-        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)]), lead):
+            self._check_number(name, axis, many)
+        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)])):
             for segment in self._of_one(entry, these, tail):
                 whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
                 part = whole.intersect(box)
                 if part is not None:
-                    yield _with_lead(segment, len(place), whole, part)
+                    yield _with_lead(segment, len(place), part)
 
     def parts(
         self,
@@ -167,7 +167,7 @@ class View:
                 if part is not None:
                     yield segment, part
 
-    def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
+    def _check_number(self, name: str, axis: str, many: int) -> None:
         """Refuse another number of layers or experts than was published: with fewer, some would silently be
         left out."""
         published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
@@ -219,20 +219,18 @@ class View:
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
 
 
-def _each(
-    axes: list[str], numbers: dict[str, int], box: Box, lead: Dims
-) -> Iterator[tuple[Dims, dict[str, int]]]:
+def _each(axes: list[str], numbers: dict[str, int], box: Box) -> Iterator[tuple[Dims, dict[str, int]]]:
     """Yield the indices along the leading axes in a box, and the numbers of layer and expert."""
     if not axes:
         yield (), numbers
         return
     for first in range(box.offset[0], box.offset[0] + box.shape[0]):
         rest = Box(box.offset[1:], box.shape[1:])
-        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest, lead[1:]):
+        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest):
             yield (first, *place), these
 
 
-def _with_lead(segment: Segment, lead: int, whole: Box, part: Box) -> Segment:
+def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
     """Cut a segment to a part, and add our leading axes, which no published axis corresponds to."""
     inner = Box(part.offset[lead:], part.shape[lead:])
     start = segment.theirs(inner).offset

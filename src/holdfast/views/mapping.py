@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, Dims
+from holdfast.layout.box import Box, Dims, whole
 
 MINUS_ONE = "minus one"
 """A change of elements: ours are the published ones minus one."""
@@ -191,14 +191,14 @@ def stacked_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segme
 
 def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's part of all experts' in one tensor."""
-    whole, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
-    return [Segment(_all(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, whole)]
+    published, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
+    return [Segment(whole(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, published)]
 
 
 def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `of_experts`, with inputs along rows."""
-    whole = (sizes["num_experts"], shape[1], shape[0])
-    return [Segment(_all(shape), names[0], (sizes["expert"], 0, 0), (2, 1), whole)]
+    published = (sizes["num_experts"], shape[1], shape[0])
+    return [Segment(whole(shape), names[0], (sizes["expert"], 0, 0), (2, 1), published)]
 
 
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -347,17 +347,13 @@ def _of_heads(name: str, shape: Dims, parts: Dims, part: int, heads: int) -> lis
     ]
 
 
-def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, whole: int) -> Segment:
+def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, rows: int) -> Segment:
     """Make a segment of whole rows: ours, `(first, count)`, are those from `start` on of a published tensor
-    with `whole` rows."""
+    with `rows` rows."""
     rest, sides = (0,) * (len(shape) - 1), shape[1:]
     first, count = ours
     box = Box((first, *rest), (count, *sides))
-    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (whole, *sides))
-
-
-def _all(shape: Dims) -> Box:
-    return Box((0,) * len(shape), shape)
+    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (rows, *sides))
 
 
 def _share(rows: int, parts: int, names: Sequence[str]) -> int:

@@ -198,7 +198,7 @@ def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> 
             needed = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
         if needed:
             boxes[name] = union(needed)
-            if not is_known or _is_in_doubt(parameter, spec.shape, share, specs):
+            if not is_known or _is_in_doubt(parameter, spec.shape, share):
                 unknown.add(name)
     return Needs(boxes, frozenset(unknown))
 
@@ -215,7 +215,7 @@ def _parts(name: str, shape: Dims, specs: Specs) -> int:
     return 2 if rows[0] == 2 * after.shape[-1] else 1
 
 
-def _is_in_doubt(name: str, shape: Dims, share: RankShare, specs: Specs) -> bool:
+def _is_in_doubt(name: str, shape: Dims, share: RankShare) -> bool:
     """Return whether a matrix is taken whole because it is not known how it is split."""
     axes = len(shape) - len(re.findall(r"(?:layers|experts\.experts)\.(?!\d)", name))
     return how_cut(name) is None and axes > 1 and max(share.tp[1], share.etp[1]) > 1
