@@ -195,8 +195,8 @@ def _this_process() -> _Ending:
             # is registered from now on.
             atexit.register(_at_last)
             atexit.register(_at_exit)
-            # A private name of CPython, by which concurrent.futures ends its workers. Functions registered there
-            # are called before threads are joined. Without it the end of the main thread is seen after that.
+            # A private name of CPython, by which concurrent.futures ends its workers. Functions registered by
+            # it run before threads are joined. Without it the end of the main thread is seen only after that.
             before_joins = getattr(threading, "_register_atexit", None)
             if before_joins is not None:
                 with suppress(RuntimeError):  # the main thread has ended already
