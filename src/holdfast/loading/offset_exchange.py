@@ -68,8 +68,10 @@ class OffsetExchange(CollectiveTask):
             raise self._collect_error  # the first pass could not report it
         return to_message(Lengths(self.rows))
 
-    def decide(self, messages: dict[int, Message]) -> dict[int, Message]:
-        lengths = {rank: from_roster(message, Lengths, rank) for rank, message in sorted(messages.items())}
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        lengths = {
+            rank: from_roster(message, Lengths, rank) for rank, message in sorted(contributions.items())
+        }
         rows = [(rank, *row) for rank, message in lengths.items() for row in message.rows]
         # Names as numbers: `place` sorts arrays, and all ranks together may send millions of rows.
         number: dict[str, int] = {}
@@ -95,7 +97,7 @@ class OffsetExchange(CollectiveTask):
                     f"{sizes[index, along]} there: {have}.",
                     hint="Every rank of its mesh must take part in the load.",
                 )
-        shifts: dict[int, list[int]] = {rank: [] for rank in messages}
+        shifts: dict[int, list[int]] = {rank: [] for rank in contributions}
         for row, shift in zip(rows, placement.shift.tolist(), strict=True):
             shifts[row[0]].append(shift)
         return {rank: to_message(Shifts(mine)) for rank, mine in shifts.items()}

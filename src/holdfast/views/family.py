@@ -167,13 +167,13 @@ class View:
                 if part is not None:
                     yield segment, part
 
-    def _check_number(self, name: str, axis: str, many: int) -> None:
+    def _check_number(self, name: str, axis: str, count: int) -> None:
         """Refuse another number of layers or experts than was published: with fewer, some would silently be
         left out."""
-        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
-        if published != many and not name.startswith("mtp."):
+        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        if published != count and not name.startswith("mtp."):
             raise ShapeMismatch(
-                f"{name!r} has {many} {axis}s, and the published model {published}.",
+                f"{name!r} has {count} {axis}s, and the published model {published}.",
                 hint="Build the model with the sizes of config.json.",
                 details={"tensor": name},
             )

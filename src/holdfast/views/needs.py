@@ -76,7 +76,7 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
     if view is not None:
         for entry in view.family.entries():
             if entry.name.startswith(_OURS):
-                for name, numbers in _held(entry, share):
+                for name, numbers in _names_held(entry, share):
                     _add_parts(view, entry, name, numbers, specs, share, add)
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
     for name in unknown:
@@ -86,7 +86,7 @@ def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
     return Needs({name: union(list(some)) for name, some in boxes.items()}, frozenset(unknown))
 
 
-def _held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
+def _names_held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the names of an entry's tensors that a rank has, with the numbers in them."""
     if "layer" not in entry.holes:
         yield entry.name, {}
