@@ -1,4 +1,4 @@
-"""How long to wait, for what, and by which clock. What waits elsewhere counts against one of these.
+"""Deadlines, stall timers, and the clock that they read. Every wait elsewhere counts against one of these.
 
 A `Deadline` is absolute. A `StallTimer` is reset by progress: slow is not dead. Both read a
 `Clock`, so that a test turns an hour into a microsecond (`holdfast.testing.ManualClock`).
@@ -13,7 +13,7 @@ from holdfast.errors import BadInput
 
 
 class Clock(Protocol):
-    """Monotonic seconds, and a way to pass them; and the time of day, to tell other hosts."""
+    """Monotonic seconds, a way to sleep, and the time of day, to tell other hosts."""
 
     def now(self) -> float: ...
 
@@ -39,8 +39,8 @@ REAL_CLOCK = RealClock()
 
 
 def check_seconds(name: str, value: float) -> float:
-    """A positive, finite number of seconds, or one sentence about what was given instead."""
-    # NaN compares as false with everything, so in this form it is refused, too.
+    """Return a positive, finite number of seconds; BadInput for anything else."""
+    # NaN compares as false with everything, so this form refuses it, too.
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise BadInput(f"{name} must be a positive, finite number of seconds, not {value!r}.")
     return float(value)
@@ -56,7 +56,7 @@ class Deadline:
         self.at = self.started + self.seconds
 
     def left(self) -> float:
-        """Seconds until it passes; never negative."""
+        """Return the seconds until it passes; never negative."""
         return max(0.0, self.at - self.clock.now())
 
     def passed(self) -> bool:
@@ -67,7 +67,7 @@ class Deadline:
 
 
 class StallTimer:
-    """Has a thing made progress within `seconds`? Any change of its mark counts as progress."""
+    """Tells whether something has made progress within `seconds`. Any change of its mark is progress."""
 
     def __init__(self, seconds: float, clock: Clock = REAL_CLOCK) -> None:
         self.seconds = check_seconds("stall_timeout", seconds)
@@ -76,8 +76,8 @@ class StallTimer:
         self.since = clock.now()
 
     def see(self, mark: object) -> None:
-        """Note the thing's present mark; one unlike the last resets the timer."""
-        # Unlike, not greater: a rank that begins its next call counts its bytes from 0 again.
+        """Note the present mark; one that differs from the last resets the timer."""
+        # Different, not greater: a rank that begins its next call counts its bytes from 0 again.
         if mark != self.mark:
             self.mark = mark
             self.since = self.clock.now()

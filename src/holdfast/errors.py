@@ -21,8 +21,8 @@
     ├── RosterLost               the message store is gone, so ranks can't agree any more
     └── StorageError(OSError)    the file system or object store refused
 
-Every error survives pickling, carries its story as fields, and travels between ranks as
-JSON (`to_message` and `from_message`), so that all ranks raise the same one.
+Every error can be pickled, has its facts in fields, and travels between ranks as JSON (`to_message` and
+`from_message`), so that all ranks raise the same one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     seconds_since_seen: float | None = None
     note: str = ""
     at: str = ""
-    """Where its code was when it was asked, innermost call last; "" if it did not answer."""
+    """Where its code was when other ranks asked, innermost call last; "" if it did not answer."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank}"
@@ -55,8 +55,8 @@ class RankInfo(msgspec.Struct, frozen=True):
                 who += f" {self.seconds_since_seen:.1f} s ago"
         else:
             who += ", which has not been heard of"
-        said = "; ".join(part for part in (self.note, self.at) if part)
-        return f"{who}: {said}" if said else who
+        notes = "; ".join(part for part in (self.note, self.at) if part)
+        return f"{who}: {notes}" if notes else who
 
 
 class HoldfastError(Exception):
@@ -67,7 +67,7 @@ class HoldfastError(Exception):
     """
 
     plain: ClassVar[type[HoldfastError] | None] = None
-    """Of a class that is also a kind of a framework's error: ours without that."""
+    """For a class that also inherits a framework's error: our class without that."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class HoldfastError(Exception):
         return (_rebuild, (type(self).plain or type(self), self.to_message()))
 
     def to_message(self) -> dict[str, object]:
-        """The error as plain JSON values."""
+        """Encode the error as plain JSON values."""
         return {
             "kind": type(self).__name__,
             "message": self.message,
@@ -146,8 +146,8 @@ class Replaced(LoadFailed):
 
 
 class Unplaced(LoadFailed):
-    """A rank has a shard without an offset. All ranks hear it, tell their lengths, and load again: no caller
-    sees this."""
+    """A rank has a shard without an offset. All ranks get this error, exchange their lengths, and load again:
+    no caller sees it."""
 
 
 class MissingTensors(LoadFailed):
@@ -188,23 +188,24 @@ class StorageError(HoldfastError, OSError):
 
 
 def _tree(root: type[HoldfastError]) -> dict[str, type[HoldfastError]]:
-    found = {root.__name__: root}
+    kinds = {root.__name__: root}
     for child in root.__subclasses__():
-        # A class that has `plain` bears the name of ours, and would take its place in this table.
+        # A class that has `plain` has the same name as ours, and would replace it in this table.
         if child.plain is None:
-            found.update(_tree(child))
-    return {name: kind for name, kind in found.items() if not name.startswith("_")}
+            kinds.update(_tree(child))
+    return {name: kind for name, kind in kinds.items() if not name.startswith("_")}
 
 
 def first_line(error: BaseException) -> str:
-    """What an exception says, without the stack that torch may append; its type if it says nothing."""
+    """Return the first line of an exception's text, without the stack that torch may append; its type if the
+    text is empty."""
     lines = str(error).splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def from_message(message: dict[str, Any]) -> HoldfastError:
-    """The inverse of `HoldfastError.to_message`; an unknown kind becomes its root."""
-    # By name, out of this tree only: a message comes from another process, and must not name any class.
+    """Decode what `HoldfastError.to_message` gave; an unknown kind becomes a HoldfastError."""
+    # By name, in this tree only: a message comes from another process, and must not name any other class.
     kind = _tree(HoldfastError).get(str(message.get("kind")), HoldfastError)
     return _rebuild(kind, message)
 
@@ -215,9 +216,8 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
         try:
             missing.append(msgspec.convert(info, RankInfo))
         except msgspec.ValidationError:
-            continue  # another version's; the message itself still says it
-    # Each field is taken as what it should be: a sender of another version, or a stranger,
-    # may have written it.
+            continue  # written by another version; the error's message still says it
+    # Each field is converted: a sender of another version, or a stranger, may have written it.
     details = message.get("details")
     error = kind(
         str(message.get("message", "")),
@@ -228,7 +228,7 @@ def _rebuild(kind: type[HoldfastError], message: dict[str, Any]) -> HoldfastErro
         hint=str(message.get("hint") or ""),
         details=details if isinstance(details, dict) else {},
     )
-    # JSON carries no attribute of OSError, so it travels among the details.
+    # `errno` is an attribute of OSError and no field of the message, so it travels among the details.
     if isinstance(error, OSError):
         error.errno = error.details.get("errno")
     return error

@@ -1,7 +1,7 @@
 """What happens, as it happens: one hook for logs, progress bars, timelines and tests.
 
-`subscribe(callback)` is told every event of this process. A callback runs on the thread that
-emits; what it raises is logged and otherwise ignored, because watching must not break a save.
+A callback of `subscribe(callback)` gets every event of this process. It runs on the thread that emits; what
+it raises is logged and otherwise ignored, because watching must not break a save.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ class Event(msgspec.Struct, frozen=True):
     """One thing that happened. `at` is wall-clock seconds, for people; order is per thread."""
 
     name: str
-    """`save.`, `load.` or `choice.` and a phase from the protocol table, as `save.writing`; or
-    `raised` in its place, when the call raises; or `load.rejected`, for a damaged step passed over;
-    `save.staged`, when an asynchronous save has copied the state; `save.stale`, when no tensor of it has
-    changed."""
+    """`save.`, `load.` or `choice.`, then a phase from the protocol table (`save.writing`), or `raised` when
+    the call raises. Also `load.rejected`, when a load passes over a damaged step; `save.staged`, when an
+    asynchronous save has copied the state; `save.stale`, when no tensor of it has changed."""
     rank: int
     step: int | None
     path: str
@@ -51,8 +50,8 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
 
 def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
-    """Tell all subscribers. Costs nothing to speak of when there is none."""
-    # Asked before the event is made: each batch of bytes that moves emits one.
+    """Send an event to all subscribers. Costs almost nothing when there is none."""
+    # Checked before the event is made: each batch of bytes that moves emits one.
     if not _callbacks and not log.isEnabledFor(logging.DEBUG):
         return
     event = Event(name, rank, step, path, time.time(), fields)

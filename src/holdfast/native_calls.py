@@ -26,8 +26,8 @@ _closed = False
 
 @contextmanager
 def native_call() -> Iterator[None]:
-    """Around a call into torch's C++ that may be made beside the main thread. RuntimeError once the process
-    is at its very end."""
+    """Wrap a call into torch's C++ that may be made beside the main thread. Raises RuntimeError once the
+    process is at its very end."""
     if threading.current_thread() is threading.main_thread():
         yield
         return
@@ -55,7 +55,7 @@ def _end() -> None:
 
 
 def _wait_for_calls() -> bool:
-    """Can the interpreter be finalised?"""
+    """Wait for calls under way; return whether the interpreter can be finalised."""
     global _closed
     ends = time.monotonic() + LONGEST
     with _changed:
@@ -66,7 +66,7 @@ def _wait_for_calls() -> bool:
 
 
 def _forget() -> None:
-    """A fork has none of its parent's threads."""
+    """Reset in a fork, which has none of its parent's threads."""
     global _changed, _under_way, _closed
     _changed, _under_way, _closed = threading.Condition(), 0, False
 

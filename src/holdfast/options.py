@@ -1,4 +1,4 @@
-"""Choices with a default, each a frozen sentence. The environment is read here and nowhere else."""
+"""Options with their defaults. The environment is read here and nowhere else."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the launcher says of this process (torchrun's names)."""
+    """What the launcher tells this process, by torchrun's variables."""
 
     rank: int
     world_size: int
     incarnation: str
-    """Differs between restarts of one job: torchrun keeps its store, and so old messages, over them."""
+    """Differs between restarts of one job: torchrun keeps its store, and so old messages, across them."""
     local_rank: int
     store: tuple[str, int] | None
     """Host and port of the message store."""
     launcher_has_store: bool
-    """Is it torchrun that opens it, and not rank 0?"""
+    """Does torchrun open that store, and not rank 0?"""
     secret: str
-    """HOLDFAST_SECRET: what seals the messages of a job whose message store strangers can reach."""
+    """HOLDFAST_SECRET: the key that seals messages, for jobs whose message store strangers can reach."""
     job: str
     """A name that the launcher gives a job, which restarts of it keep; empty if it gives none."""
     restarts: int
@@ -82,11 +82,11 @@ class Environment:
 
 
 def read_environment() -> Environment:
-    """What torchrun says, or a world of one."""
+    """Read what torchrun says; without it, a world of one."""
     try:
         env = os.environ
         run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        # A variable may be there and empty.
+        # A variable may be set and empty.
         host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT") or "0")
         return Environment(
             int(env.get("RANK", "0")),
@@ -101,13 +101,13 @@ def read_environment() -> Environment:
         )
     except ValueError as error:
         raise BadInput(
-            f"RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
+            "RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
             f"({error})."
         ) from None
 
 
 def _job_of(env: Mapping[str, str]) -> str:
-    """torchrun's run id or Slurm's job id. torchrun's default run id, `none`, is every job's."""
+    """Return torchrun's run id or Slurm's job id, or "". torchrun's default run id, `none`, names no job."""
     run = env.get("TORCHELASTIC_RUN_ID", "")
     if run and run != "none":
         return f"torchrun {run}"
@@ -115,7 +115,7 @@ def _job_of(env: Mapping[str, str]) -> str:
 
 
 def read_install() -> dict[str, Any] | None:
-    """The arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
+    """Read the arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
     text = os.environ.get(INSTALL, "")
     if not text:
         return None
@@ -127,10 +127,10 @@ def read_install() -> dict[str, Any] | None:
 
 
 def encode_install(arguments: Mapping[str, object]) -> str:
-    """What `read_install` reads."""
+    """Encode arguments for `read_install`."""
     return json.dumps(arguments)
 
 
 def all_variables() -> dict[str, str]:
-    """The whole environment, for whoever looks for hazards in it."""
+    """Return the whole environment, for checks that look for hazards in it."""
     return dict(os.environ)

@@ -16,11 +16,11 @@ CALLS = 4
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _EXITS = _OWN + "exits.py"
 _ROSTER = os.path.join(_OWN, "roster", "")
-"""Whoever is there waits for messages."""
+"""A thread whose code is there waits for messages."""
 
 
 def calls_of_frame(frame: FrameType | None) -> str:
-    """The last calls of a stack, as `train.py:12 main > model.py:30 forward`; "" for None."""
+    """Return the last calls of a stack, as `train.py:12 main > model.py:30 forward`; "" for None."""
     calls: list[str] = []
     while frame is not None and len(calls) < CALLS:
         calls.append(_call(frame.f_code, frame.f_lineno))
@@ -29,12 +29,12 @@ def calls_of_frame(frame: FrameType | None) -> str:
 
 
 def calls_of_error(error: BaseException | None) -> str:
-    """The last calls that an exception came through, where it was raised last; "" if it was never raised."""
+    """Return the last calls of an exception's traceback; "" if it was never raised."""
     return calls_of_traceback(error.__traceback__ if error is not None else None)
 
 
 def calls_of_traceback(trace: TracebackType | None) -> str:
-    """The same of a traceback."""
+    """Return the last calls of a traceback."""
     lines = list(traceback.walk_tb(trace))
     if lines and lines[-1][0].f_code.co_filename == _EXITS:
         lines.pop()  # our `sys.exit`
@@ -42,16 +42,16 @@ def calls_of_traceback(trace: TracebackType | None) -> str:
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """The innermost frame of a thread, if it is in Python code."""
-    # A snapshot: the frame goes on while it is looked at, so its line may be a later one.
+    """Return the innermost frame of a thread, if it is in Python code."""
+    # A snapshot: the thread goes on meanwhile, so the frame's line may be a later one.
     return sys._current_frames().get(thread.ident or 0)
 
 
 def where_threads_are(caller: threading.Thread | None = None) -> str:
-    """Where this process's main thread is, as a part of a sentence; `caller`, too, if it is another one.
+    """Say where this process's main thread is, as a part of a sentence; `caller`, too, if it is another one.
 
-    A thread that waits in a call of Holdfast is shown where it called; then the thread that works for it is
-    shown, too.
+    Of a thread that waits in a call of Holdfast this shows where it called, and where the thread is that
+    works for it.
     """
     threads = [threading.main_thread()]
     if caller is not None and caller is not threads[0] and caller.is_alive():
@@ -60,7 +60,7 @@ def where_threads_are(caller: threading.Thread | None = None) -> str:
 
 
 def where_thread_is(thread: threading.Thread) -> str:
-    """Where one thread is, as `where_threads_are` says it."""
+    """Say where one thread is, as `where_threads_are` does."""
     name = "main thread" if thread is threading.main_thread() else f"thread {thread.name!r}"
     frame = frame_of(thread)
     entry = _entry_into_holdfast(frame)
@@ -70,24 +70,23 @@ def where_thread_is(thread: threading.Thread) -> str:
         return f"its {name} is at {calls_of_frame(frame)}"
     if entry.f_code.co_filename == _EXITS:
         return ""  # Holdfast's end of the process, and nobody's code
-    # What works for the waiting thread is more telling than where it waits, unless that waits
-    # for messages, too.
+    # The thread that works for a waiting one tells more, unless it waits for messages, too.
     work = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
     at_work = next(
-        (found for found in work if found and not found.f_code.co_filename.startswith(_ROSTER)), None
+        (inner for inner in work if inner and not inner.f_code.co_filename.startswith(_ROSTER)), None
     )
     more = f", which does {calls_of_frame(at_work)}" if at_work is not None else ""
     return f"its {name} is at {calls_of_frame(entry)}{more}"
 
 
 def _entry_into_holdfast(frame: FrameType | None) -> FrameType | None:
-    """The outermost frame of Holdfast's of those that are innermost; None if the thread is in other code."""
+    """Return the frame where a thread entered Holdfast's code; None if it is in other code now."""
     entry = None
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_OWN):
             entry = frame
-        # Waiting goes through threading (Event, Condition): such frames belong to whoever called them.
+        # Waiting goes through threading (Event, Condition): such frames belong to their caller.
         elif name != threading.__file__:
             break
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Threads of Holdfast's own: daemons with a name, waited for with a bound; one sentence where the system
+"""Holdfast's own threads: daemons with a name, waited for with a timeout; one clear error where the system
 allows no more of them."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 from holdfast.errors import DeadlineExceeded, HoldfastError
 
 SPARES = 8
-"""Threads that `keep_spares` keeps: the end of a session, and of saves under way, took up to five."""
+"""Threads that `keep_spares` keeps: ending a session and the saves under way took up to five."""
 
 _REFUSES_LATE: bool = sys.version_info[:2] == (3, 12)
 """3.12.1 starts no thread once the main thread has ended; 3.11 and 3.13 do."""
@@ -42,8 +42,8 @@ _lock = threading.Lock()
 
 
 def keep_spares(user: object) -> None:
-    """Keep threads for what `user` runs once the main thread has ended, where the interpreter starts none
-    then."""
+    """Keep threads ready for what `user` runs after the main thread has ended, where the interpreter starts
+    none then."""
     if not _REFUSES_LATE:
         return
     with _lock, suppress(RuntimeError):  # no more threads now; the work may need none
@@ -56,7 +56,7 @@ def keep_spares(user: object) -> None:
 
 
 def drop_spares(user: object) -> None:
-    """End the spare threads, and wait for that, if `user` was the last who has to do with them."""
+    """End the spare threads, and wait for that, if `user` was the last one that needs them."""
     with _lock:
         _users.discard(user)
         ended = [] if _users else list(_spares)
@@ -77,8 +77,8 @@ def _take_spare() -> _Spare | None:
 
 
 def start_thread(work: Callable[[], object], name: str, rank: int | None = None) -> threading.Thread:
-    """Start a daemon thread. HoldfastError if there can't be one more: the limit of processes is reached,
-    memory is short, or the interpreter is about to end."""
+    """Start a daemon thread. Raises HoldfastError if no more can be started: the limit of processes is
+    reached, memory is short, or the interpreter is about to end."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
@@ -99,9 +99,9 @@ def start_thread(work: Callable[[], object], name: str, rank: int | None = None)
 
 
 def within(seconds: float, doing: str, action: Callable[[], None]) -> None:
-    """Do what may block for ever, storage mostly, on a thread of its own; DeadlineExceeded if it takes too
-    long."""
-    # Empty while it has not ended; then what it raised, or None.
+    """Run a call that may block for ever, mostly into storage, on a thread of its own. Raises
+    DeadlineExceeded if it takes too long."""
+    # Empty until it has ended; then what it raised, or None.
     ended: list[BaseException | None] = []
 
     def work() -> None:

@@ -1,5 +1,5 @@
-"""What Holdfast needs of torch.distributed that torch keeps to itself. These names stand in this file only,
-each with what is done where a version of torch has it no more: the library works without, and says less."""
+"""Private names of torch.distributed that Holdfast uses. They stand in this file only, each with what is done
+where a version of torch does not have it: the library still works, and says less."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch._C import _distributed_c10d
 
 Store: TypeAlias = "_distributed_c10d.Store"
-"""What `torch.distributed.Store` is; the stubs of torch do not show that name."""
+"""`torch.distributed.Store`; the stubs of torch do not show that name."""
 
 
 def default_store() -> Store:
-    """The default process group's store."""
+    """Return the default process group's store."""
     from torch.distributed import distributed_c10d
 
     getter = getattr(distributed_c10d, "_get_default_store", None)
@@ -35,12 +35,12 @@ def default_store() -> Store:
 
 
 def clone_store(store: Store) -> Store:
-    """Another client of a store, with a connection of its own; a store inside this process is its own
-    clone."""
+    """Make another client of a store, with a connection of its own; a store inside this process is returned
+    itself."""
     if hasattr(store, "clone"):  # since torch 2.8
         clone: Store = store.clone()
         return clone
-    # PrefixStores stand around the one that has the connection.
+    # PrefixStores wrap the one that has the connection.
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     tcp_store = dist.TCPStore  # type: ignore[attr-defined]
@@ -50,8 +50,8 @@ def clone_store(store: Store) -> Store:
 
 
 def waits_by_itself(store: Store) -> bool:
-    """Does a client of this store wait for a key in its own code, and ask nobody meanwhile? TCPStore's
-    does."""
+    """Return whether a client of this store blocks in its own code until a key is there, without polling the
+    server. TCPStore's does."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
@@ -68,7 +68,7 @@ class Known(NamedTuple):
 
 
 _aborted: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Torch still lists them; nobody can use them."""
+"""Groups that torch still lists, and nobody can use."""
 
 
 class _World(Protocol):
@@ -87,31 +87,31 @@ def _world() -> _World | None:
 
 
 def known_groups() -> list[Known]:
-    """All process groups of this process, in the order of their making, the default group first."""
+    """Return all process groups of this process, in the order of their creation, the default group first."""
     world = _world()
     if world is None or not dist.is_initialized():
         return []
-    found = []
+    groups = []
     # A copy, as another thread may make a group meanwhile.
     for group, name in dict(world.pg_names).items():
         ranks = world.pg_group_ranks.get(group)
         if ranks is not None and group not in _aborted:
             described = str(getattr(group, "group_desc", "") or "")
-            # torch keeps the number in the group by global rank; listed is in the group's order.
+            # torch maps global ranks to ranks in the group; `Known.ranks` is in the group's order.
             in_order = tuple(sorted(ranks, key=ranks.__getitem__))
-            found.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
-    return found
+            groups.append(Known(group, str(name), in_order, described if described != "undefined" else ""))
+    return groups
 
 
 def groups_made() -> int | None:
-    """How many groups this process has named by counting: equal on all ranks, or the names of new groups
-    differ."""
+    """Return how many groups this process has named by counting. If it differs between ranks, the names of
+    new groups differ, too."""
     count = getattr(_world(), "group_count", None)
     return None if count is None else int(count)
 
 
 def devices(group: dist.ProcessGroup | None) -> list[torch.device]:
-    """Of which devices a group takes tensors."""
+    """Return the devices whose tensors a group takes."""
     kinds = getattr(group, "_device_types", None)
     return [torch.device("cpu")] if kinds is None else [torch.device(kind) for kind in kinds]
 
@@ -125,7 +125,7 @@ def _backends(group: dist.ProcessGroup) -> Iterator[object]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> float | None:
-    """Seconds after which its collectives fail; None where that can't be known."""
+    """Return the seconds after which a group's collectives fail; None where that can't be known."""
     for backend in _backends(group):
         given = getattr(getattr(backend, "options", None), "_timeout", None)
         if given is not None:
@@ -134,9 +134,9 @@ def timeout_of(group: dist.ProcessGroup) -> float | None:
 
 
 def is_open(group: dist.ProcessGroup) -> bool | None:
-    """Has it a communicator already? None where that can't be known."""
+    """Return whether a group has a communicator already; None where that can't be known."""
     for backend in _backends(group):
-        # By its name, as builds of torch without NCCL have no such class. Of other backends it is not known.
+        # By name, as builds of torch without NCCL have no such class. Other backends do not tell.
         if type(backend).__name__ == "ProcessGroupNCCL":
             ask = getattr(backend, "_is_initialized", None)
             return None if ask is None else bool(ask())
@@ -144,13 +144,14 @@ def is_open(group: dist.ProcessGroup) -> bool | None:
 
 
 def is_eager() -> bool:
-    """Is the default group bound to a device, so that every new group splits its communicator?"""
+    """Return whether the default group is bound to a device, so that every new group splits its
+    communicator."""
     return dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """End what a group is doing, here and now, without asking the others."""
-    # First, so that it is not listed any more even where the backend raises.
+    """Abort what a group is doing on this rank, at once, without asking the other ranks."""
+    # First, so that `known_groups` leaves it out even where the backend raises.
     _aborted.add(group)
     with suppress(Exception):  # not every backend can
         group.abort()

@@ -1,7 +1,7 @@
-"""Shared memory that a state is copied into, used again from save to save. No torch.
+"""Shared memory that a state is copied into, reused from save to save. No torch.
 
-It is a memfd: anonymous, so nothing is left in /dev/shm whatever becomes of the processes, and not bound by
-the size of that mount, which containers keep small. The writer process maps the same pages.
+It is a memfd: anonymous, so nothing is left in /dev/shm however the processes end, and not limited by the
+size of that mount, which is small in containers. The writer process maps the same pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Arena:
     def __init__(self, fd: int | None = None) -> None:
         self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
         self.number = next(_numbers)
-        """No other arena of this process has it, ever; descriptors and addresses are used again."""
+        """Unique in this process for ever; descriptors and addresses are reused."""
         self.size = 0
         self.address = 0
         self.unpin: Callable[[], object] | None = None
@@ -43,7 +43,7 @@ class Arena:
             self._attach(os.fstat(fd).st_size)
 
     def reserve(self, size: int) -> None:
-        """Have at least so many bytes; what was in it is lost if it has to grow."""
+        """Grow to at least `size` bytes; the content is lost if it has to grow."""
         if size > self.size:
             # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
             size = -(-size // _HUGE) * _HUGE
@@ -58,11 +58,11 @@ class Arena:
             self.address, self.size = ctypes.addressof(self._keep), size
 
     def _detach(self) -> None:
-        # While the pages are still mapped: the driver goes by their address.
+        # While the pages are still mapped: the driver finds them by their address.
         if self.unpin is not None:
             self.unpin()
             self.unpin = None
-        # First, as an mmap can't be closed while something has a buffer of it.
+        # Before `close`, as an mmap can't be closed while something has a buffer of it.
         self._keep = None
         if self._map is not None:
             self._map.close()
@@ -78,15 +78,15 @@ class Arena:
             os.close(self.fd)
             self.fd = -1
 
-    # As a default, since the module may be empty already when the interpreter is finalised.
+    # A default argument, since the module's globals may be gone when the interpreter is finalised.
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():  # the system takes everything back then
+        if not is_finalizing():  # the system frees everything then
             self.close()
 
 
 class ArenaMemory:
-    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: of a
-    shard that this rank writes in part only that part was copied."""
+    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: if
+    this rank writes only a part of a shard, only that part was copied."""
 
     __slots__ = ("_itemsize", "_shape", "address")
 
@@ -96,7 +96,7 @@ class ArenaMemory:
     def gather(self, box: Box, out: Buffer) -> None:
         element = np.dtype(f"V{self._itemsize}")
         count = int(np.prod(self._shape, dtype=np.int64))
-        # Of a row that was copied in part this array reaches beyond what is there; `box` never does.
+        # If the row was copied in part, this array reaches beyond what is there; `box` never does.
         raw: Buffer = (ctypes.c_ubyte * (count * self._itemsize)).from_address(self.address)
         part = np.frombuffer(raw, element).reshape(self._shape)[box.slices()]
         np.frombuffer(out, element).reshape(part.shape)[...] = part

@@ -1,4 +1,4 @@
-"""`async_save`: training pays for a copy of its state in memory, and goes on."""
+"""`async_save`: training waits for a copy of its state in memory, and goes on."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def async_save(
     host_memory_budget: int | None = None,
     retries: int = 0,
 ) -> Pending:
-    """Copy a state and save it in the background; what is saved is the state at this call.
+    """Copy a state and save the copy in the background: the state as it is at this call.
 
-    The copy lies in shared memory that is used again from save to save; a process of this rank's own, which
-    imports no torch, hashes and writes it. No rank enters a collective. A save that this thread began before,
-    and that is still under way, is waited for first.
+    The copy lies in shared memory that is reused from save to save; a process of this rank's own, which
+    imports no torch, hashes and writes it. No rank enters a collective. If an earlier save of this thread is
+    still under way, this call waits for it first.
 
     host_memory_budget: bytes that the copy may take on this rank. A state that is larger is copied in waves,
         each written before the next, and this call waits for the last copy; one tensor that is larger is
@@ -63,7 +63,7 @@ def async_save(
         ranks must not call.
     process_group: the same, as a group of torch.distributed.
     no_dist: this process saves alone, whether or not torch.distributed is initialised.
-    timeout: seconds until the work in the background fails, from the end of this thread's save before.
+    timeout: seconds until the work in the background fails, from the end of this thread's previous save.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
     include, exclude: shell patterns of names; `model` means everything under it.
     expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:
@@ -73,13 +73,13 @@ def async_save(
     options: sizes of files, how replicas are compared (`holdfast.Options`).
     roster: a coordination store to use in place of torch.distributed's.
 
-    Returns a `Pending`. What is wrong with a state is raised by its `committed`, on all ranks; `BadInput`
+    Returns a `Pending`. Its `committed` raises what is wrong with a state, on all ranks. `BadInput` is raised
     here, before anything was started.
     """
     store = open_store(one_folder(path, checkpoint_id))
 
-    # Called once this thread's save before has ended: the deadline counts from then, so waiting for that one
-    # takes nothing off this one's time.
+    # Called once this thread's previous save has ended: the deadline counts from then, so waiting for that
+    # save takes none of this one's time.
     def make() -> SaveJob:
         call = begin_call(
             roster,
@@ -92,8 +92,7 @@ def async_save(
         request = SaveRequest(
             store=store,
             collect=lambda rank: flatten(state_dict, rank),
-            # Messages of its own, so that this save does not meet a synchronous call that is
-            # made while it goes on.
+            # Messages of its own, so that this save does not meet a synchronous call made while it goes on.
             call=call.lane(LANE),
             step=step,
             include=include,
@@ -116,8 +115,8 @@ def async_save_into(
     host_memory_budget: int | None,
     retries: int,
 ) -> Pending:
-    """`async_save` of what `make` reads, by this thread's own arena and writer process: a thread waits for
-    its own saves only."""
+    """Save the job that `make` begins, by this thread's own arena and writer process: a thread waits for its
+    own saves only."""
     if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
         raise BadInput(f"retries must be a whole number from 0 on, not {retries!r}.")
     check_arguments(host_memory_budget=host_memory_budget)

@@ -1,5 +1,5 @@
-"""Copies from a GPU into an arena: pinned memory, and streams of their own. No handle of GPU memory leaves
-the process."""
+"""Copies from a GPU into an arena: pinned memory, and separate streams. No handle of GPU memory leaves the
+process."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _side: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class DeviceCopies:
-    """Copies of a save's tensors, which come after what the streams of training have been given at the time
-    of the call."""
+    """Copies of a save's tensors, ordered after what was queued on training's streams at the time of the
+    call."""
 
     def __init__(self, caller: CallerStreams) -> None:
         self._training = caller.streams
 
     @contextmanager
     def into(self, arena: Arena) -> Iterator[None]:
-        """What is copied from a GPU inside has arrived at the end; it comes after what training's stream was
-        given before."""
+        """Copy from a GPU inside this context: after what training's streams were given before, and complete
+        when the context ends."""
         if not self._training:
             yield
             return
-        with torch.cuda.device(self._training[0].device):  # a thread's own begins as another
+        with torch.cuda.device(self._training[0].device):  # a new thread starts on device 0
             _pin(arena)
         sides = []
         with ExitStack() as stack:
@@ -39,8 +39,8 @@ class DeviceCopies:
                 if device not in _side:
                     _side[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
                 side = _side[device]
-                # What training was given before this save has to be done first; what it is given later
-                # is not waited for.
+                # What was queued on training's stream before this save must be done first; what is queued
+                # later is not waited for.
                 side.wait_stream(training)
                 stack.enter_context(torch.cuda.stream(side))
                 sides.append(side)
@@ -54,12 +54,12 @@ class DeviceCopies:
 
 
 def _pin(arena: Arena) -> None:
-    """Lock an arena's pages, so that the GPU writes into them; without, copies are slower and as right."""
+    """Pin an arena's pages, so that the GPU writes into them. Unpinned, copies are slower but correct."""
     if arena.unpin is not None or not arena.size:
         return
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     address, size = arena.address, arena.size
-    # torch pins memory that it has allocated; this is a mapping of ours, so the runtime is asked itself.
+    # torch pins only memory that it has allocated; this is our own mapping, so call the CUDA runtime.
     status = int(runtime.cudaHostRegister(address, size, 0))
     if status != 0:
         log.warning("%d MiB of host memory could not be pinned (CUDA error %d).", size >> 20, status)

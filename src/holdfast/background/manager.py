@@ -1,9 +1,9 @@
 """Asynchronous saves of this process: its arena, its writer process, and what is under way.
 
-The caller's thread copies the state and goes on. A thread of its own runs the same protocol as a synchronous
-save, on messages of its own (a lane of the roster), and its storage work is done by the writer process. So no
-rank enters a collective for it, training waits for nothing but the copy, and a failed save is the same error
-on all ranks.
+The caller's thread copies the state and goes on. Another thread runs the same protocol as a synchronous save,
+with its own messages (a lane of the roster), and the writer process does its storage work. So no rank enters
+a collective for it, training waits for nothing but the copy, and a failed save is the same error on all
+ranks.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ EXIT_GRACE = 30.0
 
 
 class Background:
-    """One save under way at most; the next waits for it. Arenas are not shared between slots.
+    """A slot for asynchronous saves: one under way at most, the next waits for it. It has its own arena.
 
-    writer: a writer process that slots share whose saves never write at the same time (`SaveQueue`); by
-        default it has its own.
+    writer: a writer process shared with other slots, whose saves never write at the same time (`SaveQueue`);
+        by default the slot has its own.
     """
 
     def __init__(self, writer: WriterClient | None = None) -> None:
@@ -70,8 +70,8 @@ class Background:
         after: Pending | None = None,
         make_room: Callable[[int], None] | None = None,
     ) -> Pending:
-        """Stage the state of the job that `make` gives, and save it in the background. Waits for the save
-        before this one.
+        """Copy the state of the job that `make` gives, and save it in the background. Waits for the previous
+        save of this slot.
 
         after: begin to write once that save has ended. make_room: called with the bytes that the copy takes,
             before it is made.
@@ -86,8 +86,8 @@ class Background:
             keep_spares(self)
             pending = Pending(path, step)
             job = make()
-            # A process that can't be started is told to the others, too: else they would be one call ahead
-            # from then on.
+            # If the process can't be started, the other ranks must hear of it: otherwise the call counters of
+            # the ranks would diverge.
             if not self.writer.busy:
                 job.collect_error = job.collect_error or read_state(self.writer.start, job.rank)
             into = DeviceCopies(job.streams).into
@@ -105,13 +105,13 @@ class Background:
                 assert budget is not None
                 assert self._arena is not None
                 job.sink = WaveSink(self.writer, self._arena, pending.has_staged, budget, into)
-                retries = 0  # the state that another attempt would copy is not this one any more
+                retries = 0  # training goes on: another attempt would copy a later state
             pending.start(lambda: self._run(pending, job, retries, after))
             try:
-                # In waves it takes as long as the writing of all but the last; the save's deadline bounds it.
+                # In waves this takes as long as writing all but the last one; the save's deadline bounds it.
                 pending.staging_completion.result()
             except BaseException:
-                # Ctrl-C while waves are copied: nobody gets hold of this save, so all ranks give it up.
+                # Ctrl-C while waves are copied: the caller never gets this save, so all ranks give it up.
                 pending.cancel()
                 raise
         interrupt = job.collect_error.__cause__ if job.collect_error is not None else None
@@ -122,7 +122,7 @@ class Background:
         return pending
 
     def release(self) -> None:
-        """Give back the arena and the writer process, once nothing is under way. The next save has new
+        """Free the arena and end the writer process, unless a save is under way. The next save makes new
         ones."""
         with self._lock:
             if self._pending is not None and not self._pending.done():
@@ -134,12 +134,12 @@ class Background:
             if arena is not None:
                 arena.close()
             unheard = self._pending is not None and self._pending.failed_unseen()
-            if self._retired and not unheard:  # what nobody has heard of is told at the end of the process
+            if self._retired and not unheard:  # an unheard failure is reported at the end of the process
                 not_at_exit(self.drain)
                 _known.discard(self)
 
     def retire(self) -> None:
-        """Nobody can begin a save here any more: release what it has once the last one has ended."""
+        """Release what this slot has once its last save has ended: nobody can begin another one."""
         self._retired = True
         if self._pending is None:
             self.release()
@@ -148,7 +148,7 @@ class Background:
 
     def _wait_for_the_last(self) -> None:
         if self._pending is not None:
-            self._pending.wait()  # whoever holds it is told how it ended
+            self._pending.wait()  # the holder of the Pending learns how it ended
             if self._pending.failed_unseen():
                 log.warning(
                     "%r failed, and nobody has asked: %s",
@@ -158,7 +158,7 @@ class Background:
             self._pending = None
 
     def _stage(self, job: SaveJob, budget: int | None, into: Into) -> Staged | None:
-        """What was copied; None if it has to be copied in waves."""
+        """Copy the state; return None if it has to be copied in waves."""
         results: list[Staged | None] = []
 
         def copy() -> None:
@@ -173,8 +173,7 @@ class Background:
 
         if job.collect_error is None:
             job.collect_error = read_state(copy, job.rank)
-        # Nothing was copied because reading failed. The job still enters the call, for the
-        # others to hear of it.
+        # Empty if reading failed. The job still enters the call, so that the other ranks hear of it.
         return results[0] if results else Staged([])
 
     @property
@@ -184,19 +183,19 @@ class Background:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory that its arena takes."""
+        """Bytes of its arena."""
         return self._arena.size if self._arena is not None else 0
 
     def wait(self) -> None:
-        """Wait for its last save, however it ends: by its own deadline."""
+        """Wait for its last save, which ends by its own deadline at the latest."""
         if self._pending is not None:
             self._pending.wait()
 
     def _run(self, pending: Pending, job: SaveJob, retries: int, after: Pending | None) -> SaveReport:
-        # All tries share the deadline of the call, so it ends in time however often it fails.
+        # All attempts share the deadline of the call, so it ends in time however often it fails.
         deadline, pause = job.request.call.deadline, 0.1
         if after is not None and not after.wait(max(0.0, deadline.left())):
-            # All ranks hear it: this save has no time left, and the writer is not free.
+            # An error on all ranks: this save has no time left, and the writer is not free.
             job.collect_error = job.collect_error or DeadlineExceeded(
                 f"{job.request.title}: the save before it, to {after.path}, took all the time of this one.",
                 rank=job.rank,
@@ -205,13 +204,13 @@ class Background:
             try:
                 return self._run_once(job)
             except (CommitUnconfirmed, RosterLost, BadInput):
-                raise  # committed perhaps; nobody to agree with; wrong again the next time
+                raise  # perhaps committed; no way to agree with other ranks; wrong the next time, too
             except HoldfastError as error:
                 if not left or pending.cancelled or CANCELLED in error.details or deadline.passed():
                     raise
                 log.warning("%s; it is tried again (%d left).", error.message, left)
                 deadline.clock.sleep(min(pause, deadline.left()))
-                pause = min(2 * pause, 10.0)  # what storage has against it mostly lasts
+                pause = min(2 * pause, 10.0)  # trouble with storage mostly lasts
                 job.begin()
                 pending.attempt(job)
         raise AssertionError("unreachable")
@@ -222,21 +221,21 @@ class Background:
             return job.run(pause_collector=False)
         except BaseException:
             copying = isinstance(job.sink, WaveSink) and job.sink.copying
-            # A save that was given up may have left a thread in a system call: it keeps what it uses, and the
-            # next save gets another process and another arena.
+            # A save that was given up may have left a thread in a system call. That thread keeps what it
+            # uses, and the next save gets another process and another arena.
             if self.writer.busy or copying:
-                self.writer.kill()  # the thread that uses it was left behind
+                self.writer.kill()
             if copying:
-                self._arena = None  # what that still copies must not get into the next save
+                self._arena = None  # what the thread still copies must not get into the next save
             raise
 
     def is_of_another_process(self) -> bool:
-        """Was it made before this process was forked?"""
+        """Return whether it was made before this process was forked."""
         return self._pid != os.getpid()
 
     def drain(self) -> Failure | None:
-        """At the end of the process: wait for what is under way; that it failed is the process's failure,
-        unless somebody has asked."""
+        """Wait, at the end of the process, for the save under way. Its failure is the process's failure,
+        unless somebody has asked for it."""
         try:
             return None if self._pending is None else _outcome(self._pending)
         finally:
@@ -245,7 +244,7 @@ class Background:
 
 
 def _end_with(pending: Pending) -> None:
-    """An `atexit` handler has begun this save: nothing else waits for it, and nobody hears what it raises."""
+    """Wait for a save that an `atexit` handler has begun: nothing else does, and nobody sees its error."""
     try:
         pending.committed()
     except BaseException as error:
@@ -254,38 +253,36 @@ def _end_with(pending: Pending) -> None:
 
 
 def _outcome(pending: Pending) -> Failure | None:
-    """Wait for a save at the end of the process; why the process must not end as if it were committed."""
-    # After an exception nobody is to wait for long; otherwise the save's own deadline bounds it.
+    """Wait for a save at the end of the process; return why the process must not end with exit code 0."""
+    # After an exception nobody should wait for long; otherwise the save's own deadline bounds the wait.
     timeout = EXIT_GRACE if uncaught() is not None else None
     try:
         ended = pending.wait(timeout)
     except KeyboardInterrupt:
-        said = (
+        message = (
             f"{pending.who} ends, and its last save to {pending.path} was not committed yet: Ctrl-C at the "
-            f"end of "
-            "the process."
+            "end of the process."
         )
-        return Failure(said, ENDED_BY_INTERRUPT)
-    met = pending.upload_completion.failure()
+        return Failure(message, ENDED_BY_INTERRUPT)
+    error = pending.upload_completion.failure()
     if not ended:
-        met = HoldfastError(f"It took longer than {timeout:g} s.")
+        error = HoldfastError(f"It took longer than {timeout:g} s.")
     elif not pending.failed_unseen():
-        if met is not None and pending.only_warns:
-            log.warning("A save in the background failed: %s", met)
+        if error is not None and pending.only_warns:
+            log.warning("A save in the background failed: %s", error)
         return None
-    assert met is not None
-    said = (
+    assert error is not None
+    message = (
         f"{pending.who} ends, and its last save to {pending.path} failed; nobody had asked how it ended "
-        f"(close() or "
-        "committed()):"
+        "(close() or committed()):"
     )
     if log.hasHandlers():
-        log.error("%s %s", said, met)
-    return Failure("\n".join([said, *traceback.format_exception_only(met)]).rstrip())
+        log.error("%s %s", message, error)
+    return Failure("\n".join([message, *traceback.format_exception_only(error)]).rstrip())
 
 
 _known: set[Background] = set()
-"""All of this process that may have a save under way, or one that failed and nobody has asked for."""
+"""All slots of this process that may have a save under way, or a failed one that nobody has asked for."""
 _of_thread = threading.local()
 
 
@@ -294,7 +291,7 @@ class _Owner:
 
 
 def background_of(owner: object, writer: WriterClient | None = None) -> Background:
-    """An arena and a writer process of the owner's, released after its last save once the owner is gone."""
+    """Make a slot for `owner`, which is released after its last save once the owner is gone."""
     made = Background(writer)
     _known.add(made)
     at_exit(Stage.SAVES, made.drain)
@@ -304,27 +301,27 @@ def background_of(owner: object, writer: WriterClient | None = None) -> Backgrou
 
 
 def background_of_this_thread() -> Background:
-    """That of `holdfast.async_save`. Threads have one each, so that none waits for another's save."""
+    """Return this thread's slot for `holdfast.async_save`: no thread waits for another's save."""
     owner: _Owner | None = getattr(_of_thread, "owner", None)
     # A fork has its parent's thread-locals, but neither its threads nor, by `_forked`, its writer.
     if owner is None or _of_thread.background.is_of_another_process():
         _of_thread.owner = owner = _Owner()
         _of_thread.background = background_of(owner)
-    found: Background = _of_thread.background
-    return found
+    background: Background = _of_thread.background
+    return background
 
 
 def wait_for_saves(timeout: float) -> list[Pending]:
-    """Wait for what is under way in this process; returns those that are not done by then."""
+    """Wait for the saves under way in this process; return those that are not done by then."""
     ends = time.monotonic() + timeout
     last = last_saves()
     for pending in last:
-        pending.wait(max(0.0, ends - time.monotonic()))  # whoever holds it is told how it ended
+        pending.wait(max(0.0, ends - time.monotonic()))  # the holder of the Pending learns how it ended
     return [pending for pending in last if not pending.done()]
 
 
 def last_saves() -> list[Pending]:
-    """The last asynchronous save of each thread or run folder of this process, under way or not."""
+    """Return the last asynchronous save of each slot of this process, under way or not."""
     # A copy: other threads begin and end saves meanwhile.
-    known = [found._pending for found in list(_known) if not found.is_of_another_process()]
+    known = [background._pending for background in list(_known) if not background.is_of_another_process()]
     return [pending for pending in known if pending is not None]

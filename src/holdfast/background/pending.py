@@ -1,4 +1,4 @@
-"""A save that goes on while training does: what its caller holds of it."""
+"""The handle of a save that goes on while training does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.threads import start_thread
 
 T = TypeVar("T")
 CANCELLED = "cancelled"
-"""Among the details of an error: some rank gave the save up; it did not fail by itself."""
+"""Key in the details of an error: some rank cancelled the save; it did not fail by itself."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class Completion(concurrent.futures.Future[SaveReport]):
             self.seen = self.seen or self.done()
 
     def failure(self) -> BaseException | None:
-        """Its error, if it has ended with one; that counts as nobody's having seen it."""
+        """Return its error, if it has ended with one, without counting that as seen."""
         return super().exception() if self.done() else None
 
 
@@ -62,10 +62,10 @@ class Pending:
         self.staging_completion: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.upload_completion = Completion()
         for future in (self.staging_completion, self.upload_completion):
-            # `cancel` of a future can't end a save; that of this object can.
+            # `cancel` of a future can't end a save; `Pending.cancel` can.
             future.set_running_or_notify_cancel()
         self.only_warns = False
-        """Is a failure to be logged, and no more?"""
+        """Is a failure only logged?"""
         self._save: SaveJob | None = None
         self._who = "a rank"
         self._last = Progress("staging", 0, 0)
@@ -82,7 +82,7 @@ class Pending:
             try:
                 report = run()
             except BaseException as error:
-                # Before the future is set: whoever wakes up then finds nothing of the save held here.
+                # Before the future is set: the save's memory is free when its waiters wake up.
                 self._let_go()
                 self.has_staged()
                 self.upload_completion.set_exception(error)
@@ -98,23 +98,23 @@ class Pending:
             work()
 
     def _let_go(self) -> None:
-        """It is over: what it has needed is not held on to by whoever keeps this object."""
+        """Drop the job: who keeps this object must not keep what the save needed."""
         self._last = self.progress()
         self._save = None
 
     def attempt(self, save: SaveJob) -> None:
-        """It is this save that goes on now."""
+        """Note the job that runs now: the first one, or that of a retry."""
         self._save, self._who = save, save.operation.context.who
         if self.cancelled is not None:  # it was cancelled before this attempt began
             save.operation.cancel.set(self.cancelled)
 
     def has_staged(self) -> None:
-        """The state may change now."""
+        """Note that the state was copied, and may change."""
         if not self.staging_completion.done():
             self.staging_completion.set_result(None)
 
     def done(self) -> bool:
-        """Has it ended, well or not? Asks nobody: a flag of this process."""
+        """Return whether it has ended, well or not. Sends no message: a flag of this process."""
         return self.upload_completion.done()
 
     def staged(self, timeout: float | None = None) -> None:
@@ -122,18 +122,18 @@ class Pending:
         self._wait(self.staging_completion, timeout, "staged")
 
     def committed(self, timeout: float | None = None) -> SaveReport:
-        """Wait until it is committed on all ranks; raises the error that all of them raise if it is not.
+        """Wait until it is committed on all ranks; if it fails, raise the error that all ranks raise.
 
         timeout: seconds; by default those of the save itself, which end it in any case.
         """
         return self._wait(self.upload_completion, timeout, "committed")
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """`committed`, by the name that a future has."""
+        """Do what `committed` does, under a future's name for it."""
         return self.committed(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits as `committed` does; the error, or None if it is committed."""
+        """Wait as `committed` does; return the error, or None if it is committed."""
         try:
             self.committed(timeout)
         except HoldfastError as error:
@@ -143,18 +143,17 @@ class Pending:
         return None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, well or not; has it? A failure that nobody has seen goes on to be
-        nobody's."""
+        """Wait until it has ended, well or not; return whether it has. Does not count a failure as seen."""
         concurrent.futures.wait([self.upload_completion], timeout)
         return self.done()
 
     def failed_unseen(self) -> bool:
-        """Has it ended with an error that nobody has asked for, and that is not expected?"""
-        met = self.upload_completion.failure()
+        """Return whether it has ended with an error that nobody has asked for, and that is not expected."""
+        error = self.upload_completion.failure()
         # Another rank may have cancelled it.
-        cancelled = isinstance(met, HoldfastError) and CANCELLED in met.details
+        cancelled = isinstance(error, HoldfastError) and CANCELLED in error.details
         return not (
-            met is None
+            error is None
             or self.upload_completion.seen
             or self.cancelled is not None
             or cancelled
@@ -162,20 +161,20 @@ class Pending:
         )
 
     def add_done_callback(self, callback: Callable[[concurrent.futures.Future[SaveReport]], object]) -> None:
-        """Call `callback` with `upload_completion` once it has ended; at once if it has."""
+        """Call `callback` with `upload_completion` once it has ended; at once if it has already."""
         self.upload_completion.add_done_callback(callback)
 
     def cancel(self) -> bool:
-        """Give it up, on all ranks; False if it has ended already. It may still be committed: `committed`
+        """Give it up, on all ranks; False if it has ended already. It may still be committed, as `committed`
         tells."""
         if self.done():
             return False
-        # Set before the job is looked at, as `attempt` does these two the other way round: one of them sees
-        # the other, whenever a retry begins.
+        # Set first, then read the job; `attempt` does these two the other way round. So one of them sees the
+        # other, whenever a retry begins.
         self.cancelled = HoldfastError(
             f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
         )
-        save = self._save  # its own thread may let go of it now
+        save = self._save  # its own thread may drop it now
         if save is not None:
             save.operation.cancel.set(self.cancelled)
         return True
@@ -186,7 +185,7 @@ class Pending:
         return self._who
 
     def progress(self) -> Progress:
-        """Where it is."""
+        """Return the phase and the bytes written on this rank."""
         save = self._save
         if save is None:
             return self._last
@@ -203,15 +202,14 @@ class Pending:
             where = self.progress()
             raise DeadlineExceeded(
                 f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase "
-                f"{where.phase!r}, with "
-                f"{where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
+                f"{where.phase!r}, with {where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
                 step=self.step,
                 phase=where.phase,
             ) from None
 
 
 def finished(report: SaveReport, step: int | None) -> Pending:
-    """A save that was not asynchronous, as if it had been."""
+    """Return a synchronous save's report as a `Pending` that is done."""
     pending = Pending(report.path, step)
     pending.upload_completion.seen = True
     pending.staging_completion.set_result(None)

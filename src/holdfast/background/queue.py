@@ -1,8 +1,8 @@
 """Asynchronous saves in a row: each call blocks for its own copy only, and they are written in order.
 
-A framework that saves a model, its optimizer and the rest as three requests (verl) would wait for the first
-two in the third call if there were one arena. Here each has an arena of its own until it is committed, within
-a budget; one writer process serves them all, because they are written one after another.
+verl saves a model, its optimizer and the rest as three requests. With one arena the third call would wait for
+the first two saves. Here each save has its own arena until it is committed, within a budget; one writer
+process serves them all, because they are written one after another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.exits import Stage, at_exit
 from holdfast.saving.job import SaveJob
 
 MOST = 8
-"""Saves that wait to be written, where no budget says how many."""
+"""The most saves that may be under way; a budget may allow fewer."""
 
 
 class SaveQueue:
@@ -28,17 +28,17 @@ class SaveQueue:
     def __init__(self) -> None:
         self.writer = WriterClient()
         self._slots: list[Background] = []
-        """The one whose save is the oldest first."""
+        """Ordered by their saves, the oldest first."""
         self._last: Pending | None = None
         finalize(self, self.writer.kill).atexit = False
 
     def save(
         self, make: Callable[[], SaveJob], path: str, step: int | None, budget: int | None, retries: int = 0
     ) -> Pending:
-        """`Background.save`, in a slot of which no save is under way.
+        """Call `Background.save` of a slot that has no save under way.
 
-        budget: bytes that the copies of all saves in the queue may take. Where this one does not fit beside
-            them, it waits for the oldest; where it does not fit alone, it is copied in waves.
+        budget: bytes that the copies of all saves in the queue may take. If this one does not fit beside
+            them, it waits for the oldest; if it does not fit alone, it is copied in waves.
         """
         slot = self._free_slot()
         self._slots.remove(slot)
@@ -49,12 +49,12 @@ class SaveQueue:
                 # A copy that is larger than the budget is made in waves, which never take more than that.
                 self._make_room(min(nbytes, budget), budget, slot)
 
-        # After the one before, as all slots share one writer process, which does one job at a time.
+        # After the previous save, as all slots share one writer process, which does one job at a time.
         self._last = slot.save(make, path, step, budget, retries, self._last, make_room)
         return self._last
 
     def is_of_another_process(self) -> bool:
-        """Was it made before this process was forked?"""
+        """Return whether it was made before this process was forked."""
         return any(slot.is_of_another_process() for slot in self._slots)
 
     def _free_slot(self) -> Background:
@@ -70,8 +70,8 @@ class SaveQueue:
         return self._slots[0]
 
     def _make_room(self, nbytes: int, budget: int, mine: Background) -> None:
-        """Have at most `budget` bytes in arenas once this save has `nbytes`: wait for others, the oldest
-        first, each of which ends by its own deadline."""
+        """Free arenas until all take at most `budget` bytes with this save's `nbytes`: wait for other saves,
+        the oldest first. Each ends by its own deadline."""
         others = [slot for slot in self._slots if slot is not mine]
         nbytes = max(nbytes, mine.held_bytes)  # an arena does not shrink
         for slot in sorted(others, key=lambda slot: not slot.is_idle):  # the oldest first among those at work
@@ -82,7 +82,7 @@ class SaveQueue:
             slot.release()
 
     def end(self) -> None:
-        """Wait for all saves, each of which ends by its own deadline, and end the writer process."""
+        """Wait for all saves, which end by their own deadlines, and end the writer process."""
         for slot in self._slots:
             slot.wait()
         self.writer.kill()
@@ -98,7 +98,7 @@ _of_thread = threading.local()
 
 
 def queue_of_this_thread() -> SaveQueue:
-    """Threads have one each, so that none waits for another's save."""
+    """Return this thread's queue: no thread waits for another's save."""
     queue: SaveQueue | None = getattr(_of_thread, "queue", None)
     if queue is None or queue.is_of_another_process():
         _of_thread.queue = queue = SaveQueue()

@@ -27,8 +27,8 @@ _COPIED = BytesMemory(b"")
 
 
 class StagedSink:
-    """Writes what was copied before the save began. arena: None where the state could not be read, and
-    nothing will be written."""
+    """Writes what was copied before the save began. arena: None if the state could not be read, and nothing
+    will be written."""
 
     def __init__(self, writer: WriterClient, arena: Arena | None, staged: Staged) -> None:
         self._writer, self._arena, self._staged = writer, arena, staged
@@ -39,11 +39,11 @@ class StagedSink:
 
 
 class WaveSink:
-    """Copies as much as the budget allows, writes it as a file, and so on. The caller waits for the last
+    """Copies as much as the budget allows, writes it as one file, and repeats. The caller waits for the last
     copy.
 
-    has_staged: called once the last wave is copied. budget: bytes that the copy may take. into: how tensors
-        get into the arena.
+    has_staged: called once the last wave is copied. budget: bytes that the copy may take. into: the context
+        that copies are made in.
     """
 
     def __init__(
@@ -55,29 +55,29 @@ class WaveSink:
         """Is a thread copying into the arena now?"""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
-        # A wave is a file: the writer can finish and sync it, and the arena is free for the next one. Columns
-        # are off as panels do not lie in one piece.
+        # A wave is a file: the writer can finish and sync it, and the arena is free for the next one. No
+        # column panels, as they are not contiguous.
         table, limit = job.table, min(job.options.max_file_bytes, self._budget)
         options = replace(job.options, columns=(), max_file_bytes=limit)
         plan = plan_save(table, replicas, options)
         job.streams.wait()
-        # Witnesses now, as the state may change once the last wave is copied.
+        # Digest what others write now, as the state may change once the last wave is copied.
         cuts, digests = split_files(plan, options), witnessed(table, plan)
-        # In the arena each piece begins at a multiple of 64 bytes, so waves of small tensors take more there.
+        # In the arena each piece begins at a multiple of 64 bytes, so a wave of small tensors takes more.
         while large := [
             cut for cut in cuts if cut[1] - cut[0] > 1 and aligned_bytes(plan, cut) > self._budget
         ]:
-            # Below what such a wave holds, so that it is cut, and by an eighth, so that this ends soon.
-            held = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
-            options = replace(options, max_file_bytes=held * 7 // 8)
+            # Less than such a wave holds, so that it is cut; by an eighth, so that few rounds are enough.
+            nbytes = min(int(plan.chunks.nbytes[slice(*cut)].sum()) for cut in large)
+            options = replace(options, max_file_bytes=nbytes * 7 // 8)
             cuts = split_files(plan, options)
         files: list[WrittenFile] = []
         for part, cut in enumerate(cuts):
             self.copying = True
             staged = stage_wave(table, plan, cut, self._arena, self._into)
             staged.witnessed = digests
-            # If this save was given up meanwhile, the caller has gone on, and what was just copied may be of
-            # a later state. `copying` stays set, by which the arena is not used again.
+            # If this save was given up meanwhile, the caller has gone on, and this copy may be of a later
+            # state. `copying` then stays set, so that the arena is not used again.
             job.operation.cancel.check()
             self.copying = False
             if part == len(cuts) - 1:
@@ -97,7 +97,7 @@ def _order(
     options: Options | None = None,
     only: int | None = None,
 ) -> Job:
-    """What the writer process is to write. only: the number of the one file, or None for all."""
+    """Build the job of the writer process. only: the number of one file to write; None for all."""
     table = job.table
     return Job(
         number=0,
@@ -119,7 +119,7 @@ def _order(
 
 
 def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list[WrittenFile]:
-    """Files from the arena, by the writer process; by this thread where only this process sees the store."""
+    """Write files from the arena: the writer process does it, or this thread if only it sees the store."""
 
     def planned(total: int) -> None:
         job.operation.bytes_total = total
@@ -137,7 +137,7 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: Job) -> list
 
 
 def forget_copied(job: SaveJob) -> None:
-    """Let go of what was copied, but for objects, which are compared with those of other ranks."""
+    """Drop what was copied, except objects, which are compared with those of other ranks."""
     table = job.table
     table.memory = [
         memory if spec.kind == OBJECT else _COPIED
@@ -146,8 +146,8 @@ def forget_copied(job: SaveJob) -> None:
 
 
 def _sweep(store: LocalStore, attempt: str, rank: int) -> None:
-    """Delete what a writer that was ended left behind."""
+    """Delete what a killed writer left behind."""
     with suppress(HoldfastError):
         mine = f"{attempt}-r{rank:05d}"  # followed by the number of a part, or by the suffix
-        found = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]
-        discard(store, [f"{DATA}/{name}" for name in found])
+        names = [name for name in store.list(DATA) if name.startswith((f"{mine}-", f"{mine}."))]
+        discard(store, [f"{DATA}/{name}" for name in names])

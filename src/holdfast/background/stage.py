@@ -1,8 +1,8 @@
-"""A rank's part of a state, copied: what it writes goes into an arena, what others write is digested.
+"""Copy a rank's part of a state: what it writes goes into an arena, what others write is digested.
 
-Of a shard whose replicas are declared only the pieces that this rank writes are copied: which they are is a
-rule that needs nobody (`plan/replicas.py`). Of one whose replicas are not declared all is copied, because who
-writes it is agreed later, while training goes on.
+If a shard's replicas are declared, only the pieces that this rank writes are copied: a rule tells which they
+are, without messages (`plan/replicas.py`). If they are not declared, the whole shard is copied, because the
+ranks agree on its writer later, while training goes on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.plan.shard_table import SavePlan, ShardTable, contiguous_at
 
 MiB = 1 << 20
 Into = Callable[[Arena], AbstractContextManager[None]]
-"""What copies into an arena are made in; they have arrived when it is left."""
+"""The context that copies into an arena are made in; they are complete when it ends."""
 
 
 class Copy(NamedTuple):
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 
 @dataclass
 class Staged:
-    """What an arena holds of a shard table."""
+    """What was copied of a shard table into an arena."""
 
     base: list[int]
     """Per row, where in the arena its first element is, or would be if all of it were there."""
@@ -49,35 +49,33 @@ class Staged:
 
 
 def stage(table: ShardTable, options: Options, arena: Arena, budget: int | None, into: Into) -> Staged | None:
-    """Copy what this rank writes; None if it is more than `budget` bytes, and has to be copied in waves."""
+    """Copy what this rank writes. Return None if it is more than `budget` bytes: that is copied in waves."""
     replicas = [declared or (0, 1) for declared in table.replicas]
-    plan = plan_save(
-        table, replicas, replace(options, columns=())
-    )  # panels of columns don't lie in one piece
+    plan = plan_save(table, replicas, replace(options, columns=()))  # column panels are not contiguous
     copies, size = _copies(table, plan, 0, len(plan.chunks.row))
     if budget is not None and size > budget:
         _check_one_wave(table, copies, size, budget)
         return None
     staged = _copied(table, copies, size, arena, into)
-    # By the plan with panels, if there are any: digests are compared with those of chunks as they are stored.
+    # By the plan with panels, if there are any: digests are compared with those of the stored chunks.
     staged.witnessed = witnessed(table, plan_save(table, replicas, options) if options.columns else plan)
     return staged
 
 
 def copied_bytes(table: ShardTable, options: Options) -> int:
-    """How many bytes `stage` takes of an arena."""
+    """Return how many bytes of an arena `stage` takes."""
     replicas = [declared or (0, 1) for declared in table.replicas]
     plan = plan_save(table, replicas, replace(options, columns=()))
     return _copies(table, plan, 0, len(plan.chunks.row))[1]
 
 
 def aligned_bytes(plan: SavePlan, cut: tuple[int, int]) -> int:
-    """How many bytes some of a plan's chunks take of an arena."""
+    """Return how many bytes of an arena the chunks of `cut` take."""
     return int((-(-plan.chunks.nbytes[slice(*cut)] // ALIGN) * ALIGN).sum())
 
 
 def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: Arena, into: Into) -> Staged:
-    """Copy some of a plan's chunks."""
+    """Copy the chunks of `cut`, a range of the plan's."""
     copies, size = _copies(table, plan, *cut)
     return _copied(table, copies, size, arena, into)
 
@@ -90,8 +88,8 @@ def _copied(table: ShardTable, copies: list[Copy], size: int, arena: Arena, into
 
 
 def witnessed(table: ShardTable, plan: SavePlan) -> Witnessed:
-    """Digests of what this rank holds and others write."""
-    return {witness_key(plan, at): witness(table, plan, at) for at in range(len(plan.witnesses.row))}
+    """Digest what this rank holds and others write."""
+    return {witness_key(plan, index): witness(table, plan, index) for index in range(len(plan.witnesses.row))}
 
 
 def _check_one_wave(table: ShardTable, copies: list[Copy], size: int, budget: int) -> None:
@@ -99,16 +97,15 @@ def _check_one_wave(table: ShardTable, copies: list[Copy], size: int, budget: in
     if largest.nbytes + ALIGN > budget:
         raise BadInput(
             f"The asynchronous save copies {size / MiB:,.3g} MiB on rank {table.rank}, but "
-            f"host_memory_budget allows "
-            f"{budget / MiB:,.3g} MiB at a time, and {table.specs[largest.row].name!r} alone has "
-            f"{largest.nbytes / MiB:,.3g} MiB.",
+            f"host_memory_budget allows {budget / MiB:,.3g} MiB at a time, and "
+            f"{table.specs[largest.row].name!r} alone has {largest.nbytes / MiB:,.3g} MiB.",
             rank=table.rank,
             hint="Raise the budget, share the writing among more ranks, or save synchronously.",
         )
 
 
 def _copy(table: ShardTable, copies: list[Copy], arena: Arena) -> list[int]:
-    """Copy; returns where in the arena each row begins, or would."""
+    """Copy; return where in the arena each row begins, or would begin."""
     base = [0] * len(table)
     for copy in copies:
         shape, itemsize = table.boxes[copy.row].shape, DTYPES[table.specs[copy.row].dtype].size
@@ -120,21 +117,21 @@ def _copy(table: ShardTable, copies: list[Copy], arena: Arena) -> list[int]:
             ctypes.memmove(arena.address + copy.start, address + first * itemsize, copy.nbytes)
         else:
             memory.gather(copy.box, arena.view(copy.start, copy.nbytes))
-        # May lie before the arena: only addresses from the piece on are used. A rank writes at most one piece
-        # of a row (`plan.replicas.shares`), so one number says where it is.
+        # This may lie before the arena: only addresses from the piece on are used. A rank writes at most one
+        # piece of a row (`plan.replicas.shares`), so one number is enough.
         base[copy.row] = copy.start - first * itemsize
     return base
 
 
 def _copies(table: ShardTable, plan: SavePlan, start: int, stop: int) -> tuple[list[Copy], int]:
-    """What to copy of chunks [start, stop), in file order, and how many bytes it takes."""
-    found: list[Copy] = []
-    at = 0
+    """List the copies for chunks [start, stop), in file order, and how many bytes they take."""
+    copies: list[Copy] = []
+    offset = 0
     chunks = plan.chunks
     rows, sizes = chunks.row[start:stop].tolist(), chunks.nbytes[start:stop].tolist()
     for number, (row, nbytes) in enumerate(zip(rows, sizes, strict=True), start):
         ndim = len(table.specs[row].shape)
         box = Box(unpad(chunks.offset[number], ndim), unpad(chunks.size[number], ndim))
-        found.append(Copy(row, box.relative_to(table.boxes[row].offset), nbytes, at))
-        at += -(-nbytes // ALIGN) * ALIGN
-    return found, at
+        copies.append(Copy(row, box.relative_to(table.boxes[row].offset), nbytes, offset))
+        offset += -(-nbytes // ALIGN) * ALIGN
+    return copies, offset

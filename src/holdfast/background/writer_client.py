@@ -1,4 +1,4 @@
-"""The trainer's side of its writer process: start it, give it a job, hear how it goes, notice its death."""
+"""The trainer's side of its writer process: start it, send it jobs, receive progress, notice its death."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ START = Path(__file__).absolute().with_name("writer_start.py")
 PACKAGES = ("holdfast", "msgspec", "numpy", "xxhash")
 """What it imports beside the standard library."""
 LOOK = 0.25
-"""Seconds after which a wait looks whether it is still wanted."""
+"""Seconds between two checks whether a job is still wanted."""
 
 
 _known: WeakSet[WriterClient] = WeakSet()
 
 
 def _forked() -> None:
-    """In a fork of the trainer (a data loader's worker): let go of the sockets, by whose end writers know
-    that it is gone."""
+    """Close the sockets in a fork of the trainer (a data loader's worker): a writer ends when its socket is
+    closed everywhere."""
     for writer in _known:
         writer.let_go()
 
@@ -41,29 +41,29 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _isolated_python() -> list[str]:
-    """This interpreter, without the working directory, the environment's and the user's folders, and without
-    site-packages."""
-    # Isolated, because what lies in a working directory must not be executed (docs/decisions/0008). -I also
-    # ignores the variables PYTHON..., so what matters of them is given as an option.
+    """Return the command of this interpreter, without the working directory, the folders of the environment
+    and the user, and site-packages."""
+    # Isolated, because files in a working directory must not be executed (docs/decisions/0008). -I also
+    # ignores the variables PYTHON*, so those that matter become options.
     flags = ["-I", "-S"]
     if sys.dont_write_bytecode:
         flags.append("-B")
     if sys.pycache_prefix is not None:
         flags += ["-X", f"pycache_prefix={sys.pycache_prefix}"]
-    if sys.flags.utf8_mode:  # names of files are to be the same on both sides
+    if sys.flags.utf8_mode:  # both sides must encode names of files alike
         flags += ["-X", "utf8"]
     return [sys.executable, *flags]
 
 
 def _places() -> dict[str, str]:
-    """The folder that this process has imported each package from."""
-    found = {}
+    """Return the folder that this process has imported each package from."""
+    folders = {}
     for name in PACKAGES:
         module = import_module(name)
         assert module.__file__ is not None, f"{name} lies in a file"
         folder = Path(module.__file__).absolute().parent
-        found[name] = str(folder.parent if hasattr(module, "__path__") else folder)
-    return found
+        folders[name] = str(folder.parent if hasattr(module, "__path__") else folder)
+    return folders
 
 
 class WriterDied(HoldfastError):
@@ -79,7 +79,7 @@ class WriterClient:
         self._attached: set[int] = set()
         self._number = 0
         self.busy = False
-        """Is a job with it? Then a thread of this process may be stuck in what they say to each other."""
+        """Has it a job? Then a thread of this process may be stuck in sending or receiving."""
         _known.add(self)
 
     @property
@@ -87,13 +87,13 @@ class WriterClient:
         return self._process.pid if self._process is not None else None
 
     def start(self) -> None:
-        """Have a process; returns before it is ready."""
+        """Start the process if there is none; returns before it is ready."""
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
         mine, theirs = socket.socketpair()
         try:
-            # No fork of this process's memory: a new interpreter, in a session of its own, so that Ctrl-C
+            # A new interpreter, not a fork of this process's memory; in a session of its own, so that Ctrl-C
             # does not reach it.
             self._process = subprocess.Popen(
                 [*_isolated_python(), str(START), str(theirs.fileno()), json.dumps(_places())],
@@ -102,7 +102,7 @@ class WriterClient:
                 start_new_session=True,
             )
         finally:
-            # Else this process would hold the writer's end open, and never see that the writer is gone.
+            # Otherwise this process would keep the writer's end open, and never see that the writer is gone.
             theirs.close()
         self._wire = Wire(mine, FromWriter)
         self._attached = set()
@@ -121,21 +121,21 @@ class WriterClient:
         wire, process = self._wire, self._process
         assert wire is not None
         assert process is not None
-        # Numbers tell answers to this job from late ones to a job that was given up.
+        # Numbers distinguish messages of this job from late ones of a job that was given up.
         self._number += 1
-        # By its size the process sees that the arena has grown, and maps it anew.
+        # By the size the process sees that the arena has grown, and maps it again.
         job.number, job.arena, job.size = self._number, arena.number, arena.size
         ready = select.poll()  # select() knows no descriptor above 1023
         ready.register(wire.socket, select.POLLIN)
         self.busy = True
         try:
-            # A descriptor crosses the socket once; bytes never do, both sides map the same pages.
+            # A descriptor crosses the socket once; tensors never do, as both sides map the same pages.
             if arena.number not in self._attached:
                 wire.send(Attach(arena.number), arena.fd)
                 self._attached.add(arena.number)
             wire.send(job)
             while True:
-                # At each look, also while no message comes: a writer that is stuck in storage sends none.
+                # Each time, also while no message comes: a writer that is stuck in storage sends none.
                 still_wanted()
                 if not ready.poll(LOOK * 1000):
                     continue
@@ -158,8 +158,7 @@ class WriterClient:
 
     def _died(self, process: subprocess.Popen[bytes], rank: int) -> WriterDied:
         with suppress(subprocess.TimeoutExpired):
-            # The socket ends before the process can be waited for, and its exit code is what
-            # the error is about.
+            # The socket closes before the process has ended, and the error must tell its exit code.
             process.wait(1.0)
         code = process.returncode
         how = (
@@ -181,15 +180,14 @@ class WriterClient:
         self._wire, self._process = None, None
 
     def kill(self) -> None:
-        """End it at once. What it was writing is no checkpoint."""
+        """End the process at once. What it was writing is no checkpoint."""
         process, wire = self._process, self._wire
         self._process = self._wire = None
-        if process is not None:  # first: a thread that is stuck in sending to it wakes up
+        if process is not None:  # before the socket is closed: a thread that is stuck in sending wakes up
             with suppress(OSError):
                 process.kill()
             with suppress(subprocess.TimeoutExpired):
-                # No signal ends a process that is stuck in the kernel (storage that hangs), so it is not
-                # waited for longer.
+                # No signal ends a process that is stuck in the kernel (storage that hangs): wait no longer.
                 process.wait(1.0)
         if wire is not None:
             wire.socket.close()

@@ -1,4 +1,4 @@
-"""What a trainer and its writer process say to each other: MessagePack in frames over a socket. No torch, no
+"""Messages between a trainer and its writer process: MessagePack in frames over a socket. No torch, no
 pickle."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HEAD = struct.Struct("<Q")
 
 
 class Attach(msgspec.Struct, tag=True, array_like=True):
-    """A file descriptor comes with this: the arena of this number."""
+    """Sent with a file descriptor: that of the arena with this number."""
 
     arena: int
 
@@ -42,11 +42,11 @@ class Job(msgspec.Struct, tag=True, array_like=True):
     base: list[int]
     """Where in the arena each row begins."""
     witnessed: list[tuple[int, bytes, int, int]]
-    """Row, offset, block and digest of what others write."""
+    """Row, offset, block and digest of each piece that others write."""
     about: About
     options: Options
     only: int | None = None
-    """Just this file of those that the plan makes; the arena holds the chunks of no other."""
+    """Write only this file of the plan; the arena holds no chunks of the others."""
 
 
 class Planned(msgspec.Struct, tag=True, array_like=True):
@@ -99,8 +99,8 @@ class Wire:
             self.socket.sendall(data)
 
     def receive(self) -> tuple[Any, int | None]:
-        """The next message, and the file descriptor that came with it. EOFError: the other end is gone."""
-        # A descriptor comes with the head, and only here: a plain recv, as for the rest, would drop it.
+        """Receive a message, and the file descriptor that came with it. EOFError if the other end is gone."""
+        # A descriptor comes with the head: a plain recv, as for the rest, would drop it.
         head, fds, _, _ = socket.recv_fds(self.socket, _HEAD.size, 1)
         if head and len(head) < _HEAD.size:
             head += self._exactly(_HEAD.size - len(head))

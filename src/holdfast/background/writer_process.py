@@ -1,7 +1,7 @@
 """The writer process: hashes and writes what a trainer has copied into shared memory. It imports no torch.
 
-It runs the same writer as a synchronous save. It ends when its trainer does: the socket between them closes
-with either process, whatever ended it. What it was writing then is no checkpoint, as no index names it.
+It runs the same writer as a synchronous save. It ends with its trainer: the socket between them closes when
+either process ends, for whatever reason. What it was writing then is no checkpoint, as no index names it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.store.local import open_store
 TELL_EVERY = 0.05
 """Seconds between two messages of progress."""
 YIELDS = 10
-"""Training goes first where cores are short; a copy that is under way on another rank, too."""
+"""Niceness: training has priority where cores are short, and so has a copy on another rank."""
 
 
 class _Process:
@@ -38,8 +38,8 @@ class _Process:
         self.jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
 
     def listen(self) -> None:
-        """Take orders until the trainer is gone."""
-        # On a thread beside the work, so that the end of the socket is seen in the middle of a long write.
+        """Receive jobs until the trainer is gone."""
+        # On a thread of its own, so that the end of the socket is seen in the middle of a long write.
         try:
             while True:
                 message, fd = self.wire.receive()
@@ -49,7 +49,7 @@ class _Process:
                     case Job():
                         self.jobs.put(message)
         finally:
-            os._exit(0)  # also from the middle of a write: nobody waits for it any more
+            os._exit(0)  # also in the middle of a write: nobody waits for it any more
 
     def work(self) -> None:
         while True:
@@ -58,21 +58,23 @@ class _Process:
                 self.wire.send(Done(job.number, self._write(job)))
             except HoldfastError as error:
                 self.wire.send(Failed(job.number, error.to_message()))
-            # Told, not died of: the trainer raises it on all ranks, and would else see no more
-            # than an exit code.
+            # Reported, so that the trainer raises it on all ranks: if this process died of it, the trainer
+            # would see no more than an exit code.
             except Exception as error:
-                said = HoldfastError(f"The writer process met {type(error).__name__}: {error}", rank=job.rank)
-                self.wire.send(Failed(job.number, said.to_message()))
+                failure = HoldfastError(
+                    f"The writer process met {type(error).__name__}: {error}", rank=job.rank
+                )
+                self.wire.send(Failed(job.number, failure.to_message()))
 
     def _write(self, job: Job) -> list[WrittenFile]:
-        told, moved = time.monotonic(), 0
+        last_sent, moved = time.monotonic(), 0
 
         def progress(nbytes: int) -> None:
-            nonlocal told, moved
+            nonlocal last_sent, moved
             moved += nbytes
-            if time.monotonic() >= told + TELL_EVERY:
+            if time.monotonic() >= last_sent + TELL_EVERY:
                 self.wire.send(Moved(job.number, moved))
-                told, moved = time.monotonic(), 0
+                last_sent, moved = time.monotonic(), 0
 
         return write_job(
             job,
@@ -85,7 +87,7 @@ class _Process:
     def _arena(self, job: Job) -> Arena:
         arena = self.arenas[job.arena]  # the trainer may have grown it since it was mapped here
         if arena.size < job.size:
-            # The file has that size already, so this only maps it anew.
+            # The file has that size already, so this only maps it again.
             arena.reserve(job.size)
         return arena
 
@@ -93,7 +95,7 @@ class _Process:
 def write_job(
     job: Job, arena: Arena, store: Store, planned: Callable[[int], None], progress: Callable[[int], None]
 ) -> list[WrittenFile]:
-    """Plan and write a job; `planned` is told how many bytes it is."""
+    """Plan and write a job; `planned` is called with its bytes."""
     table = _shard_table(job, arena)
     plan = plan_save(table, job.replicas, job.options)
     planned(int(plan.chunks.nbytes.sum()))
@@ -104,7 +106,7 @@ def write_job(
 
 
 def _shard_table(job: Job, arena: Arena) -> ShardTable:
-    """The rank's rows, over what was copied of them."""
+    """Build the rank's shard table over what was copied into the arena."""
     table = ShardTable(
         job.rank, job.specs, job.boxes, list(job.replicas), job.unsharded, deferred=job.deferred
     )

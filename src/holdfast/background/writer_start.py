@@ -1,9 +1,9 @@
-"""Where the writer process begins: `python -I -S writer_start.py DESCRIPTOR PLACES`.
+"""The program of the writer process: `python -I -S writer_start.py DESCRIPTOR PLACES`.
 
 The interpreter is isolated: it imports the standard library, and nothing from the working directory,
 PYTHONPATH, the folder of this file or site-packages. The few packages that the writer needs come from where
-the trainer has them (PLACES: a folder a name, as JSON), and nothing else does from there. So what lies about
-cannot be executed, and both sides run the same version.
+the trainer has them (PLACES: a folder for each name, as JSON), and nothing else comes from there. So no
+stray file can be executed, and both sides run the same version.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Places:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         place = self._places.get(name)
-        # Only these names: what else lies in site-packages beside them is not found. Their submodules are
-        # found by the package's own path.
+        # Only these names: other packages in the same site-packages are not found. Submodules are found by
+        # their package's own path.
         return None if place is None else PathFinder.find_spec(name, [place])
 
 
 if __name__ == "__main__":
-    # First, so that no other finder has an answer for these names.
+    # First, so that no other finder answers for these names.
     sys.meta_path.insert(0, Places(json.loads(sys.argv[2])))
     from holdfast.background.writer_process import main
 

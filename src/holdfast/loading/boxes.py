@@ -1,5 +1,5 @@
-"""Boxes of tensors by name, out of whatever a folder holds: for comparing and converting, where no state is
-there to be filled."""
+"""Read boxes of tensors by name from any folder that can be loaded, for comparing and converting, where there
+is no state to fill."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Wanted(NamedTuple):
     """A box of a tensor."""
 
     spec: TensorSpec
-    """As it is stored; of a published model also as megatron-core would have it."""
+    """As it is stored; for a published model also as megatron-core would have it."""
     box: Box
     dtype: int
-    """The number of the dtype that the elements are wanted in."""
+    """The code (`DTYPES`) of the dtype that the elements are wanted in."""
 
 
 def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[list[torch.Tensor], set[str]]:
-    """The elements of boxes, verified, and the names of the stored tensors that they came from.
+    """Read and verify the elements of boxes. Return also the names of the stored tensors that they come from.
 
     Raises MissingTensors for a name that is not there, ShapeMismatch for another shape or dtype.
     """
@@ -50,7 +50,7 @@ def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[
 
 
 def fill_rows(store: Store, source: Source, table: ShardTable, progress: Callable[[int], None]) -> None:
-    """Read what fills the rows of a shard table, verified. Their names are those that `source` has."""
+    """Read and verify what fills the rows of a shard table. They have the names that `source` has."""
     rows = source.find([spec.name for spec in table.specs])
     if (rows < 0).any():
         missing = sorted({table.specs[row].name for row in np.flatnonzero(rows < 0).tolist()})

@@ -1,5 +1,4 @@
-"""Into a state what a load has read: each target is to get exactly its own bytes, and autograd is to know of
-it."""
+"""Put what a load has read into a state: each target gets exactly its own bytes, and autograd is told."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from holdfast.state.subclasses import is_sharded_tensor
 
 
 def check_filled(table: ShardTable, plan: ReadPlan) -> None:
-    """Refuse a plan that leaves elements of a target as they are, or writes some twice."""
+    """Refuse a plan that leaves elements of a target unwritten, or writes some twice."""
     wanted = plan.pairs.wanted
     planned = np.zeros(len(table), np.int64)
     # A row may have several pairs: `planned[wanted] += ...` would count only the last of them.
     np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1) if len(wanted) else 0)
     needed = np.prod(table.arrays().size, axis=1)
-    # Sums are enough: `plan_read` has refused chunks that overlap, so nothing comes twice.
+    # Sums are enough: `plan_read` has refused chunks that overlap, so no element is counted twice.
     wrong = np.flatnonzero(planned != needed)
     if len(wrong):
         row = int(wrong[0])
@@ -36,7 +35,7 @@ def check_filled(table: ShardTable, plan: ReadPlan) -> None:
 
 
 def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:
-    """Let autograd know what is about to be filled, before the first byte is."""
+    """Tell autograd which tensors are about to change, before the first byte is written."""
     count_changes(_tensors(table, leaves))
 
 
@@ -45,7 +44,7 @@ def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor
         tensor = getattr(memory, "tensor", None)
         if tensor is not None:
             yield tensor
-    for leaf in leaves:  # a DTensor, and a wrapper, count apart from what they are made of
+    for leaf in leaves:  # a DTensor or a wrapper has a version counter apart from its inner tensors
         if isinstance(leaf.value, torch.Tensor) and not is_sharded_tensor(leaf.value):
             yield leaf.value
         if leaf.outer is not None:
@@ -58,18 +57,19 @@ def give_back(
     objects: Mapping[int, object],
     built: Iterable[tuple[Leaf, object]],
 ) -> None:
-    """Objects, and what was made, into the state; then live containers take over what is in them. Tensors are
-    there already.
+    """Put objects and created values into the state; then notify the live containers. Tensors are there
+    already.
 
-    filled, objects: positions of leaves, and the objects that were read. built: what takes the place of
-        leaves that were made.
+    filled: indices of the leaves that were filled. objects: the objects that were read, by index of leaf.
+    built: leaves, and the created values that take their place.
     """
-    for at, value in objects.items():
-        leaves[at].put(value)
+    for index, value in objects.items():
+        leaves[index].put(value)
     sources: dict[int, Source | None] = {}
-    # A leaf of several boxes is named several times. Sources have many leaves, and are told once, after all.
-    for at in dict.fromkeys(filled):
-        leaf = leaves[at]
+    # A leaf of several boxes is listed several times. A source has many leaves, and is notified once, at the
+    # end.
+    for index in dict.fromkeys(filled):
+        leaf = leaves[index]
         if leaf.made:
             leaf.put(leaf.value)
         sources[id(leaf.source)] = leaf.source

@@ -1,8 +1,8 @@
 """The load of one rank: collect the state, choose a version, plan, read, put what was read into the state,
 report.
 
-`LoadJob` is what the protocol (`protocol.core.load_steps`) drives; its methods stand in the order in which
-they are called.
+The protocol (`protocol.core.load_steps`) drives `LoadJob`, whose methods stand in the order in which they are
+called.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     tensors: int
     """Names that were filled, objects included."""
     bytes_needed: int
-    """Of the checkpoint's tensors, by this rank."""
+    """Bytes of the checkpoint's tensors that this rank needs."""
     bytes_read: int
-    """By this rank, the index included."""
+    """Bytes that this rank read, the index included."""
     seconds: float
     missing: tuple[str, ...] = ()
     """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
@@ -76,10 +76,10 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """A load of this rank: what it was asked for. The same value for plain, DCP and Megatron loads.
+    """What a load of this rank was asked for. The same type for plain, DCP and Megatron loads.
 
-    collect: yields the leaves of the state for a rank. What it raises is told to the other ranks.
-    signature: what else tells this call from others on the same folder; the same on all ranks.
+    collect: returns the leaves of the state for a rank. What it raises is reported to the other ranks.
+    signature: what else distinguishes this call from others on the same folder; the same on all ranks.
     The other fields are the arguments of `holdfast.load`.
     """
 
@@ -101,7 +101,7 @@ class LoadRequest:
         try:
             job.run()
         # Only loads of uneven shards pay for the second pass: most states know all their offsets.
-        except Unplaced:  # the same on every rank: offsets depend on what all ranks hold
+        except Unplaced:  # raised on every rank: the offsets depend on what all ranks hold
             offsets = exchange_offsets(self.store, self.call, job.table, job.collect_error)
             job = LoadJob(self, offsets)
             job.run()
@@ -109,11 +109,11 @@ class LoadRequest:
 
 
 class LoadJob:
-    """A load of this rank. The state is collected at once; `run` brings the load to its end, `apply` puts the
-    result into the state.
+    """A load of this rank. The constructor collects the state, `run` reads, `apply` puts the result into the
+    state.
 
-    offsets: what ranks have told each other of the lengths of their shards; None in the first pass, which
-        finds out whether it is needed.
+    offsets: the exchanged lengths of all ranks' shards; None in the first pass, which finds out whether they
+        are needed.
     """
 
     def __init__(self, request: LoadRequest, offsets: OffsetExchange | None = None) -> None:
@@ -125,7 +125,7 @@ class LoadJob:
         self.owner: list[int] = []
         """Per row of `table`, its leaf."""
         self.after: list[Callable[[], None]] = []
-        """What is called once all is in the state: `load_state_dict` of stateful values."""
+        """Functions to call once all is in the state: `load_state_dict` of stateful values."""
         self.streams = CallerStreams(self.table)
         self.step: int | None = None
         self.bytes_needed = self.bytes_read = 0
@@ -135,7 +135,7 @@ class LoadJob:
         """Names in the checkpoint."""
         self.missing: list[str] = []
         self.blank: list[torch.Tensor] = []
-        """Tensors that what is read fills in part; the rest is zero."""
+        """Tensors that the checkpoint fills only in part; the rest becomes zero."""
         self.filled: list[int] = []
         """Leaves that were filled."""
         self.sizes: dict[int, int] = {}
@@ -145,7 +145,7 @@ class LoadJob:
         """Objects that were read, by leaf."""
         self.lazy: LazyStates | None = None
         self.built: list[tuple[Leaf, object]] = []
-        """What was made for leaves, to take their place."""
+        """Leaves, and the created values that take their place."""
         self.operation = Operation(
             "load",
             f"load of {self.store.url}",
@@ -157,13 +157,13 @@ class LoadJob:
                 "exclude": request.exclude,
                 "strict": request.strict,
                 "signature": request.signature,
-                # The second pass is another call: a rank that is late with the first must not meet it.
+                # The second pass is another call: a rank that is late in the first pass must not join it.
                 "lengths": offsets is not None,
             },
         )
         self.collect_error = read_state(self._collect, self.rank)
-        """What collecting the state met. The protocol tells it to the other ranks."""
-        # As an error of this rank, which reaches all ranks anyhow: loads that need no lengths pay nothing.
+        """The error of collecting the state, if any. The protocol reports it to the other ranks."""
+        # As an error of this rank, which reaches all ranks anyway: loads that need no lengths pay nothing.
         if offsets is None and self.collect_error is None:
             self.collect_error = unplaced(self.table, self.operation.context.title)
 
@@ -181,7 +181,7 @@ class LoadJob:
         self.table, self.owner = build_shard_table(
             self.leaves, self.rank, request.call.participants, for_load=True
         )
-        # On the caller's thread, whose current streams these are; the reading is done by another one.
+        # Here, on the caller's thread: another thread reads, with other current streams.
         self.streams = CallerStreams(self.table)
         if self._offsets is not None:
             put_in_place(self.table, self._offsets)
@@ -199,14 +199,14 @@ class LoadJob:
             raise self.collect_error
         self._wait_for(chosen)
         with open_source(self.store) as index:
-            if index.identity != chosen.identity:  # it was replaced between the look above and this one
+            if index.identity != chosen.identity:  # it was replaced since the check above
                 raise self._replaced()
             self.step = index.about.get("step")
             try:
                 self._read(index)
             except NotFound as error:
-                # An overwrite deletes the old data once its index is in place. Only if the index is still the
-                # same, a file that is missing is damage.
+                # An overwrite deletes the old data once its index is in place. A missing file is damage only
+                # if the index is still the same.
                 if self._still(chosen.identity):
                     raise CorruptCheckpoint(
                         f"A data file of {self.store.url} is missing: {error.message}",
@@ -217,14 +217,13 @@ class LoadJob:
         return HaveRead(self.bytes_read, self.rows_asked)
 
     def check(self, reports: dict[int, HaveRead]) -> None:
-        """A load into nothing, where there is something, is one into the wrong state."""
+        """Refuse a load in which no rank asks for anything, though the checkpoint holds something."""
         if self.names_stored and not any(report.asked for report in reports.values()):
             raise BadInput(
                 f"The load of {self.store.url}, which holds {self.names_stored} names, asks for nothing: no "
-                f"rank has a value in its state.",
+                "rank has a value in its state.",
                 hint="Give the values that are to be filled (a module, its state_dict(), what "
-                "holdfast.get_state_dict gives, tensors), "
-                "or look at include= and exclude=.",
+                "holdfast.get_state_dict gives, tensors), or look at include= and exclude=.",
             )
 
     def _read(self, index: Source) -> None:
@@ -232,19 +231,19 @@ class LoadJob:
         self.lazy = LazyStates(
             self.store.url, self.leaves, self.owner, self.table, self.request.call.participants
         )
-        # First what the state lacks: it adds rows to the table, which are then found and filled like others.
+        # Create what the state lacks first: it adds rows to the table, which are then filled like others.
         self.lazy.look(index, self.patterns, self.request.strict)
         self.missing, self.names_stored = self.lazy.missing, index.tensors
         rows = index.find([spec.name for spec in self.table.specs])
         keep = self._check_missing(rows, index)
         wanted = ShardTable(self.table.rank)
-        # Only of these the index is read: of 100,000 tensors a rank mostly wants a few.
+        # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
         tensors, position = np.unique(rows[keep], return_inverse=True)
         columns = index.select(tensors)
         for place, row in enumerate(keep):
             self._take(wanted, row, columns, int(position[place]))
-        # Whatever is wrong with the plan is found before the first byte goes into the state. Autograd is
-        # told before it, too: a load that fails half way has changed the tensors as well.
+        # Errors of the plan are found before the first byte goes into the state. Autograd is also told before
+        # that: a load that fails half way has changed tensors, too.
         plan = plan_read(wanted, position, columns, index.where, index.fetched_for)
         check_filled(wanted, plan)
         self.bytes_needed = self.operation.bytes_total = plan.bytes_needed
@@ -261,7 +260,7 @@ class LoadJob:
             self.request.options.writer_threads,
             self.operation.progress,
         )
-        # The caller's streams know nothing of copies that this thread's have begun: they must be done.
+        # The caller's streams do not wait for copies on this thread's streams, so finish them here.
         self.streams.finish()
         self.bytes_read = read + index.bytes_read
         self.prefix = index.object_prefix
@@ -276,24 +275,25 @@ class LoadJob:
         )
 
     def _still(self, identity: str) -> bool:
-        """Is the version that this load began with the one that is there?"""
+        """Return whether the version that this load began with is still there."""
         try:
             with open_source(self.store) as index:
                 return index.identity == identity
         except HoldfastError:
-            # Gone, or not to be read: in both cases it is not what this load began with.
+            # Gone or unreadable: in both cases it is not the version that this load began with.
             return False
 
     def _wait_for(self, chosen: Chosen) -> None:
-        """Until the version that the committer chose is visible here; a network file system may show it
-        late. Another version that is newer, or that the committer itself sees, has replaced it."""
+        """Wait until the version that the committer chose is visible here; a network file system may show it
+        late. Raises Replaced if there is a newer version, or if the committer itself sees another one."""
         context = self.operation.context
         ends = context.clock.now() + min(VISIBLE_WITHIN, context.deadline.left())
         while True:
             with suppress(NotCommitted), open_source(self.store) as index:
                 if index.identity == chosen.identity:
                     return
-                # By the clocks of two commits: one that was set back costs time, and loads no wrong version.
+                # By the clocks at the two commits: a clock that was set back costs time, but never loads a
+                # wrong version.
                 created, before = index.about.get("created"), chosen.created
                 newer = isinstance(created, float) and isinstance(before, float) and created > before
                 if context.is_committer or newer:
@@ -304,7 +304,7 @@ class LoadJob:
             context.clock.sleep(0.05)
 
     def _check_missing(self, rows: Array, index: Source) -> list[int]:
-        """Rows of the shard table that the checkpoint has; the others are an error unless excused."""
+        """Return the rows of the shard table that the checkpoint has; refuse others that are not optional."""
         gone = [row for row in range(len(self.table)) if rows[row] < 0]
         empty = {
             row for row in gone if (leaf := self.leaves[self.owner[row]]).is_empty() and not leaf.optional
@@ -319,7 +319,7 @@ class LoadJob:
         )
         self.rows_asked = len(self.table) - len(empty)
         if names and self.request.strict:
-            # All names are read for this error only: to show the nearest one of each.
+            # All names are read for this error only, to show the nearest one to each.
             have = index.names()
 
             def say(name: str) -> str:
@@ -330,20 +330,19 @@ class LoadJob:
                 f"{self.store.url} does not hold {len(names)} of the names in the state: "
                 f"{listed(names, say)}.",
                 hint=f"It holds {index.tensors} names; load a part with include= or exclude=, or pass "
-                f"strict=False to keep "
-                "present values.",
+                "strict=False to keep present values.",
                 details={"missing": names[:100]},
             )
         self.missing += names
         return [row for row in range(len(self.table)) if rows[row] >= 0]
 
     def _take(self, wanted: ShardTable, row: int, columns: Columns, tensor: int) -> None:
-        """A row to fill, once what the checkpoint holds fits it."""
+        """Add a row to `wanted`, if what the checkpoint holds fits it. Raises ShapeMismatch otherwise."""
         spec, memory = self.table.specs[row], self.table.memory[row]
         kind, shape = int(columns.kind[tensor]), columns.shape_of(tensor)
         if spec.kind == OBJECT and kind == OBJECT:
             assert isinstance(memory, BytesMemory)
-            # The length is the file's word, and may be a forged one.
+            # The length comes from the file, and may be forged.
             with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                 memory.resize(shape[0])
             wanted.add(spec._replace(shape=shape), whole(shape), (0, 1), True, memory)
@@ -353,7 +352,7 @@ class LoadJob:
         if spec.kind == TENSOR == kind and (leaf.converts or leaf.fits):
             assert isinstance(memory, TensorMemory)
             if leaf.converts and spec.dtype != dtype:
-                # Read as it is stored and converted on the way in, so never straight to its place.
+                # Read as it is stored and converted on the way in, so never directly into its memory.
                 memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
                 spec = spec._replace(dtype=dtype)
             if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
@@ -371,8 +370,8 @@ class LoadJob:
         wanted.add(spec, box, (0, 1), False, memory)
 
     def _decode(self) -> None:
-        """Objects, before this rank says that it has read: one that can't be decoded fails the load
-        everywhere."""
+        """Decode objects before this rank reports that it has read: one that can't be decoded fails the load
+        on all ranks."""
         rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
         for owner, size in self.sizes.items():
             memory = self.table.memory[rows[owner]]
@@ -385,8 +384,8 @@ class LoadJob:
     # -- put it into the state --------------------------------------------------------------------
 
     def apply(self) -> LoadReport:
-        """Put what was read into the state. What fails here is not known to other ranks."""
-        # Only now that all ranks have read: until then one of them may fail the load of all.
+        """Put what was read into the state. Other ranks do not hear of an error here."""
+        # Only now that all ranks have read: until then any rank may fail the load of all.
         give_back(self.leaves, self.filled, self.values, self.built)
         context = self.operation.context
         for finish in self.after:
@@ -413,7 +412,7 @@ class LoadJob:
 def _fitted(
     spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
 ) -> tuple[TensorSpec, Box, TensorMemory]:
-    """The part of a shard that a stored tensor of another shape fills; the rest of it is zeroed."""
+    """Return the part of a shard that a stored tensor of another shape fills; the rest is zeroed."""
     nothing = Box((0,) * len(shape), (0,) * len(shape))
     # A row without elements stays: the name counts as found, and nothing is read for it.
     common = box.intersect(whole(shape)) or nothing
@@ -441,10 +440,9 @@ def load(
 ) -> LoadReport:
     """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
 
-    Tensors are overwritten where they lie, objects are replaced in their dict or list, stateful
-    values get their `load_state_dict`. Every byte is verified. Nothing in a checkpoint is
-    executed. All participants load the same version, and if one fails all raise its error (the
-    state may then be partly overwritten).
+    Tensors are overwritten in place, objects are replaced in their dict or list, and `load_state_dict` of
+    stateful values is called. Every byte is verified. Nothing in a checkpoint is executed. All participants
+    load the same version, and if one fails, all raise its error (the state may then be partly overwritten).
 
     state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
         layout.
@@ -485,6 +483,6 @@ def load(
     while True:
         try:
             return request.run()
-        except Replaced:  # the same on every rank: all begin anew, with the version that is there now
+        except Replaced:  # raised on every rank: all begin again, with the version that is there now
             if call.deadline.left() < timeout / 2:
                 raise

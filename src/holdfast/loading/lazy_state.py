@@ -1,9 +1,9 @@
-"""What a load makes: optimizer states that are not there yet, and that the checkpoint has.
+"""Create the optimizer states that the checkpoint has and the optimizer does not have yet.
 
-An optimizer's state of a parameter comes into being at its first gradient; until then an empty
-`ParameterState` stands for it. One that has containers in it, or tensors that are made of others, is made
-anew, too, of what it has already: the checkpoint may have more. And a list of dicts is one object for us, and
-an object a value for torch DCP, which saves `param_groups` as `param_groups.0.lr` and so on.
+An optimizer creates a parameter's state at the first step with a gradient for it; until then an empty
+`ParameterState` stands for it. A state that has containers in it, or tensors made of other tensors, is built
+again from what it has already: the checkpoint may have more. Also, a list of dicts is one object for
+Holdfast, while torch DCP saves each value by itself: `param_groups` as `param_groups.0.lr` and so on.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from holdfast.state.structure import STRUCTURE, build, guess, join
 
 @dataclass
 class Made:
-    """A leaf, and what a load has made to take its place."""
+    """A leaf, and the parts that a load has created to take its place."""
 
     leaf: Leaf
     parts: dict[str, object] = field(default_factory=dict)
-    """By their whole names."""
+    """By their full names."""
 
     def value(self) -> object:
-        """What takes its place, of the parts."""
+        """Build the value that takes the leaf's place from its parts."""
         name = self.leaf.name
         structure = self.parts.get(join(name, STRUCTURE))
         keys = [part[len(name) + 1 :] for part in self.parts]
@@ -47,89 +47,84 @@ class Made:
 
 
 class LazyStates:
-    """Adds leaves, their rows and their owners to those of a load."""
+    """Adds leaves, with their rows and owners, to those of a load."""
 
     def __init__(
         self, url: str, leaves: list[Leaf], owner: list[int], table: ShardTable, participants: tuple[int, ...]
     ) -> None:
-        self.url, self.leaves, self.owner, self.table, self.participants = (
-            url,
-            leaves,
-            owner,
-            table,
-            participants,
-        )
+        self.url, self.leaves, self.owner = url, leaves, owner
+        self.table, self.participants = table, participants
         self.made: list[Made] = []
         self._given = len(leaves)
         self.missing: list[str] = []
-        """States that the checkpoint does not have, either."""
-        self._at: dict[tuple[int, Dims], int] | None = None
+        """Names of states that the checkpoint does not have either."""
+        self._row_of_memory: dict[tuple[int, Dims], int] | None = None
 
     def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
-        """Leaves and rows for what the checkpoint has where the state has nothing yet."""
+        """Add leaves and rows for what the checkpoint has where the state has nothing yet."""
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
         lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
-        # A list that is stored as one object is read as one. Only what is stored in parts is made here.
+        # A list that is stored as one object is read as one. Only lists stored in parts are built here.
         there = index.find([leaf.name for leaf in lists]).tolist()
         lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
         if not lazy and not lists:
             return
-        # All names, sorted: what an optimizer calls its values stands nowhere else.
+        # All names, sorted: only they tell which values an optimizer has.
         names = index.names()
         parts: list[tuple[Leaf, list[int]]] = []
         for leaf in lists:
             first, stop = _under(names, leaf.name)
             keys = [name[len(leaf.name) + 1 :] for name in names[first:stop]]
             if _are_parts_of_a_list(keys):
-                leaf.optional = True  # it is there in parts
+                leaf.optional = True  # it is stored in parts
                 parts.append((leaf, list(range(first, stop))))
-        found = self._states(lazy, names, patterns, strict)
+        stored = self._states(lazy, names, patterns, strict)
         states = [leaf for leaf in lazy if isinstance(leaf.value, ParameterState) and leaf.value.is_awaited]
-        if strict and states and not any(isinstance(leaf.value, ParameterState) for leaf, _ in found):
+        if strict and states and not any(isinstance(leaf.value, ParameterState) for leaf, _ in stored):
             self._refuse_strangers(states, patterns, names)
-        parts += found
-        # One selection for all states, not one for each: a selection reads and verifies pages of the index.
+        parts += stored
+        # One selection for all states: each selection reads and verifies pages of the index.
         wanted = np.unique(np.asarray([row for _, rows in parts for row in rows], np.int64))
         columns = index.select(wanted)
-        places = [np.searchsorted(wanted, rows).tolist() for _, rows in parts]
-        self._check_shapes(
-            [(leaf, at) for (leaf, _), at in zip(parts, places, strict=True)], columns, index, names
-        )
-        for (leaf, _), at in zip(parts, places, strict=True):
-            self._make(leaf, columns, at)
+        selected = [(leaf, np.searchsorted(wanted, rows).tolist()) for leaf, rows in parts]
+        self._check_shapes(selected, columns, index, names)
+        for leaf, rows in selected:
+            self._make(leaf, columns, rows)
 
     def build(self, objects: Mapping[int, object]) -> list[tuple[Leaf, object]]:
-        """What takes the place of leaves, once all parts are read; `objects` are those that were, by the
-        position of their leaf."""
-        for at in range(self._given, len(self.leaves)):
-            part = self.leaves[at]
-            # Tensors stand in their `Made` already. Objects were read since, meta tensors have got memory.
-            if at in objects or part.made:
-                part.put(objects.get(at, part.value))
+        """Build what takes the place of leaves, once all parts are read. objects: those that were read, by
+        index of their leaf."""
+        for index in range(self._given, len(self.leaves)):
+            part = self.leaves[index]
+            # Tensors are in their `Made` already. Since then objects were read, and meta tensors got memory.
+            if index in objects or part.made:
+                part.put(objects.get(index, part.value))
         return [(made.leaf, made.value()) for made in self.made]
 
     def _states(
         self, lazy: list[Leaf], names: list[str], patterns: Patterns, strict: bool
     ) -> list[tuple[Leaf, list[int]]]:
-        """The rows of the checkpoint's index that belong to each state."""
+        """Find the rows of the checkpoint's index that belong to each state."""
         known = {leaf.name for leaf in self.leaves}
-        found = []
+        states = []
         for leaf in lazy:
             first, stop = _under(names, leaf.name)
             start, takes = len(leaf.name) + 1, getattr(leaf.value, "takes", None)
             rows = [
                 row
                 for row in range(first, stop)
-                # What another leaf of the state is called, or lies under, is that leaf's.
+                # A name that is, or is under, another leaf of the state belongs to that leaf.
                 if known.isdisjoint(_above(names[row], start))
                 and is_selected(names[row], patterns)
                 and (takes is None or takes(names[row][start:]))
             ]
             if rows:
-                # Whatever the patterns are, the description comes along: it tells how to join the parts.
+                # Whatever the patterns are, the structure is read, too: it tells how to join the parts.
                 structure = join(leaf.name, STRUCTURE)
-                at = bisect_left(names, structure, first, stop)
-                found.append((leaf, sorted({*rows, at} if names[at : at + 1] == [structure] else rows)))
+                position = bisect_left(names, structure, first, stop)
+                if names[position : position + 1] == [structure]:
+                    rows = sorted({*rows, position})
+                states.append((leaf, rows))
                 continue
             if isinstance(leaf.value, Rest) or not leaf.value.is_awaited:
                 continue
@@ -142,19 +137,20 @@ class LazyStates:
                     hint="Leave it out with exclude=, or pass strict=False to keep the present one.",
                     details={"missing": [leaf.name]},
                 )
-        return found
+        return states
 
     def _make(self, leaf: Leaf, columns: Columns, rows: list[int]) -> None:
-        """Leaves for parts of a leaf, and rows for those."""
+        """Add leaves for the parts of a leaf, and rows for those."""
         value, made, new = leaf.value, Made(leaf), list[Leaf]()
         present: dict[str, object] = {}
         if isinstance(value, ParameterState) and value:
             present = {part.name: part.value for part in leaves_of(leaf, self.table.rank)}
-        for at in rows:
-            name, tensor = columns.names[at], None
-            if int(columns.kind[at]) == TENSOR:
-                dtype, shape = _dtype(columns, at), columns.shape_of(at)
-                # What is there and fits is filled where it lies.
+        for row in rows:
+            name, tensor = columns.names[row], None
+            if int(columns.kind[row]) == TENSOR:
+                dtype: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+                shape = columns.shape_of(row)
+                # A present tensor that fits is filled in place.
                 tensor = present.get(name)
                 if not _fits(tensor, dtype, shape):
                     key = name[len(leaf.name) + 1 :]
@@ -166,93 +162,95 @@ class LazyStates:
         table, owner = build_shard_table(new, self.table.rank, self.participants, for_load=True)
         parameter = getattr(value, "parameter", None)
         if parameter is not None:
-            self._lie_like(table, parameter)
-        # These are leaves like others from here on: found, read and verified together with them.
-        self.owner += [len(self.leaves) + at for at in owner]
+            self._copy_boxes(table, parameter)
+        # From here on these are leaves like others: found, read and verified together with them.
+        self.owner += [len(self.leaves) + index for index in owner]
         self.leaves += new
         self.table.extend(table)
 
-    def _lie_like(self, table: ShardTable, parameter: torch.Tensor) -> None:
+    def _copy_boxes(self, table: ShardTable, parameter: torch.Tensor) -> None:
         """Copy the box of the parameter's shard to uneven shards; its offset is already agreed."""
-        late = [
-            row for row, found in enumerate(table.deferred) if found is not None and table.boxes[row].volume
+        uneven = [
+            row
+            for row, deferred in enumerate(table.deferred)
+            if deferred is not None and table.boxes[row].volume
         ]
-        if not late:
+        if not uneven:
             return
-        # The parameter is a leaf of the model's state, too, under another name: they share memory.
+        # The parameter is also a leaf of the model's state, under another name, with the same memory.
         address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
-        of = self._parameters()
-        for row in late:
-            found = of.get((address, table.boxes[row].shape))
-            if found is not None:
-                table.boxes[row] = self.table.boxes[found]
+        parameters = self._parameters()
+        for row in uneven:
+            parameter_row = parameters.get((address, table.boxes[row].shape))
+            if parameter_row is not None:
+                table.boxes[row] = self.table.boxes[parameter_row]
             elif table.deferred[row].start == -1:  # type: ignore[union-attr]
                 raise BadInput(
                     f"Rank {table.rank} holds a part of {table.specs[row].name!r} whose offset it does not "
-                    f"know, and its parameter is "
-                    "not in the state.",
+                    "know, and its parameter is not in the state.",
                     hint="Load the model together with its optimizer, or let the optimizer take a step "
                     "before.",
                 )
 
     def _parameters(self) -> dict[tuple[int, Dims], int]:
-        """Rows of uneven shards, by what memory they have."""
-        if self._at is None:
-            self._at = {
+        """Map the address and shape of each uneven shard to its row."""
+        if self._row_of_memory is None:
+            self._row_of_memory = {
                 (memory.tensor.data_ptr(), box.shape): row
-                for row, (memory, box, late) in enumerate(
+                for row, (memory, box, deferred) in enumerate(
                     zip(self.table.memory, self.table.boxes, self.table.deferred, strict=True)
                 )
-                if late is not None and isinstance(memory, TensorMemory)
+                if deferred is not None and isinstance(memory, TensorMemory)
             }
-        return self._at
+        return self._row_of_memory
 
     def _check_shapes(
         self, parts: list[tuple[Leaf, list[int]]], columns: Columns, index: Source, names: list[str]
     ) -> None:
-        """Refuse states of a parameter that was saved with another shape: they have that shape, and not the
-        present one's."""
+        """Refuse states whose parameter was saved with another shape: they would get that shape."""
         odd = [
-            (leaf, at)
+            (leaf, row)
             for leaf, rows in parts
             if getattr(leaf.value, "parameter", None) is not None
-            for at in rows
-            if int(columns.kind[at]) == TENSOR
-            and len(shape := columns.shape_of(at)) == leaf.value.parameter.dim() > 0
+            for row in rows
+            if int(columns.kind[row]) == TENSOR
+            and len(shape := columns.shape_of(row)) == leaf.value.parameter.dim() > 0
             and shape != tuple(leaf.value.parameter.shape)
         ]
         if not odd:
             return
-        # Names turned round, sorted: the model's prefix is not known, so the end of a name must be enough.
-        turned = sorted((name[::-1], row) for row, name in enumerate(names))
-        ends = [end for end, _ in turned]
+        # Sort reversed names: the model's prefix is not known, so the end of a name must be enough.
+        reversed_names = sorted((name[::-1], position) for position, name in enumerate(names))
+        ends = [end for end, _ in reversed_names]
         candidates: list[tuple[Leaf, int, list[int]]] = []
-        for leaf, at in odd:
+        for leaf, row in odd:
             name = _PARAMETER.sub("", leaf.name)[::-1] + "."
             first, stop = bisect_left(ends, name), bisect_left(ends, name[:-1] + "/")
-            rows = [row for _, row in turned[first:stop]]
-            # An optimizer that is in the state as it is has numbers for names, which end many others.
+            positions = [position for _, position in reversed_names[first:stop]]
+            # A bare optimizer in the state names its parameters by numbers, which many other names end with.
             if not name[:-1].isdecimal():
-                candidates.append((leaf, at, rows[:8]))
-        wanted = np.unique(np.asarray([row for _, _, rows in candidates for row in rows], np.int64))
+                candidates.append((leaf, row, positions[:8]))
+        wanted = np.unique(
+            np.asarray([position for _, _, positions in candidates for position in positions], np.int64)
+        )
         saved = index.select(wanted)
-        for leaf, at, rows in candidates:
-            shape = columns.shape_of(at)
-            for row in np.searchsorted(wanted, rows).tolist():
-                if int(saved.kind[row]) == TENSOR and saved.shape_of(row) == shape:
+        for leaf, row, positions in candidates:
+            shape = columns.shape_of(row)
+            for match in np.searchsorted(wanted, positions).tolist():
+                if int(saved.kind[match]) == TENSOR and saved.shape_of(match) == shape:
                     raise ShapeMismatch(
-                        f"The checkpoint has an optimizer state {columns.names[at][len(leaf.name) + 1 :]!r} "
-                        f"of shape {shape} for a "
-                        f"parameter of shape {tuple(leaf.value.parameter.shape)}: {saved.names[row]!r} was "
-                        f"saved with another shape.",
+                        f"The checkpoint has an optimizer state {columns.names[row][len(leaf.name) + 1 :]!r} "
+                        f"of shape {shape} for a parameter of shape {tuple(leaf.value.parameter.shape)}: "
+                        f"{saved.names[match]!r} was saved with another shape.",
                         hint="Build the model as it was saved, or leave the optimizer out of the load.",
-                        details={"tensor": columns.names[at]},
+                        details={"tensor": columns.names[row]},
                     )
 
     def _refuse_strangers(self, lazy: list[Leaf], patterns: Patterns, names: list[str]) -> None:
-        """An optimizer of other names: none of its states is there, and others are."""
-        found = [_PARAMETER.match(leaf.name) for leaf in lazy]
-        parents = {match[0][:-1] for match in found if match is not None}
+        """Refuse an optimizer whose parameters have other names: none of its states is stored, but others
+        are."""
+        matches = [_PARAMETER.match(leaf.name) for leaf in lazy]
+        parents = {match[0][:-1] for match in matches if match is not None}
         known = {leaf.name for leaf in self.leaves}
         for parent in parents:
             first, stop = _under(names, parent)
@@ -260,8 +258,7 @@ class LazyStates:
             if other is not None and is_selected(other, patterns):
                 raise MissingTensors(
                     f"{self.url} has nothing of {lazy[0].name!r}, nor of any other state that this optimizer "
-                    f"lacks; it has "
-                    f"{other!r}.",
+                    f"lacks; it has {other!r}.",
                     hint="Build the model and the optimizer as they were saved, or leave the optimizer out "
                     "with exclude=.",
                     details={"missing": [leaf.name for leaf in lazy[:100]]},
@@ -269,11 +266,11 @@ class LazyStates:
 
 
 _PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
-"""What goes before a parameter's name, or number, in the name of its state."""
+"""What stands before a parameter's name, or number, in the name of its state."""
 
 
 def _above(name: str, start: int) -> Iterator[str]:
-    """A name, and those of what it lies under, from a position on."""
+    """Yield the parents of a name that end at position `start` or later, and the name itself."""
     end = name.find(".", start)
     while end >= 0:
         yield name[:end]
@@ -285,43 +282,36 @@ def _fits(value: object, dtype: torch.dtype, shape: Dims) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == shape
 
 
-def _dtype(columns: Columns, row: int) -> torch.dtype:
-    found: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
-    return found
-
-
 def _under(names: list[str], parent: str) -> tuple[int, int]:
-    """Where the names under a name begin and end, among sorted ones."""
+    """Return where the names under `parent` begin and end in a sorted list."""
     return bisect_left(names, f"{parent}."), bisect_left(names, f"{parent}/")  # the character after the dot
 
 
 def refuse_empty(url: str, empty: list[str], index: Source) -> None:
-    """Refuse empty dicts of the state, by their names, where the checkpoint has a subtree: passing one over
-    would lose that without a word. Where it has nothing, there is nothing to load."""
+    """Refuse empty dicts of the state where the checkpoint has something under their names: skipping them
+    would silently lose that. Where it has nothing, there is nothing to load."""
     have = index.names() if empty else []
     for name in empty:
         first, stop = _under(have, name)
         if first == stop:
             continue
         groups = f"{name.rpartition('.')[0]}.param_groups"
-        at, end = _under(have, groups)
-        optimizer = index.find_one(groups) >= 0 or at < end
+        begin, end = _under(have, groups)
+        optimizer = index.find_one(groups) >= 0 or begin < end
         raise MissingTensors(
             f"{name!r} is empty in the state, but {url} holds {have[first]!r} and more under it.",
             hint="An optimizer has no state before its first step. Put the optimizer itself into the state, "
-            "or what "
-            "holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out with "
-            "exclude=."
+            "or what holdfast.get_state_dict gives for it: a load makes its states then. Or leave it out "
+            "with exclude=."
             if optimizer
             else "Give the values that are to be filled there, as the module's own state_dict() has them, or "
-            "leave it out with "
-            "exclude=.",
+            "leave it out with exclude=.",
             details={"missing": [name]},
         )
 
 
 def _are_parts_of_a_list(keys: list[str]) -> bool:
-    """`0.lr`, `0.betas`, `1.lr`, ...: dicts, each with a number, none left out."""
+    """Return whether keys are those of a list of dicts: `0.lr`, `0.betas`, `1.lr`, no number left out."""
     split = [key.split(".") for key in keys]
     if not keys or any(len(part) != 2 or not part[0].isdecimal() or not part[1] for part in split):
         return False
@@ -330,9 +320,10 @@ def _are_parts_of_a_list(keys: list[str]) -> bool:
 
 
 def as_list(parts: Mapping[str, object]) -> list[object]:
-    """A list of dicts from `0.lr`, `0.betas`, `1.lr`: so torch DCP saves an optimizer's `param_groups`."""
-    found: dict[int, dict[str, object]] = {}
+    """Build a list of dicts from `0.lr`, `0.betas`, `1.lr`, as torch DCP saves an optimizer's
+    `param_groups`."""
+    dicts: dict[int, dict[str, object]] = {}
     for path, value in parts.items():
         number, _, key = path.partition(".")
-        found.setdefault(int(number), {})[key] = value
-    return [found[at] for at in sorted(found)]
+        dicts.setdefault(int(number), {})[key] = value
+    return [dicts[index] for index in sorted(dicts)]

@@ -1,8 +1,8 @@
-"""A published model, through the names and shapes that the state has.
+"""Load a published model by the names and shapes that the state has.
 
-A row that the folder does not have by its own name becomes rows of what it is made of (`views`): each a box
-of a published tensor, and the part of the memory that it fills, seen with the published order of axes. So
-reading knows nothing of models, and nothing is read twice or held whole.
+A row whose name the folder does not have becomes rows of the tensors that it is made of (`views`): each is a
+box of a published tensor, and a view of the memory that it fills, with the published order of axes. So the
+reader knows nothing of models, and nothing is read twice or held in memory as a whole.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from holdfast.views.mapping import MINUS_ONE, Segment
 def see_published(
     source: Source, table: ShardTable, owner: Sequence[int], blank: list[torch.Tensor]
 ) -> tuple[ShardTable, list[int]]:
-    """The rows of a state, and who owns each, as rows of what `source` holds.
+    """Translate the rows of a state, and the owner of each, into rows of what `source` holds.
 
-    blank: gets tensors of which only a part is published, the rest being zero: a padded vocabulary.
+    blank: tensors of which only a part is published are added here; the rest of them is zero (a padded
+        vocabulary).
 
     Raises MissingTensors for a part that is not there, ShapeMismatch for one that does not fit the state.
     """
@@ -45,23 +46,23 @@ def see_published(
 
 
 def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
-    """The dtypes that a tensor of megatron-core's is published in, and the boxes of each: all but padding.
-    What has scales counts as the tensor's own dtype.
+    """Return the dtypes that one of megatron-core's tensors is published in, and the boxes of each, without
+    padding. A quantised part, which has scales, counts as the tensor's own dtype.
 
     Raises MissingTensors if a part is not there.
     """
-    found: list[tuple[int, Box]] = []
+    regions: list[tuple[int, Box]] = []
     for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
         place = source.place(segment.name)
         if place is None and not Packed(source, segment.name).is_there:
             raise _not_there(source, segment.name, spec)
         has_scales = place is None or place.code == IN_8_BITS
-        found.append((spec.dtype if place is None or has_scales else place.code, segment.box))
-    if len({dtype for dtype, _ in found}) > 1:
-        return found
-    # All alike: one box, which what is published fills, but for padding at the end of the first axis.
-    rows = max((box.stop[0] for _, box in found if box.shape), default=0)
-    return [(found[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
+        regions.append((spec.dtype if place is None or has_scales else place.code, segment.box))
+    if len({dtype for dtype, _ in regions}) > 1:
+        return regions
+    # All have one dtype: one box is enough, which ends where padding along the first axis begins.
+    rows = max((box.stop[0] for _, box in regions if box.shape), default=0)
+    return [(regions[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
 
 
 def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
@@ -81,7 +82,7 @@ class _Look:
     def add(self, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
         memory = table.memory[row]
         if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
-            if "_extra_state" not in spec.name:  # of a layer's kernels, which no published model has
+            if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
                 self._as_it_is(table, row)
             return
         place = self.source.place(spec.name)
@@ -90,7 +91,7 @@ class _Look:
             return
         is_named = place is not None or Packed(self.source, spec.name).is_there
         if not is_named and (not self.source.config or not self.source.view.knows(spec.name)):
-            self._as_it_is(table, row)  # which is missing then
+            self._as_it_is(table, row)  # the load reports it as missing
             return
         if is_named:
             axes = tuple(range(len(spec.shape)))
@@ -156,7 +157,8 @@ class _Look:
             )
 
     def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
-        """Only floating-point elements are converted: others mean nothing without what they were made by."""
+        """Refuse a conversion that is not between floating-point dtypes: quantised elements mean nothing
+        without their scales."""
         scaled = place.code == IN_8_BITS and spec.dtype in FLOATS
         if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= FLOATS:
             raise ShapeMismatch(

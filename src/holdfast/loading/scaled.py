@@ -1,5 +1,5 @@
-"""Elements that mean something only with scales: in 8 bits with one for a block of rows and columns (e4m3),
-in 4 bits with one for 32 elements of a row (mxfp4). They are multiplied as they arrive."""
+"""Quantised elements: in 8 bits with a scale for each block of rows and columns (e4m3), in 4 bits with a
+scale for each 32 elements of a row (mxfp4). They are multiplied by their scales as they are read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ IN_8_BITS = CODE_OF["float8_e4m3fn"]
 FLOATS = {CODE_OF[name] for name in ("float64", "float32", "float16", "bfloat16")}
 _BYTES = CODE_OF["uint8"]
 _BLOCKS, _SCALES = "_blocks", "_scales"
-"""After the name of a tensor in 4 bits, in whose place these two are published."""
+"""What the two tensors have after the name of a tensor in 4 bits, in whose place they are published."""
 _SIDE = 128
-"""Rows and columns of a block in 8 bits, if the configuration does not say."""
+"""Rows and columns of a block in 8 bits, unless the configuration says otherwise."""
 _GROUP, _BIAS = 32, 127
-"""Elements that have one scale in 4 bits, and what is added to its exponent."""
+"""In 4 bits: elements that share a scale, and the bias of the scale's exponent."""
 _AT_ONCE = 1 << 18
-"""Bytes in 4 bits that are multiplied at once: each becomes two numbers of 32 bits."""
+"""Packed bytes that are multiplied at once: each becomes two numbers of 32 bits."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What 4 bits stand for (e2m1); the highest is the sign."""
+"""Values of the lower three of 4 bits (e2m1); the highest bit is the sign."""
 
 
 def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
-    """Memory for elements in 8 bits, to be multiplied by the scales of their blocks.
+    """Make memory for elements in 8 bits, which multiplies them by the scales of their blocks.
 
     target: has the published order of axes. origin: where it begins in the published tensor.
-    Raises MissingTensors if there are no scales, ShapeMismatch if they fit no blocks.
+    Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the blocks.
     """
     name = place.name + SCALES
     scales = source.place(name)
@@ -58,15 +58,15 @@ def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin
 def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:
     return MissingTensors(
         f"{source.where} holds {name!r} in {bits} bits, and no {missing!r}: its elements mean nothing "
-        f"without their scales.",
+        "without their scales.",
         details={"missing": [missing]},
     )
 
 
 def _sides(source: PublishedModel) -> Dims:
-    """Rows and columns of the blocks that have a scale each."""
-    said = source.config.get("quantization_config")
-    sides = said.get("weight_block_size") if isinstance(said, dict) else None
+    """Return rows and columns of the blocks that have a scale each."""
+    quantization = source.config.get("quantization_config")
+    sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
     if sides is None:
         return (_SIDE, _SIDE)
     if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
@@ -75,7 +75,7 @@ def _sides(source: PublishedModel) -> Dims:
 
 
 class _InBlocks(TensorMemory):
-    """Elements in 8 bits, to be multiplied by the scale of their block."""
+    """Elements in 8 bits, multiplied by the scale of their block."""
 
     def __init__(
         self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
@@ -95,8 +95,8 @@ class _InBlocks(TensorMemory):
 
 
 class Packed:
-    """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, so
-    turned, where the tensor that they stand for is `[experts, rows, columns]`."""
+    """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, which
+    is the transposed tensor: the one that they stand for is `[experts, rows, columns]`."""
 
     def __init__(self, source: PublishedModel, name: str) -> None:
         self.source, self.name = source, name
@@ -106,7 +106,7 @@ class Packed:
         return self.source.has(self.name + _BLOCKS)
 
     def part(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> _PackedPart:
-        """What is to be read for a part of a segment.
+        """Return what is to be read for a part of a segment.
 
         spec: of the state's tensor, for errors. target: has the published order of axes.
         Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
@@ -117,8 +117,8 @@ class Packed:
             raise _no_scales(self.source, blocks.name, "4", self.name + _SCALES)
         experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
         shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
-        found = [blocks.shape, scales.shape, blocks.code, scales.code]
-        if found != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
+        stored = [blocks.shape, scales.shape, blocks.code, scales.code]
+        if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
             raise ShapeMismatch(
                 f"{self.source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
                 f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
@@ -149,7 +149,7 @@ class _PackedPart(TensorMemory):
         self._source, self._scales = source, scales
         self.spec = TensorSpec(blocks.name, blocks.code, shape)
         (expert, first, *rest), (experts, rows, *sides) = theirs
-        self._columns = (first, first + rows)  # of what is published, rows of what it stands for
+        self._columns = (first, first + rows)  # columns as published, rows of the tensor that it stands for
         low, high = first // 2, -(-(first + rows) // 2)
         self.box = Box((expert, *rest, low), (experts, *sides, high - low))
 
@@ -173,7 +173,8 @@ class _PackedPart(TensorMemory):
     def _exponents(
         self, expert: int, row: int, rows: int, turn: list[int], some: torch.Tensor
     ) -> torch.Tensor:
-        """Of these rows, of all their groups. turn: the first of the columns that take turns, if they do."""
+        """Read the exponents of these rows, for all their groups. turn: the first of the interleaved columns,
+        if they are interleaved."""
         each = self.spec.shape[2] if turn else 1
         data = self._source.read_rows(
             self._scales.name, (expert * self._scales.shape[1] + row * each, rows * each)
@@ -184,7 +185,7 @@ class _PackedPart(TensorMemory):
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """The numbers that 4 bits stand for, twice as many along the last axis: the lower bits come first."""
+    """Unpack the numbers that 4 bits stand for, two from each byte along the last axis, lower bits first."""
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
     pairs = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
     return table[pairs.int()]

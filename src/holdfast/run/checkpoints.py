@@ -1,4 +1,4 @@
-"""`Checkpoints`: a run folder with numbered steps, which is what a training loop wants."""
+"""`Checkpoints`: a run folder with numbered steps, for a training loop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Checkpoints(RunFolder):
     """The steps of one run, `run/step-00000100/` and so on.
 
     A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time.
-    `keep` is how many committed steps stay (None: all); older ones go after a newer one is committed, never
-    before. Use it as a context manager, or call `close()`, before the process group is destroyed: both wait
-    for what is under way.
+    `keep` is how many committed steps stay (None: all); older ones are removed after a newer one is
+    committed, never before. Use it as a context manager, or call `close()`, before the process group is
+    destroyed: both wait for the saves under way.
 
     asynchronous, in_flight, on_busy, on_failure, host_memory_budget, takeover: see
         `holdfast.run.folder.RunFolder`.
@@ -48,17 +48,17 @@ class Checkpoints(RunFolder):
         expected: str | Iterable[str] | None = PREVIOUS,
         notes: Json = None,
     ) -> Pending | None:
-        """Save a step: copy the state, and go on. `committed()` of what this returns waits until it is
-        durable.
+        """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
+        step is durable.
 
-        While `in_flight` saves are under way, `on_busy` says what this does (None is returned for a save that
+        While `in_flight` saves are under way, `on_busy` says what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
-        nothing. `expected="previous"` compares names with the newest committed step's.
+        nothing. `expected="previous"` compares names with those of the newest committed step.
         """
 
         step = whole_step(step)
 
-        # Called once a slot is free: only then is the state read, and only then does the deadline begin.
+        # Called once a slot is free: the state is read then, and the deadline begins then.
         def make(call: Call) -> SaveJob:
             request = SaveRequest(
                 store=self._folder(step),
@@ -95,9 +95,9 @@ class Checkpoints(RunFolder):
         """Load the newest committed step (or `step`) in place; returns its number, None if there is no
         checkpoint at all.
 
-        A step may be one of torch DCP or megatron-core. Checkpoints that are no step's, or can't be loaded,
-        are a BadInput, never None. All ranks load the same step. A step that turns out to be damaged is
-        passed over for the one before it, with a warning, unless `fallback=False` or a step was named.
+        A step may be a checkpoint of torch DCP or megatron-core. If the folder has only checkpoints that are
+        no steps, or can't be loaded, that is a BadInput, never None. All ranks load the same step. If a step
+        is damaged, the one before it is loaded, with a warning, unless `fallback=False` or `step` is given.
         """
         report = self.restore_report(
             state, step, include=include, exclude=exclude, strict=strict, fallback=fallback
@@ -114,7 +114,7 @@ class Checkpoints(RunFolder):
         strict: bool = True,
         fallback: bool = True,
     ) -> LoadReport | None:
-        """`restore`, returning the whole report; None if there is no checkpoint at all."""
+        """Do what `restore` does, and return the whole report; None if there is no checkpoint at all."""
 
         def load(store: Store, call: Call) -> LoadReport:
             report = LoadRequest(
@@ -134,6 +134,6 @@ class Checkpoints(RunFolder):
                     report.step,
                     number,
                 )
-            return replace(report, step=number)  # it may also be saved without one, or by torch DCP
+            return replace(report, step=number)  # it may have been saved without a step, or by torch DCP
 
         return self._load(load, step, fallback)

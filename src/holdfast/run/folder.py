@@ -1,5 +1,5 @@
-"""The numbered steps of a run: which is the newest, which may go, what is loaded if the newest is damaged;
-and the save that is under way."""
+"""The numbered steps of a run: find the newest, remove old ones, load an older one if the newest is damaged;
+and keep track of the saves under way."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 _RETRY = re.compile(r"retry\((\d+)\)")
 TRIES = 10
-"""Times that a load begins anew because its checkpoint was replaced or retired meanwhile."""
+"""How often a load begins again because its checkpoint was replaced or retired meanwhile."""
 T = TypeVar("T")
 
 
 class RunFolder:
-    """A run folder as its ranks use it; what a state is made of is for those who extend it.
+    """A run folder as its ranks use it. Subclasses define what a state is made of.
 
-    keep: how many committed steps stay (None: all); older ones go after a newer one is committed, never
-        before.
+    keep: how many committed steps stay (None: all); older ones are removed after a newer one is committed,
+        never before.
     asynchronous: `save` returns once the state is copied; else once it is committed.
-    in_flight: how many saves may be under way at once. Each has a copy of the state and a writer process of
-        its own.
-    on_busy: what `save` does while as many are under way: "wait" for the oldest, or "skip" this one, on all
+    in_flight: how many saves may be under way at once. Each has its own copy of the state and its own writer
+        process.
+    on_busy: what `save` does while that many are under way: "wait" for the oldest, or "skip" this one, on all
         ranks.
-    on_failure: of a save in the background: "raise" its error on all ranks at the next `save` that waits for
-        it (with one in flight: the next), at `restore` or `close`;
-        "warn" of it and go on; "retry(3)": try three times more, then raise.
+    on_failure: what a failed save in the background does: "raise" its error on all ranks at the next `save`
+        that waits for it (with one in flight: the next `save`), at `restore` or `close`; "warn" and go on;
+        "retry(3)": try three times more, then raise.
     host_memory_budget: bytes that copies of asynchronous saves may take on this rank, in equal parts; a state
         that is larger than its part is copied in waves.
-    takeover: save even if another job that is at work, or can't be seen to have ended, saves into this
-        folder; its saves fail then.
+    takeover: save even if another job saves into this folder that is at work, or is not known to have ended;
+        the saves of that job then fail.
     participants, process_group, no_dist: who takes part in every call, as in `holdfast.save`.
     timeout, stall_timeout: seconds for each call, counted from it.
     grid: the layout, kept in each index. options, roster: as in `holdfast.save`.
@@ -115,9 +115,9 @@ class RunFolder:
         self._in_flight, self._begun = in_flight, 0
         self._pending: deque[Pending] = deque()
         self._damaged: set[int] = set()
-        """Steps that a load has passed over."""
+        """Steps that a load found damaged."""
         self.tidying = threading.Lock()
-        """What follows a commit is done for one step at a time."""
+        """Held while old steps are removed: for one commit at a time."""
         self._call = partial(
             begin_call,
             roster,
@@ -127,30 +127,30 @@ class RunFolder:
             timeout=timeout,
             stall_timeout=stall_timeout,
         )
-        """Begins a call: its deadline counts from then."""
+        """Begins a call, and with it its deadline."""
         self._grid, self._options = grid, options or Options()
         self._takeover = takeover
-        # At the end of the process the folder is given back after the saves (`exits.Stage`).
+        # At the end of the process the folder is released after the saves (`exits.Stage`).
         self._lease = lease_of(self.store)
         self._slots = [background_of(self) for _ in range(in_flight)]
 
     def latest(self) -> int | None:
-        """The newest committed step as this rank sees it, or None."""
-        found = self.steps()
-        if not found:
+        """Return the newest committed step as this rank sees it, or None."""
+        steps = self.steps()
+        if not steps:
             refuse_other_checkpoints(self.store)
-        return found[-1] if found else None
+        return steps[-1] if steps else None
 
     def steps(self) -> list[int]:
-        """All committed steps, ascending."""
+        """List all committed steps, ascending."""
         return list(committed_steps(self.store))
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait for the saves that are under way, and give back memory, descriptors and writer processes.
+        """Wait for the saves under way, and free memory, descriptors and writer processes. A later save makes
+        new ones.
 
         timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a
-            save, on all ranks. A later
-        save begins anew.
+            save, on all ranks.
         """
         first: HoldfastError | None = None
         while self._pending:
@@ -175,19 +175,19 @@ class RunFolder:
             self.close()
             return
         try:
-            self.close(EXIT_GRACE)  # what was copied is still worth keeping
+            self.close(EXIT_GRACE)  # the copied states are still worth saving
         except Exception as failure:
             log.warning("%s", failure)
 
     def _settle(self, leave: int = 0, timeout: float | None = None) -> None:
-        """See how the oldest saves ended, until so many are left that may be under way."""
+        """Wait for the oldest saves, and raise or log their errors, until at most `leave` are left."""
         while len(self._pending) > leave:
             pending = self._pending[0]
             try:
                 pending.committed(timeout)
             except BaseException:
                 if not pending.done() or pending.upload_completion.exception() is None:
-                    raise  # it goes on, or this is another's: Ctrl-C
+                    raise  # the save goes on, or this is not its error: Ctrl-C
                 self._pending.popleft()
                 self._failed(pending)
             else:
@@ -201,13 +201,13 @@ class RunFolder:
         log.warning("A save in the background failed: %s", error)
 
     def _save(self, make: Callable[[Call], SaveJob], step: int) -> Pending | None:
-        """Begin what `make` reads; None if it was skipped because too many are under way on some rank."""
+        """Begin the save that `make` gives; None if it is skipped because a rank has too many under way."""
         if self._skips and self._asynchronous and self._is_busy(step):
             return None
         self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
         if self._asynchronous:
             slot = self._begun % self._in_flight  # that of the oldest, which has ended
-            self._begun += 1  # also if it fails here: ranks meet on the same lane the next time
+            self._begun += 1  # also if it fails here, so that ranks use the same lane the next time
             # Saves of other slots and other run folders run at the same time, so each has its own messages.
             lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{slot}"
             pending = self._slots[slot].save(
@@ -223,39 +223,41 @@ class RunFolder:
         return finished(make(self._call()).run(), step)
 
     def _is_busy(self, step: int) -> bool:
-        """Would a save have to wait on any rank? All must answer alike, so they ask each other."""
+        """Return whether a save would have to wait on any rank. All must decide alike, so they agree."""
         mine = len(self._pending) == self._in_flight and not self._pending[0].done()
         title = f"question whether to skip step {step} in {self.store.url}"
         place = f"{self.store.url}|busy|{step}"
-        return bool(agree(title, place, lambda said: any(said.values()), self._call().lane("busy"), mine))
+        return bool(
+            agree(title, place, lambda answers: any(answers.values()), self._call().lane("busy"), mine)
+        )
 
     def _folder(self, step: int) -> Store:
-        """Where a step is saved."""
+        """Return the folder that a step is saved in."""
         return self.store.child(step_folder(step, self.megatron))
 
     def _newest_but(self, step: int) -> Store | None:
-        """The newest committed step's folder, other than this step's."""
+        """Return the folder of the newest committed step other than `step`."""
         older = [folder for other, folder in own_steps(self.store).items() if other != step]
         return self.store.child(older[-1]) if older else None
 
     def _permit(self, call: Call, tick: Callable[[], None]) -> None:
-        """Committer: the run folder is this job's, or Conflict is raised."""
+        """Raise Conflict if the run folder is not this job's. Only the committer calls it."""
         self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
 
     def _retire(self, step: int) -> None:
         """Remove steps beyond `keep`, the one just saved never among them."""
-        # Another job may have taken the folder over since the commit. Its steps are not this job's to remove.
+        # Another job may have taken the folder over since the commit; this job must not remove its steps.
         if self.keep is None or not self._lease.is_held():
             return
         with self.tidying:
-            self._damaged.discard(step)  # it is a new one now
+            self._damaged.discard(step)  # it was saved again
             retire(self.store, self.keep, step, self._damaged)
 
     def _load(self, load: Callable[[Store, Call], T], step: int | None, fallback: bool) -> T | None:
-        """`load` a step, or the newest that is whole; None if there is none."""
+        """Call `load` with a step, or with the newest undamaged one; None if there is none."""
         step = None if step is None else whole_step(step)
         self._settle()
-        call = self._call()  # one for all steps that are tried: an older one does not renew the deadline
+        call = self._call()  # one for all steps that are tried, so that they share its deadline
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
@@ -269,7 +271,7 @@ class RunFolder:
             try:
                 own = step_folder(chosen, self.megatron)
                 return load(self.store.child(committed_folder(self.store, chosen) or own), call)
-            # The job that saves here may replace or retire the step meanwhile: the checkpoint is not damaged.
+            # The job that saves here may replace or retire the step meanwhile: that is no damage.
             except (Replaced, NotCommitted) as error:
                 tries += 1
                 if step is not None or tries > TRIES:
@@ -278,7 +280,7 @@ class RunFolder:
             except CorruptCheckpoint as error:
                 if not fallback or step is not None:
                     raise
-                # All participants come here, so only one of them warns.
+                # All participants get here, so only one of them warns.
                 level = logging.WARNING if call.rank == call.participants[0] else logging.DEBUG
                 log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
                 events.emit(
@@ -288,13 +290,13 @@ class RunFolder:
                 self._damaged.add(chosen)
 
     def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
-        """The newest committed step as the lowest participant sees it."""
+        """Return the newest committed step as the lowest participant sees it, on all ranks."""
 
-        def newest(said: dict[int, Json]) -> int | None:
-            found = self.steps()
-            if not found:
+        def newest(answers: dict[int, Json]) -> int | None:
+            steps = self.steps()
+            if not steps:
                 refuse_other_checkpoints(self.store)
-            whole = [step for step in found if step not in rejected]
+            whole = [step for step in steps if step not in rejected]
             return whole[-1] if whole else None
 
         # The place holds the rejected steps: ranks that have rejected different ones must not meet here.

@@ -1,14 +1,13 @@
-"""Which job saves into a run folder: a small file says so, and another job is told.
+"""Which job saves into a run folder: a lease in a small file, so that a second job gets an error.
 
-Two jobs that save steps into one run folder would delete each other's, as `keep=` removes what is old. So the
-committer puts its job's name into the folder before its first save, shows every few seconds that it lives,
-and looks before each commit, and before it removes a step, that the folder is still its own.
+Two jobs that save steps into one run folder would delete each other's, as `keep=` removes old steps. So the
+committer writes its job's name into the folder before its first save, renews the file every few seconds, and
+checks before each commit, and before it removes a step, that the folder is still its own.
 
-Another job takes the folder over at once where it is known that its owner has ended: it closed its
-`Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. Where that
-can't be seen it waits until the owner has given no sign of life for a while. Clocks of hosts are not
-compared. An owner that was taken over although it lives is told at its next save, and removes nothing any
-more.
+Another job takes the folder over at once if it is known that the owner has ended: it closed its
+`Checkpoints`, its process is gone from this host, or it was an earlier start of the same job. If that is not
+known, the other job waits until the file has not changed for a while. Clocks of hosts are not compared. An
+owner that was taken over while alive gets an error at its next save, and removes nothing any more.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ from holdfast.threads import drop_spares, keep_spares, start_thread, within
 
 log = logging.getLogger("holdfast")
 BEAT = 10.0
-"""Seconds between two signs of life."""
+"""Seconds between two renewals of the file."""
 SILENT = 3.5 * BEAT
-"""Seconds without a sign of life after which an owner that can't be seen from here is taken to have ended."""
+"""Seconds without a renewal after which an owner that this host can't observe counts as ended."""
 # A name for this process: a pid may belong to another process later. A fork draws its own.
 _PROCESS = secrets.token_hex(8)
 
@@ -47,9 +46,9 @@ class Owner(msgspec.Struct, frozen=True):
     """The content of the file."""
 
     job: str
-    """The same on all ranks of a job, and of no other one."""
+    """The same on all ranks of a job, and different for every other job."""
     name: str
-    """What the launcher calls the job; restarts keep it. Empty if it has no name."""
+    """The launcher's name for the job, which restarts keep; "" if it has none."""
     restarts: int
     process: str
     rank: int
@@ -57,12 +56,12 @@ class Owner(msgspec.Struct, frozen=True):
     machine: str
     pid: int
     started: str
-    """By the kernel's clock; tells a pid that was given to another process."""
+    """By the kernel's clock; distinguishes a later process with the same pid."""
     since: float
     """Wall-clock seconds, for people."""
     beat: int
     version: str = ""
-    """Drawn anew each time; the last bytes of the file tell one version from another."""
+    """Random, new at each write: the last bytes of the file identify its version."""
 
     def __str__(self) -> str:
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -70,8 +69,8 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """A run folder's owner as this process sees it. One a folder and process; only the committer's process
-    holds it."""
+    """The ownership of a run folder as this process sees it: one object per folder and process. Only the
+    committer's process holds it."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -80,51 +79,52 @@ class Lease:
         self._mine: Owner | None = None
         self._thread: threading.Thread | None = None
         self._calls: SimpleQueue[None] = SimpleQueue()
-        """Wakes the thread. A simple queue, since a user can go in the middle of anything, and only this one
-        is made for that."""
+        """Wakes the thread. A SimpleQueue, because its `put` may be called by a finalizer at any point of any
+        code."""
 
     def hold(self, user: object, job: str, rank: int, takeover: bool, tick: Callable[[], None]) -> None:
-        """Make sure that the folder is this job's. Raises Conflict if another one has it, or has taken it
+        """Make sure that the folder is this job's. Raises Conflict if another job has it, or has taken it
         over.
 
-        user: who needs it until `leave`, or until it is gone.
-        takeover: take it from an owner that is alive, or that can't be seen from here, without waiting.
-        tick: told that this goes on.
+        user: an object that needs the folder until `leave`, or until it is garbage-collected.
+        takeover: take it without waiting from an owner that is alive, or not known to have ended.
+        tick: called again and again while this waits.
         """
         with self._lock:
             if user not in self._users:
                 self._users.add(user)
-                # Wakes `_beat` when a user is gone without `leave`. At exit `_give_back` does this.
+                # Wakes `_beat` if a user is garbage-collected without `leave`. At exit `_give_back` does it.
                 finalize(user, self._calls.put, None).atexit = False
-            found, tail = self._read()
-            if found is not None and found.process == _PROCESS:
+            owner, tail = self._read()
+            if owner is not None and owner.process == _PROCESS:
                 return
-            # This process had the folder, so it was taken over. If the new owner has ended, it is taken back.
-            if self._mine is not None and found is not None and not takeover and _lives(found) is not False:
+            # This process had the folder, so it was taken over. If the new owner has ended, take it back.
+            if self._mine is not None and owner is not None and not takeover and _lives(owner) is not False:
                 raise Conflict(
-                    f"{self.store.url} was taken over by {found} while this job was at work in it; nothing "
+                    f"{self.store.url} was taken over by {owner} while this job was at work in it; nothing "
                     "was saved or removed.",
                     hint="Give every job a run folder of its own. Once that job has ended, close() and a new "
                     "Checkpoints take the folder back.",
                 )
             self._mine = None
-            keep_spares(self)  # the folder is given back on a thread, at the end of the process, too
-            if found is not None and not takeover and not _may_take(found, job, self.store.url):
-                self._wait_for_silence(found, tick)
-                found, tail = self._read()
-            # Replaces only the version just read: if two jobs take over at once, one of them gets Conflict.
+            keep_spares(self)  # a thread releases the folder, also at the end of the process
+            if owner is not None and not takeover and not _may_take(owner, job, self.store.url):
+                self._wait_for_silence(owner, tick)
+                owner, tail = self._read()
+            # Replace only the version just read: if two jobs take over at once, one of them gets Conflict.
             self._write(_me(job, rank), tail)
             self._thread = start_thread(self._beat, "holdfast-owner", rank)
 
     def is_held(self) -> bool:
-        """Is the folder still this process's? What can't be told counts as no: then nothing is removed."""
+        """Return whether the folder is still this process's; False if that is unknown, so that nothing is
+        removed."""
         with self._lock, suppress(HoldfastError):
-            found, _ = self._read()
-            return found is not None and found.process == _PROCESS
+            owner, _ = self._read()
+            return owner is not None and owner.process == _PROCESS
         return False
 
     def leave(self, user: object) -> None:
-        """This user needs it no more; the last one gives the folder back."""
+        """Remove a user; the last one releases the folder."""
         with self._lock:
             self._users.discard(user)
             if self._users or self._mine is None:
@@ -137,13 +137,13 @@ class Lease:
         self._mine = None
         drop_spares(self)
         self._calls.put(None)
-        with suppress(HoldfastError):  # its process will be seen to have ended
-            found, _ = self._read()
-            if found is not None and found.process == _PROCESS:
+        with suppress(HoldfastError):  # later jobs will see that this process has ended
+            owner, _ = self._read()
+            if owner is not None and owner.process == _PROCESS:
                 self.store.delete(OWNER)
 
     def _wait_for_silence(self, owner: Owner, tick: Callable[[], None]) -> None:
-        """Watch an owner that can't be seen from here; returns once it is gone."""
+        """Wait until an owner that this host can't observe stops renewing. Raises Conflict if it is alive."""
         log.warning(
             "%s belongs to %s, which can't be seen from here. It is taken over if that gives no sign of life "
             "for %.0f s.",
@@ -155,42 +155,42 @@ class Lease:
         while time.monotonic() < ends:
             tick()
             time.sleep(min(1.0, SILENT / 10))
-            found, _ = self._read()
-            if found is None:
-                return  # it has just given it back
-            if (found.process, found.beat) != (owner.process, owner.beat):
-                raise _refusal(found, self.store.url)
+            current, _ = self._read()
+            if current is None:
+                return  # it has just released the folder
+            if (current.process, current.beat) != (owner.process, owner.beat):
+                raise _refusal(current, self.store.url)
 
     def _beat(self) -> None:
         while True:
             with suppress(Empty):
                 self._calls.get(timeout=BEAT)
             with self._lock:
-                # Given up; or a later `hold` has started another thread.
+                # Released; or a later `hold` has started another thread.
                 if self._mine is None or self._thread is not threading.current_thread():
                     return
-                if not self._users:  # they are gone without a word
+                if not self._users:  # all were garbage-collected without `leave`
                     self._give_up()
                     return
                 try:
-                    found, tail = self._read()
-                    if found is None or found.process != _PROCESS:
-                        return  # the next save says so
+                    owner, tail = self._read()
+                    if owner is None or owner.process != _PROCESS:
+                        return  # the next save raises Conflict
                     self._write(msgspec.structs.replace(self._mine, beat=self._mine.beat + 1), tail)
                 except Conflict:
                     return
                 except HoldfastError as error:
-                    # The next beat tries again. Two in a row may fail within SILENT.
+                    # The next beat tries again: SILENT allows two failures in a row.
                     log.warning("The owner of %s could not be written: %s", self.store.url, error)
 
     def _read(self) -> tuple[Owner | None, bytes | None]:
-        """The owner, and what tells this version of the file; a file that is damaged belongs to nobody."""
+        """Read the owner and the version of the file; a damaged file belongs to nobody."""
         try:
             reader = self.store.open(OWNER)
         except NotFound:
             return None, None
         with closing(reader):
-            # Bounded, because the file may be damaged. An owner takes a few hundred bytes.
+            # Bounded, because the file may be damaged; an owner takes a few hundred bytes.
             data = reader.read(0, 1 << 16)
         try:
             return msgspec.json.decode(data, type=Owner), data[-VERSION_BYTES:]
@@ -198,7 +198,7 @@ class Lease:
             return None, data[-VERSION_BYTES:]
 
     def _write(self, owner: Owner, replacing: bytes | None) -> None:
-        # As the last field it is at the end of the file, where `publish` compares versions.
+        # `version` is the last field, so it is at the end of the file, where `publish` compares versions.
         owner = msgspec.structs.replace(owner, version=secrets.token_hex(VERSION_BYTES))
         self.store.publish(OWNER, msgspec.json.encode(owner), replacing)
         self._mine = owner
@@ -222,20 +222,19 @@ def _me(job: str, rank: int) -> Owner:
 
 
 def _may_take(owner: Owner, job: str, url: str) -> bool:
-    """Is the owner this job, or known to have ended? False if that can't be seen; raises Conflict if it
-    lives."""
+    """Return whether the owner is this job, or is known to have ended. Raises Conflict if it is alive."""
     env = read_environment()
     if owner.job == job:
         return True
     alive = _lives(owner)
-    if alive:  # whatever its name is: two jobs can be given the same
+    if alive:  # whatever its name is: two jobs can have the same
         raise _refusal(owner, url)
     # torchrun and Slurm end one start of a job before they begin the next.
     return alive is False or bool(owner.name and owner.name == env.job and owner.restarts < env.restarts)
 
 
 def _lives(owner: Owner) -> bool | None:
-    """Is the owner's process there? None if that can't be seen from this host."""
+    """Return whether the owner's process is alive; None if this host can't tell."""
     # `alive` does not look at the rank.
     return Identity(0).alive({"machine": owner.machine, "pid": owner.pid, "started": owner.started})
 
@@ -243,8 +242,7 @@ def _lives(owner: Owner) -> bool | None:
 def _refusal(owner: Owner, url: str) -> Conflict:
     return Conflict(
         f"The run folder {url} belongs to another job that is at work: {owner}. Nothing was saved: two jobs "
-        f"in one folder delete each other's "
-        "steps.",
+        "in one folder delete each other's steps.",
         hint="Give every job a run folder of its own; or end that job, or pass takeover=True, which makes "
         "that job's saves fail.",
     )
@@ -255,7 +253,7 @@ _known = threading.Lock()
 
 
 def lease_of(store: Store) -> Lease:
-    """This process's view of who owns a folder."""
+    """Return this process's lease object of a folder."""
     with _known:
         if not _leases:
             at_exit(Stage.FOLDERS, _give_back)
@@ -263,16 +261,16 @@ def lease_of(store: Store) -> Lease:
 
 
 def _give_back() -> None:
-    """At the end of the process: what is held is given back, as far as storage answers."""
+    """Release all leases at the end of the process, as far as storage answers."""
     for lease in list(_leases.values()):
         for user in list(lease._users):
             with suppress(HoldfastError):
-                # Storage may not answer, and the process must be able to end.
+                # Storage may not answer, but the process must be able to end.
                 within(5.0, f"giving back {lease.store.url}", partial(lease.leave, user))
 
 
 def _forked() -> None:
-    """A fork holds nothing."""
+    """Forget all leases in a fork, which holds none."""
     global _PROCESS
     _PROCESS = secrets.token_hex(8)
     _leases.clear()

@@ -1,4 +1,4 @@
-"""SIGTERM, or a word from the user, on any rank: all ranks stop at the same step, in time to save."""
+"""Preemption: after SIGTERM, or a request, on any rank, all ranks stop at the same step, in time to save."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 LANE = "preemption"
 ASKED = "asked"
 POLL = 0.5
-"""Seconds between two looks at whether another rank wants to stop."""
+"""Seconds between two checks whether another rank wants to stop."""
 
 
 _made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""How many there were already, by participants: the same on all ranks."""
+"""How many `Preemption`s a roster had already, by participants: the same on all ranks."""
 
 
 class Preemption:
-    """Ask `should_stop()` once a step, on all ranks; it is True on all of them at the same step.
+    """Call `should_stop()` once a step, on all ranks; it is True on all of them at the same step.
 
         with holdfast.Preemption(budget=60) as preemption:
             for step in range(start, steps):
@@ -44,8 +44,8 @@ class Preemption:
                     break
 
     budget: seconds from the signal until the process should have ended; `left()` says what remains of it.
-    signals: which signals ask for a stop on this rank; handlers are put back by `close`. From another thread
-        than the main one pass `signals=()` and call `request()`.
+    signals: which signals ask for a stop on this rank; `close` restores their handlers. On another thread
+        than the main one, pass `signals=()` and call `request()`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Preemption:
         self._closed = threading.Event()
         made = _made.setdefault(self._roster, Counter())
         made[who] += 1  # a stop that was asked for before is not this one's
-        some = digest("-".join(map(str, who)).encode())  # a key has room for no list of thousands
+        some = digest("-".join(map(str, who)).encode())  # a list of thousands is too long for a key
         here = hex_digest(some) if len(who) < self._roster.world_size else "all"
         self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
         self.reason: str | None = None
@@ -79,7 +79,7 @@ class Preemption:
         self._thread.start()
 
     def should_stop(self) -> bool:
-        """Is this the step at which all ranks stop? Call it once a step, on every participant."""
+        """Return whether all ranks stop at this step. Call it once a step, on every participant."""
         return self._consensus.reached()
 
     def request(self, why: str = "request()") -> None:
@@ -88,11 +88,11 @@ class Preemption:
         self._wanted.set()
 
     def left(self) -> float:
-        """Seconds of the budget that are left; all of it if nobody asked."""
+        """Return the seconds that are left of the budget; all of it if nobody asked for a stop."""
         return self._budget if self._deadline is None else max(self._deadline.left(), 0.0)
 
     def close(self) -> None:
-        """Put signal handlers back, and stop watching."""
+        """Restore signal handlers, and stop watching."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -107,31 +107,31 @@ class Preemption:
         self.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # No lock may be taken here: the main thread, or a handler that this one has interrupted, may hold it.
-        # So the thread looks for this, and no event is set.
+        # Take no lock here: the main thread, or a handler that this one has interrupted, may hold it. So set
+        # no event: the thread polls `_signalled`.
         if self._signalled is None:
             self._asked_at(signal.Signals(number).name)
             self._signalled = number
 
     def _asked_at(self, why: str) -> None:
-        """The budget begins with the first that asks."""
+        """Note a reason to stop; the budget begins with the first one."""
         if self._deadline is None:
             self._deadline = Deadline(self._budget, REAL_CLOCK)
             self.reason = f"{why} on rank {self._roster.rank}"
 
     def _watch(self) -> None:
-        with suppress(RosterLost):  # the job is ending anyway; whoever waits for ranks says so
+        with suppress(RosterLost):  # the job is ending anyway; calls that wait for ranks report it
             while not self._closed.is_set():
                 if self._wanted.wait(POLL) or self._signalled is not None:
                     break
                 asked = self._roster.get([self._asked])[0]
                 if asked is not None:
-                    # Counted from now, up to POLL after the signal: clocks of hosts are not compared.
+                    # The budget counts from now, up to POLL after the signal: hosts' clocks are not compared.
                     self._deadline = Deadline(self._budget, REAL_CLOCK)
                     self.reason = str(asked["reason"])
                     break
             if self._closed.is_set():
                 return
-            # First, because `propose` waits for the ranks that hear of the stop by this.
+            # First, because `propose` waits for ranks that learn of the stop by this key.
             self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
             self._consensus.propose()

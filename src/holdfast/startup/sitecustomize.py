@@ -32,8 +32,7 @@ def _install(_: object) -> None:
         from holdfast.integrations.install import install, is_installed
         from holdfast.options import read_install
     except ImportError:
-        # It was Holdfast that imported torch, and it is half loaded: once a framework is there it no longer
-        # is.
+        # Holdfast itself has imported torch, and is half loaded. Once a framework is imported it is complete.
         import wrapt
 
         for package in _FRAMEWORKS:

@@ -19,7 +19,7 @@ _WHERE = {
 __all__ = ["ManualClock", "RosterContract", "StoreContract"]
 
 
-# On demand: the contracts import pytest, which nobody needs for a clock.
+# On demand: the contracts import pytest, which the clock does not need.
 def __getattr__(name: str) -> object:
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)

@@ -22,7 +22,7 @@ class ManualClock:
         """What `sleep` was asked for, in order."""
 
     def now(self) -> float:
-        # The code under test may look from a thread of its own while the test moves it.
+        # The code under test may read the clock on another thread while the test moves it.
         with self._lock:
             return self._now
 

@@ -49,7 +49,7 @@ class RosterContract:
         first, second = world(2)
         begun = time.monotonic()
         assert not first.wait("never", 0.2)
-        # Not before its time either: the protocol's pauses would become a busy loop.
+        # Not early either: the protocol's pauses would become a busy loop.
         assert 0.15 < time.monotonic() - begun < 1.0
         timer = threading.Timer(0.2, lambda: second.put("soon", {}))
         timer.start()
@@ -62,22 +62,22 @@ class RosterContract:
         rosters = world(6)
         # Ten turns, because a race is lost only now and then.
         for turn in range(10):
-            # All at once, or the first would have claimed before the others begin.
+            # All at once, or the first would claim before the others begin.
             start = threading.Barrier(len(rosters))
-            found: list[Message] = []
+            outcomes: list[Message] = []
 
             def claim(roster: Roster, turn: int = turn, start: threading.Barrier = start) -> None:
                 start.wait(10)
-                found.append(roster.claim(f"outcome/{turn}", {"rank": roster.rank}))  # noqa: B023
+                outcomes.append(roster.claim(f"outcome/{turn}", {"rank": roster.rank}))  # noqa: B023
 
             threads = [threading.Thread(target=claim, args=(roster,)) for roster in rosters]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(10)
-            assert len(found) == len(rosters)
-            assert all(message == found[0] for message in found)
-            assert rosters[0].get([f"outcome/{turn}"]) == [found[0]]
+            assert len(outcomes) == len(rosters)
+            assert all(message == outcomes[0] for message in outcomes)
+            assert rosters[0].get([f"outcome/{turn}"]) == [outcomes[0]]
 
     def test_counters_count_over_all_ranks(self, world: Callable[[int], list[Roster]]) -> None:
         first, second = world(2)
@@ -87,7 +87,7 @@ class RosterContract:
             1,
             3,
         ]
-        # A counter that was deleted begins at 1: whoever leaves a call last deletes what was counted.
+        # A deleted counter begins at 1 again: the last rank that leaves a call deletes its counters.
         first.delete(["n"])
         assert second.count("n") == 1
 

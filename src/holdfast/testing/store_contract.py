@@ -7,7 +7,7 @@
         def store(self) -> Store:
             return MyStore(...)          # an empty one, for each test
 
-The protocol of a save rests on these promises (see `holdfast.store.base`). For a store that has links
+The protocol of a save relies on these promises (see `holdfast.store.base`). For a store that has links,
 override `link`, too.
 """
 
@@ -30,35 +30,35 @@ HOSTILE_PATHS = (
 
 
 def race(actions: list[Callable[[], object]]) -> list[object]:
-    """Run them at once, each on its thread; what each returned or raised."""
-    # Threads start one after the other: without a gate the first would be done before the last begins.
+    """Run all at once, each on a thread of its own; return what each returned or raised."""
+    # Threads start one after the other: without a barrier the first would be done before the last begins.
     gate = threading.Barrier(len(actions))
-    found: list[object] = [None] * len(actions)
+    outcomes: list[object] = [None] * len(actions)
 
-    def run(at: int) -> None:
+    def run(index: int) -> None:
         gate.wait(30)
         try:
-            found[at] = actions[at]()
+            outcomes[index] = actions[index]()
         except Exception as error:
-            found[at] = error
+            outcomes[index] = error
 
-    threads = [threading.Thread(target=run, args=(at,)) for at in range(len(actions))]
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(actions))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
+    return outcomes
 
 
 def put(store: Store, path: str, data: bytes) -> None:
-    """A finished file."""
+    """Write a file to its end."""
     writer = store.create(path)
     writer.write_at(0, [data])
     writer.finish()
 
 
 def content(store: Store, path: str) -> bytes:
-    """All of a file."""
+    """Read a whole file."""
     reader = store.open(path)
     try:
         return reader.read(0, reader.size)
@@ -91,20 +91,22 @@ class StoreContract:
         reader.close()
 
     def test_writes_may_come_in_any_order_and_from_several_threads(self, store: Store) -> None:
-        parts = [bytes([at]) * 1000 for at in range(16)]
+        parts = [bytes([index]) * 1000 for index in range(16)]
         writer = store.create("a")
         # Holes first, which later writes fill.
         order = [*range(1, 16, 2), *range(0, 16, 2)]
 
-        def write(at: int) -> Callable[[], object]:
-            return lambda: writer.write_at(at * 1000, [parts[at][:300], parts[at][300:]])
+        def write(index: int) -> Callable[[], object]:
+            return lambda: writer.write_at(index * 1000, [parts[index][:300], parts[index][300:]])
 
-        assert race([write(at) for at in order]) == [None] * 16
+        assert race([write(index) for index in order]) == [None] * 16
         writer.finish()
         assert content(store, "a") == b"".join(parts)
 
     def test_many_buffers_at_once(self, store: Store) -> None:
-        buffers = [bytes([at % 256]) * (at % 7) for at in range(3000)]  # more than one system call takes
+        buffers = [
+            bytes([index % 256]) * (index % 7) for index in range(3000)
+        ]  # more than one system call takes
         writer = store.create("a")
         writer.write_at(0, [b"head"])
         writer.write_at(4, buffers)
@@ -145,10 +147,10 @@ class StoreContract:
         put(store, "a", data)
         reader = store.open("a")
 
-        def some(at: int) -> Callable[[], object]:
-            return lambda: bytes(reader.read(at * 100, 100)) == data[at * 100 : at * 100 + 100]
+        def some(index: int) -> Callable[[], object]:
+            return lambda: bytes(reader.read(index * 100, 100)) == data[index * 100 : index * 100 + 100]
 
-        assert race([some(at) for at in range(20)]) == [True] * 20
+        assert race([some(index) for index in range(20)]) == [True] * 20
         reader.close()
 
     def test_create_is_exclusive(self, store: Store) -> None:
@@ -159,10 +161,10 @@ class StoreContract:
         assert content(store, "d/a") == b"first"
 
     def test_of_several_that_create_one_wins(self, store: Store) -> None:
-        found = race([lambda: store.create("a") for _ in range(8)])
-        winners = [one for one in found if not isinstance(one, Exception)]
+        outcomes = race([lambda: store.create("a") for _ in range(8)])
+        winners = [one for one in outcomes if not isinstance(one, Exception)]
         assert len(winners) == 1
-        assert all(isinstance(one, StorageError) for one in found if one is not winners[0])
+        assert all(isinstance(one, StorageError) for one in outcomes if one is not winners[0])
 
     def test_discard_leaves_nothing_and_never_raises(self, store: Store) -> None:
         writer = store.create("data/a")
@@ -190,7 +192,7 @@ class StoreContract:
         with pytest.raises(Conflict, match="another save"):
             store.publish("d/index", second, None)
         assert content(store, "d/index") == first
-        # What the loser has written under another name must not be left.
+        # The loser's temporary file must not be left.
         assert store.list("d") == ["index"]
 
     def test_publish_replaces_just_the_version_it_was_told(self, store: Store) -> None:
@@ -212,43 +214,45 @@ class StoreContract:
         store.publish("index", first, None)
         reader = store.open("index")
         store.publish("index", second, first[-VERSION_BYTES:])
-        # Who reads an index must not see a half of one version and a half of the next.
+        # A reader of an index must not see half of one version and half of the next.
         assert bytes(reader.read(0, reader.size)) == first
         reader.close()
 
     # Several times, because a lost race shows only now and then.
     @pytest.mark.parametrize("attempt", range(5))
     def test_of_several_that_publish_one_wins(self, store: Store, attempt: int) -> None:
-        versions = [bytes([at]) * 40 for at in range(8)]
+        versions = [bytes([index]) * 40 for index in range(8)]
 
-        def publish(at: int) -> Callable[[], object]:
-            return lambda: store.publish("index", versions[at], None)
+        def publish(index: int) -> Callable[[], object]:
+            return lambda: store.publish("index", versions[index], None)
 
-        found = race([publish(at) for at in range(8)])
-        self._one_won(store, found, versions)
+        outcomes = race([publish(index) for index in range(8)])
+        self._one_won(store, outcomes, versions)
 
     @pytest.mark.parametrize("attempt", range(5))
     def test_of_several_that_replace_one_version_one_wins(self, store: Store, attempt: int) -> None:
         old = b"old" * 40
         store.publish("index", old, None)
-        versions = [bytes([at]) * 40 for at in range(8)]
+        versions = [bytes([index]) * 40 for index in range(8)]
 
-        def publish(at: int) -> Callable[[], object]:
-            return lambda: store.publish("index", versions[at], old[-VERSION_BYTES:])
+        def publish(index: int) -> Callable[[], object]:
+            return lambda: store.publish("index", versions[index], old[-VERSION_BYTES:])
 
-        found = race([publish(at) for at in range(8)])
-        self._one_won(store, found, versions)
+        outcomes = race([publish(index) for index in range(8)])
+        self._one_won(store, outcomes, versions)
 
     @staticmethod
-    def _one_won(store: Store, found: list[object], versions: list[bytes]) -> None:
-        won = [at for at, one in enumerate(found) if one is None]
-        assert len(won) == 1, found
-        assert all(isinstance(one, Conflict) for at, one in enumerate(found) if at not in won), found
+    def _one_won(store: Store, outcomes: list[object], versions: list[bytes]) -> None:
+        won = [index for index, one in enumerate(outcomes) if one is None]
+        assert len(won) == 1, outcomes
+        assert all(isinstance(one, Conflict) for index, one in enumerate(outcomes) if index not in won), (
+            outcomes
+        )
         assert content(store, "index") == versions[won[0]]
         assert store.list() == ["index"]
 
     def test_a_chain_of_replacements_loses_none(self, store: Store) -> None:
-        """Many that each replace what they saw: exactly the successes count up."""
+        """Replace what each thread has read: the count must equal the number of successes."""
         store.publish("count", b"%016d" % 0, None)
 
         def add() -> object:
@@ -262,7 +266,7 @@ class StoreContract:
                     continue
             return done
 
-        # A version that two have replaced would be counted by both.
+        # If two could replace the same version, both would count it.
         done = race([add] * 4)
         assert int(content(store, "count")) == sum(int(str(one)) for one in done)
 
@@ -292,9 +296,9 @@ class StoreContract:
 
     def test_stat_tells_what_a_name_stands_for(self, store: Store) -> None:
         put(store, "a/x", b"123")
-        found = store.stat("a/x")
-        assert found is not None
-        assert (found.kind, found.size) == (Kind.FILE, 3)
+        entry = store.stat("a/x")
+        assert entry is not None
+        assert (entry.kind, entry.size) == (Kind.FILE, 3)
         folder, itself = store.stat("a"), store.stat()
         assert folder is not None
         assert itself is not None
@@ -316,7 +320,7 @@ class StoreContract:
         assert content(store, "a/x") == b"2"
 
     def test_a_folder_that_vanishes_while_it_is_written_to_is_made_again(self, store: Store) -> None:
-        """A save that failed takes its empty folders away while the next one begins."""
+        """A failed save removes its empty folders while the next save begins."""
         child, stop = store.child("step"), threading.Event()
 
         def sweep() -> None:
@@ -325,20 +329,20 @@ class StoreContract:
                     child.delete("data")
                 child.remove()
 
-        def write(at: int) -> Callable[[], object]:
+        def write(worker: int) -> Callable[[], object]:
             def act() -> object:
                 for number in range(20):
-                    put(child, f"data/{at}-{number}", b"1")
-                    child.delete(f"data/{at}-{number}")
-                child.publish(f"index-{at}", b"2" * 20, None)
-                return content(child, f"index-{at}")
+                    put(child, f"data/{worker}-{number}", b"1")
+                    child.delete(f"data/{worker}-{number}")
+                child.publish(f"index-{worker}", b"2" * 20, None)
+                return content(child, f"index-{worker}")
 
             return act
 
         sweeper = threading.Thread(target=sweep)
         sweeper.start()
         try:
-            assert race([write(at) for at in range(3)]) == [b"2" * 20] * 3
+            assert race([write(worker) for worker in range(3)]) == [b"2" * 20] * 3
         finally:
             stop.set()
             sweeper.join(60)
@@ -362,8 +366,8 @@ class StoreContract:
         assert not store.child("linked").remove()
         assert store.list("others") == ["data/"]
         assert store.list("others/data") == ["x"]
-        found = [store.stat("step/data"), store.stat("linked"), store.child("linked").stat()]
-        assert [entry.kind for entry in found if entry is not None] == [Kind.LINK] * 3
+        entries = [store.stat("step/data"), store.stat("linked"), store.child("linked").stat()]
+        assert [entry.kind for entry in entries if entry is not None] == [Kind.LINK] * 3
 
     def test_a_link_is_deleted_as_the_link_it_is(self, store: Store) -> None:
         put(store, "others/x", b"1")

@@ -1,9 +1,10 @@
-"""Families of models: which published tensors a tensor of megatron-core's is made of.
+"""Families of models: the published tensors that each of megatron-core's tensors is made of.
 
-A table (`families/*.toml`) has a section for each kind of layer. A section's key is our prefix, `published`
-the prefix there, and each entry a name of ours and what it is made of (`mapping.parse`). `extends` names a
-table that is read first, or several; `within` a section whose entries are taken over, with megatron-core's
-`transformer_layer` or `mtp_model_layer` before them.
+A table (`families/*.toml`) has a section for each kind of layer. A section's key is the prefix of our names,
+`published` the prefix of the published ones, and each entry a name of ours and what it is made of
+(`mapping.parse`). "Ours" are megatron-core's names and tensors, or transformers' where a table lists those.
+`extends` names one or more tables that are read first; `within` names a section whose entries are copied,
+with megatron-core's `transformer_layer` or `mtp_model_layer` before them.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _FOLDER = files("holdfast.views") / "families"
 _NUMBER = re.compile(r"\.\d+(?=\.|\Z)")
 _HOLES = re.compile(r"\.\{(layer|expert)\}")
 _INNER = ("transformer_layer.", "mtp_model_layer.")
-"""What megatron-core puts before a layer that predicts further tokens: 0.16, and since 0.19."""
+"""What megatron-core puts before the layer in a multi-token prediction layer: 0.16, and since 0.19."""
 _MODEL, _INNER_MODEL = "model.", "model.language_model."
-"""Where the layers of a language model are, and those of the one inside a model of several kinds of input."""
+"""Prefix of the layers of a language model, and of the language model inside a multimodal one."""
 
 
 class _Table(msgspec.Struct):
@@ -41,16 +42,16 @@ class Entry(NamedTuple):
     name: str
     """Ours, with `{layer}` and `{expert}` in it."""
     pattern: re.Pattern[str]
-    """Of names; a number may be missing, and is an axis of the tensor then."""
+    """Matches its names. If a number is missing, the tensor has an axis for it."""
     holes: tuple[str, ...]
-    """`layer`, `expert`: which of them the name has room for, in order."""
+    """`layer`, `expert`: which of them the name contains, in order."""
     rule: Rule
     prefix: str
     """Of the published names."""
 
 
 class Family:
-    """One family, or several that differ in nothing that concerns us."""
+    """A family of models with the same table."""
 
     def __init__(self, name: str) -> None:
         table = _read(name)
@@ -75,28 +76,28 @@ class Family:
         )
 
     def names(self) -> list[str]:
-        """Names of ours that the family has, without numbers of layers and experts."""
+        """List our names in the family, without numbers of layers and experts."""
         return list(self._entries)
 
     def entries(self) -> list[Entry]:
-        """All that the family has."""
+        """List all entries of the family."""
         return list(self._entries.values())
 
     def find(self, name: str) -> tuple[Entry, dict[str, int], list[str]] | None:
-        """The entry of a name, the numbers in it, and the holes that are axes of the tensor instead."""
+        """Return the entry of a name, the numbers in it, and the holes that are axes of the tensor."""
         entry = self._entries.get(_NUMBER.sub("", name))
         match = entry.pattern.fullmatch(name) if entry is not None else None
         if entry is None or match is None:
             return None
-        numbers = {hole: int(found) for hole, found in match.groupdict().items() if found is not None}
+        numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
         return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
 
 
 class View:
     """A published model as megatron-core names and shapes it.
 
-    sizes: numbers of its configuration. is_tied: is its output the embedding?
-    has: does it have a tensor of this name? None: what its configuration says.
+    sizes: numbers of its configuration. is_tied: does its output layer share the embedding?
+    has: tells whether it has a tensor of this name; None: go by its configuration.
     """
 
     def __init__(
@@ -114,31 +115,32 @@ class View:
         return self.family.find(name) is not None
 
     def is_padded(self, name: str) -> bool:
-        """May there be more of a tensor than is published?"""
-        found = self.family.find(name)
-        return found is not None and found[0].rule.way == "padded"
+        """Return whether our tensor may have more rows than the published one."""
+        match = self.family.find(name)
+        return match is not None and match[0].rule.way == "padded"
 
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
-        """What a box of the tensor `name`, of global `shape`, is made of; the rest of it is padding."""
-        found = self.family.find(name)
-        if found is None:
+        """Yield the segments that a box of the tensor `name`, of global `shape`, is made of. The rest of the
+        box is padding."""
+        match = self.family.find(name)
+        if match is None:
             near = nearest(_NUMBER.sub("", name), self.family.names())
             raise BadInput(
                 f"The family {self.family.name!r} has no {name!r}.",
                 hint=f"The nearest of its names: {near}." if near else "",
             )
-        entry, numbers, axes = found
+        entry, numbers, axes = match
         lead, tail = shape[: len(axes)], shape[len(axes) :]
         if len(shape) <= len(axes):
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
-            self._check_number(name, axis, many, numbers)
-        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)]), lead):
+            self._check_number(name, axis, many)
+        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)])):
             for segment in self._of_one(entry, these, tail):
                 whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
                 part = whole.intersect(box)
                 if part is not None:
-                    yield _with_lead(segment, len(place), whole, part)
+                    yield _with_lead(segment, len(place), part)
 
     def parts(
         self,
@@ -148,9 +150,10 @@ class View:
         shapes: Sequence[Dims],
         boxes: Callable[[str, Dims, int], Sequence[Box]],
     ) -> Iterator[tuple[Segment, Box]]:
-        """Of a tensor of ours, whose published ones have `shapes`: the parts of segments that lie in boxes.
+        """Yield the segments of a tensor of ours, and the parts of them that lie in the wanted boxes.
 
-        boxes: which ones are wanted, by name, shape, and how many tensors are one below the other in it.
+        shapes: of its published tensors. boxes: gives the wanted boxes by name, shape, and the number of
+            tensors that are concatenated in it along its rows.
         """
         way = self._rule(entry, numbers)[0].way
         shape = shape_made(way, shapes, self._numbers(numbers))
@@ -164,22 +167,26 @@ class View:
                 if part is not None:
                     yield segment, part
 
-    def _check_number(self, name: str, axis: str, many: int, numbers: dict[str, int]) -> None:
-        """A model with fewer layers or experts than were published would take some of them in silence."""
-        said = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], many)
-        if said != many and not name.startswith("mtp."):
+    def _check_number(self, name: str, axis: str, count: int) -> None:
+        """Refuse another number of layers or experts than was published: with fewer, some would silently be
+        left out."""
+        published = self.sizes.get({"layer": "num_hidden_layers", "expert": "num_experts"}[axis], count)
+        if published != count and not name.startswith("mtp."):
             raise ShapeMismatch(
-                f"{name!r} has {many} {axis}s, and the published model {said}.",
+                f"{name!r} has {count} {axis}s, and the published model {published}.",
                 hint="Build the model with the sizes of config.json.",
                 details={"tensor": name},
             )
 
     def published(self, entry: Entry, numbers: dict[str, int]) -> list[str]:
-        """The names of the published tensors that one of ours is made of; numbers: its layer, its expert."""
+        """List the names of the published tensors that one of ours is made of.
+
+        numbers: its layer and its expert.
+        """
         return self._rule(entry, numbers)[1]
 
     def possible(self, entry: Entry) -> list[str]:
-        """The names that it may be made of in one model or another, with `{layer}` and `{expert}` in them."""
+        """List the names of which it may be made in any model, with `{layer}` and `{expert}` in them."""
         rule, other = entry.rule, entry.rule.otherwise
         return [self._place(entry.prefix + name) for name in (*rule.names, *(other.names if other else ()))]
 
@@ -187,7 +194,7 @@ class View:
         return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
 
     def _rule(self, entry: Entry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
-        """The rule that is to be taken, with its names."""
+        """Return the rule that applies to this model, with its names."""
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
@@ -206,38 +213,36 @@ class View:
         return _Numbers({**self.sizes, **numbers})
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
-        """Is a rule's other one to be taken, for the names that they begin with?"""
+        """Return whether the alternative rule applies. name, other: the first names of the two rules."""
         if self._has is None:
             return rule.if_tied and self.is_tied
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
 
 
-def _each(
-    axes: list[str], numbers: dict[str, int], box: Box, lead: Dims
-) -> Iterator[tuple[Dims, dict[str, int]]]:
-    """Every layer and expert in a box of the leading axes: their indices, and all numbers."""
+def _each(axes: list[str], numbers: dict[str, int], box: Box) -> Iterator[tuple[Dims, dict[str, int]]]:
+    """Yield the indices along the leading axes in a box, and the numbers of layer and expert."""
     if not axes:
         yield (), numbers
         return
     for first in range(box.offset[0], box.offset[0] + box.shape[0]):
         rest = Box(box.offset[1:], box.shape[1:])
-        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest, lead[1:]):
+        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest):
             yield (first, *place), these
 
 
-def _with_lead(segment: Segment, lead: int, whole: Box, part: Box) -> Segment:
-    """A segment cut to a part, with leading axes of ours that no published axis runs along."""
+def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
+    """Cut a segment to a part, and add our leading axes, which no published axis corresponds to."""
     inner = Box(part.offset[lead:], part.shape[lead:])
     start = segment.theirs(inner).offset
     return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
-"""What configurations call the number of experts of a layer."""
+"""Names that configurations have for the number of experts of a layer."""
 
 
 class _Numbers(dict[str, int]):
-    """Numbers of a configuration; one that is missed is told."""
+    """Numbers of a configuration; BadInput for one that is missing."""
 
     def __missing__(self, key: str) -> int:
         raise BadInput(
@@ -250,7 +255,7 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "v
 
 
 def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
-    """The numbers of a configuration that shapes depend on. BadInput for one that is no count."""
+    """Return the numbers of a configuration that shapes depend on. BadInput for a count below 1."""
     sizes = _Numbers({key: value for key, value in config.items() if type(value) is int})
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
@@ -266,10 +271,11 @@ def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
 def view_of(
     config: Mapping[str, object], where: str, has: Callable[[str], bool] | None = None, inner: bool = True
 ) -> View:
-    """The view of a published model by its `config.json`. BadInput if its family is not known.
+    """Make the view of a published model from its `config.json`. BadInput if its family is not known.
 
-    where: the file, for errors. has: does the model have a tensor of this name? None: what it says itself.
-    inner: may the language model of a model of several kinds of input be meant?
+    where: the file, for errors. has: tells whether the model has a tensor of this name; None: go by the
+        configuration.
+    inner: for a multimodal model, take the language model inside.
     """
     kind, text = config.get("model_type"), config.get("text_config")
     if inner and isinstance(text, dict) and not (isinstance(kind, str) and kind in families()):
@@ -278,24 +284,24 @@ def view_of(
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
-    # These families are not tied where nothing is said.
+    # In these families the default is that embeddings are not tied.
     return View(family_of(kind), sizes_of(config, where), config.get("tie_word_embeddings") is True, has)
 
 
 @cache
 def families() -> dict[str, Family]:
-    """All families, by the model types of Hugging Face's configurations that are theirs."""
-    found: dict[str, Family] = {}
+    """Return all families, by the `model_type` of Hugging Face's configurations."""
+    by_type: dict[str, Family] = {}
     for path in sorted(_FOLDER.iterdir(), key=lambda path: path.name):
         if path.name.endswith(".toml"):
             name = path.name.removesuffix(".toml")
             for kind in _read(name).model_types:
-                found[kind] = Family(name)
-    return found
+                by_type[kind] = Family(name)
+    return by_type
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a model type; BadInput names the nearest one if it is not known."""
+    """Return the family of a model type. BadInput, with the nearest one, if it is not known."""
     known = families()
     if model_type not in known:
         near = nearest(model_type, list(known))

@@ -1,9 +1,9 @@
-"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models cut
+"""Where the elements of a tensor lie in published tensors: segments, and the few ways in which models split
 and join them.
 
-A segment is a box of the tensor that is a box of one published tensor, up to the order of axes. A way takes
-the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. Nothing
-is computed with elements, so every way can be read backwards.
+A segment is a box of our tensor that is a box of one published tensor, up to the order of axes. A way takes
+the names of published tensors and the shape of ours, and gives segments that cover ours exactly once. It
+computes nothing with elements, so every way also works backwards.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box
+from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import Dims
 
 MINUS_ONE = "minus one"
-"""A change of elements: ours are the published ones less one."""
+"""A change of elements: ours are the published ones minus one."""
 Sizes = Mapping[str, int]
 """Numbers of a model's configuration, by Hugging Face's names."""
 
@@ -30,19 +30,19 @@ class Segment(NamedTuple):
     name: str
     """Of the published tensor."""
     start: Dims
-    """Where the box begins there."""
+    """Where the box begins in the published tensor."""
     axes: tuple[int, ...]
-    """For each axis of ours the published one that it runs along, -1 for one of length 1 that runs along
-    none; along other published axes it has one index."""
+    """For each of our axes, the published axis that it corresponds to; -1 for an axis of length 1 that has
+    none. Along the other published axes the segment has one index."""
     whole: Dims = ()
     """The shape that the published tensor must have."""
     split: bool = False
-    """Is `whole` the published shape with its last axis cut into two?"""
+    """Is `whole` the published shape with its last axis split into two?"""
     change: str = ""
-    """What is done with elements on their way in, and undone on their way out: "" or MINUS_ONE."""
+    """What an import does with elements, and an export undoes: "" or MINUS_ONE."""
 
     def theirs(self, part: Box) -> Box:
-        """A part of `box`, in the published tensor."""
+        """Return the box of the published tensor for a part of `box`."""
         shape = [1] * len(self.start)
         offset = list(self.start)
         for axis, low, begin, size in zip(self.axes, self.box.offset, part.offset, part.shape, strict=True):
@@ -52,20 +52,20 @@ class Segment(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
     def ours(self, part: Box) -> Box | None:
-        """Where a part of the published tensor lies in ours, as far as it is of this segment."""
+        """Return where a part of the published tensor lies in ours, cut to this segment; None if outside."""
         common = self.theirs(self.box).intersect(part)
         if common is None:
             return None
         offset, shape = list(self.box.offset), [1] * len(self.axes)
-        for at, axis in enumerate(self.axes):
+        for index, axis in enumerate(self.axes):
             if axis >= 0:
-                offset[at] += common.offset[axis] - self.start[axis]
-                shape[at] = common.shape[axis]
+                offset[index] += common.offset[axis] - self.start[axis]
+                shape[index] = common.shape[axis]
         return Box(tuple(offset), tuple(shape))
 
     def joined(self, part: Box) -> Box:
-        """A part of the published tensor, if its last axis is cut into two, without that cut: all of each
-        pair, as readers cut between pairs only."""
+        """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
+        pairs, as readers cut between pairs only."""
         if not self.split:
             return part
         inner = self.whole[-1]
@@ -90,7 +90,7 @@ def same(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
 def concat(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """Equal parts, one below the other: gate and up."""
     rows = _share(shape[0], len(names), names)
-    return [_rows(name, shape, (at * rows, rows), 0, rows) for at, name in enumerate(names)]
+    return [_rows(name, shape, (index * rows, rows), 0, rows) for index, name in enumerate(names)]
 
 
 def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -98,12 +98,12 @@ def grouped(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     groups = sizes["num_key_value_heads"]
     heads = sizes["num_attention_heads"] // groups
     row = _share(shape[0], groups * (heads + 2), names)
-    found, at = [], 0
+    segments, first = [], 0
     for group in range(groups):
         for name, many in zip(names, (heads * row, row, row), strict=True):
-            found.append(_rows(name, shape, (at, many), group * many, groups * many))
-            at += many
-    return found
+            segments.append(_rows(name, shape, (first, many), group * many, groups * many))
+            first += many
+    return segments
 
 
 def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -113,17 +113,17 @@ def gated(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     heads = sizes["num_attention_heads"] // groups
     row = _share(shape[0], groups * (2 * heads + 2), names)
     queries, *others = names
-    found, at = [], 0
+    segments, first = [], 0
     for group in range(groups):
         for part in range(2):
             for head in range(group * heads, (group + 1) * heads):
                 start = (2 * head + part) * row
-                found.append(_rows(queries, shape, (at, row), start, 2 * groups * heads * row))
-                at += row
+                segments.append(_rows(queries, shape, (first, row), start, 2 * groups * heads * row))
+                first += row
         for name in others:
-            found.append(_rows(name, shape, (at, row), group * row, groups * row))
-            at += row
-    return found
+            segments.append(_rows(name, shape, (first, row), group * row, groups * row))
+            first += row
+    return segments
 
 
 def padded(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
@@ -192,37 +192,37 @@ def stacked_value(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segme
 
 def of_experts(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's part of all experts' in one tensor."""
-    whole, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
-    return [Segment(_all(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, whole)]
+    published, axes = (sizes["num_experts"], *shape), tuple(range(1, len(shape) + 1))
+    return [Segment(whole(shape), names[0], (sizes["expert"], *(0,) * len(shape)), axes, published)]
 
 
 def of_experts_turned(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """As `of_experts`, with inputs along rows."""
-    whole = (sizes["num_experts"], shape[1], shape[0])
-    return [Segment(_all(shape), names[0], (sizes["expert"], 0, 0), (2, 1), whole)]
+    published = (sizes["num_experts"], shape[1], shape[0])
+    return [Segment(whole(shape), names[0], (sizes["expert"], 0, 0), (2, 1), published)]
 
 
 def of_experts_mixed(names: Sequence[str], shape: Dims, sizes: Sizes) -> list[Segment]:
     """One expert's gate above its up; published, inputs lie along rows, and gate and up take turns along
     columns. A bias has columns only."""
     rows, inputs = _share(shape[0], 2, names), shape[1:]
-    found = []
+    segments = []
     for part in range(2):
         box = Box((part * rows, *(0,) * len(inputs)), (rows, *inputs))
         start = (sizes["expert"], *(0,) * len(inputs), 0, part)
         axes = (2, 1) if inputs else (1,)
-        found.append(
+        segments.append(
             Segment(box, names[0], start, axes, (sizes["num_experts"], *inputs, rows, 2), split=True)
         )
-    return found
+    return segments
 
 
 def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
-    """The shape of a tensor of ours by those of the published ones that it is made of."""
+    """Return the shape of a tensor of ours, from those of the published tensors that it is made of."""
     first = shapes[0]
     if way in _HEADS:
-        parts, at, heads = _HEADS[way](sizes)
-        return (parts[at] * heads, *first[1:])
+        parts, part, heads = _HEADS[way](sizes)
+        return (parts[part] * heads, *first[1:])
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
     least = {"of_experts": 1, "of_experts_turned": 3, "of_experts_mixed": 2}.get(way, 0)
@@ -262,58 +262,58 @@ _ENTRY = re.compile(r"(?:(?P<way>[a-z_]+)\()?(?P<names>[^()]+?)\)?")
 
 
 class Rule(NamedTuple):
-    """An entry of a table: a way, and the names that it takes, with `{layer}` and `{expert}` in them."""
+    """The right side of a table's entry: a way, and its names, with `{layer}` and `{expert}` in them."""
 
     way: str
     names: tuple[str, ...]
     otherwise: Rule | None = None
-    """What is taken if the folder has no tensor of the first name."""
+    """The rule to use if the folder has no tensor of the first name."""
     if_tied: bool = False
-    """Is that so only if the model's output is its embedding?"""
+    """Does `otherwise` apply only if the model's output layer shares its embedding?"""
 
 
 def parse(entry: str, where: str) -> Rule:
-    """`name`, `way(name, name)`, each with ` or ` or ` or tied ` and another one behind it."""
+    """Parse `name` or `way(name, name)`, optionally followed by ` or ` or ` or tied ` and another one."""
     text, _, other = entry.partition(" or ")
-    found = _ENTRY.fullmatch(text.strip())
-    way = found["way"] or "same" if found else ""
-    if found is None or way not in WAYS:
+    match = _ENTRY.fullmatch(text.strip())
+    way = match["way"] or "same" if match else ""
+    if match is None or way not in WAYS:
         raise BadInput(
             f"{where}: {entry!r} is no entry of a table.", hint=f"Write a name, or one of {', '.join(WAYS)}."
         )
     otherwise = parse(other.removeprefix("tied "), where) if other else None
-    names = tuple(name.strip() for name in found["names"].split(","))
+    names = tuple(name.strip() for name in match["names"].split(","))
     return Rule(way, names, otherwise, other.startswith("tied "))
 
 
-def _by_key_heads(at: int) -> _Parts:
+def _by_key_heads(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         keys, key = sizes["linear_num_key_heads"], sizes["linear_key_head_dim"]
         value = sizes["linear_num_value_heads"] // keys * sizes["linear_value_head_dim"]
-        return (key, key, value, value), at, keys
+        return (key, key, value, value), part, keys
 
     return parts
 
 
-def _by_value_heads(at: int) -> _Parts:
+def _by_value_heads(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         keys = sizes["linear_num_key_heads"]
         many = sizes["linear_num_value_heads"] // keys
-        return (many, many), at, keys
+        return (many, many), part, keys
 
     return parts
 
 
-def _stacked(at: int) -> _Parts:
+def _stacked(part: int) -> _Parts:
     def parts(sizes: Sizes) -> tuple[Dims, int, int]:
         key = sizes["linear_num_key_heads"] * sizes["linear_key_head_dim"]
-        return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), at, 1
+        return (key, key, sizes["linear_num_value_heads"] * sizes["linear_value_head_dim"]), part, 1
 
     return parts
 
 
 _Parts = Callable[[Sizes], tuple[Dims, int, int]]
-"""How many rows the parts of a head have, which of them it is, and how many heads there are."""
+"""Returns how many rows each part of a head has, which part it is, and how many heads there are."""
 _HEADS: dict[str, _Parts] = {
     "delta_query": _by_key_heads(0),
     "delta_key": _by_key_heads(1),
@@ -325,39 +325,36 @@ _HEADS: dict[str, _Parts] = {
     "stacked_key": _stacked(1),
     "stacked_value": _stacked(2),
 }
-"""Of gated delta nets."""
+"""By way, for gated delta nets."""
 
 
-def _of_heads(name: str, shape: Dims, parts: Dims, at: int, heads: int) -> list[Segment]:
-    """Of each head the part `at`, of so many rows. Published, a head has all parts, one below the other."""
-    if shape[0] != parts[at] * heads:
+def _of_heads(name: str, shape: Dims, parts: Dims, part: int, heads: int) -> list[Segment]:
+    """Take part number `part` of each head. parts: rows of each part; published, a head has them all, one
+    below the other."""
+    if shape[0] != parts[part] * heads:
         raise BadInput(
-            f"{shape[0]} rows can't be the {parts[at] * heads} that {name!r} has of them.",
+            f"{shape[0]} rows can't be the {parts[part] * heads} that {name!r} has of them.",
             hint="Build the model with the sizes of config.json.",
         )
     return [
         _rows(
             name,
             shape,
-            (head * parts[at], parts[at]),
-            head * sum(parts) + sum(parts[:at]),
+            (head * parts[part], parts[part]),
+            head * sum(parts) + sum(parts[:part]),
             heads * sum(parts),
         )
         for head in range(heads)
     ]
 
 
-def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, whole: int) -> Segment:
-    """Rows of ours, `(first, how many)`, that are those from `start` of a published tensor of `whole` rows,
-    with all that is in them."""
+def _rows(name: str, shape: Dims, ours: tuple[int, int], start: int, rows: int) -> Segment:
+    """Make a segment of whole rows: ours, `(first, count)`, are those from `start` on of a published tensor
+    with `rows` rows."""
     rest, sides = (0,) * (len(shape) - 1), shape[1:]
     first, count = ours
     box = Box((first, *rest), (count, *sides))
-    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (whole, *sides))
-
-
-def _all(shape: Dims) -> Box:
-    return Box((0,) * len(shape), shape)
+    return Segment(box, name, (start, *rest), tuple(range(len(shape))), (rows, *sides))
 
 
 def _share(rows: int, parts: int, names: Sequence[str]) -> int:

@@ -1,7 +1,7 @@
 """Which boxes of stored tensors the ranks of a grid need: of a published model, by the table of its family,
 and of a checkpoint of megatron-core's model, by its tensors' names.
 
-What is not known to be cut is taken whole, by the ranks of its stage, and told.
+The ranks of a stage take a tensor whole if it is not known how it is split; `Needs.unknown` lists those.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from holdfast.views.family import Entry, View
 from holdfast.views.rank_share import ModelSizes, RankShare, how_cut
 
 SCALES = "_scale_inv"
-"""After a published tensor's name: that of the scales of its blocks."""
+"""What the name of a tensor of block scales has after the published tensor's name."""
 _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
-"""How names of megatron-core's begin; families have transformers' own, too."""
+"""How megatron-core's names begin; families have transformers' names, too."""
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
-"""Before a parameter's name: a tensor of an optimizer's state, of the parameter's shape."""
+"""What an optimizer state has before its parameter's name; it has the parameter's shape."""
 _TRAINING = re.compile(r"chained_\d+\.|optimizer\.|rng_state")
-"""Begins of names that are of no weight."""
+"""How names begin that belong to no weight."""
 _PER_RANK = re.compile(r"@(\d+)(?:\.|\Z)")
 Specs = Mapping[str, TensorSpec]
 """Stored tensors by name."""
 
 
 class Needs(NamedTuple):
-    """What ranks need."""
+    """What one or several ranks need."""
 
     boxes: dict[str, list[Box]]
     """By name: boxes that don't overlap."""
     unknown: frozenset[str]
-    """Of these names: whether and how ranks share them is not known, so they are taken whole."""
+    """Names of tensors that are taken whole because it is not known whether and how ranks share them."""
 
 
 def together(needs: Iterable[Needs]) -> Needs:
-    """What several ranks need, each byte once."""
+    """Join the needs of several ranks, each byte once."""
     boxes: dict[str, dict[Box, None]] = {}
     unknown: set[str] = set()
     for need in needs:
@@ -56,10 +56,10 @@ def together(needs: Iterable[Needs]) -> Needs:
 
 
 def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
-    """The numbers of a published model. view: None if its family is not known. words: rows of the padded
-    vocabulary, 0: not known."""
+    """Return the sizes of a published model. view: None if its family is not known. words: rows of the padded
+    vocabulary; 0: not known."""
     if view is None:
-        layers = {int(found[1]) for name in specs if (found := _LAYER.search(name))}
+        layers = {int(match[1]) for name in specs if (match := _LAYER.search(name))}
         return ModelSizes(max(layers, default=-1) + 1, 0, False, 0, words)
     predicts = view.sizes.get("num_nextn_predict_layers", 0)
     experts = view.sizes.get("num_experts", 0)
@@ -67,27 +67,27 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
 
 
 def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
-    """What a rank needs of a published model."""
-    found: dict[str, dict[Box, None]] = {}
+    """Return what a rank needs of a published model."""
+    boxes: dict[str, dict[Box, None]] = {}
 
     def add(name: str, box: Box) -> None:
-        found.setdefault(name, {})[box] = None
+        boxes.setdefault(name, {})[box] = None
 
     if view is not None:
         for entry in view.family.entries():
             if entry.name.startswith(_OURS):
-                for name, numbers in _held(entry, share):
+                for name, numbers in _names_held(entry, share):
                     _add_parts(view, entry, name, numbers, specs, share, add)
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
     for name in unknown:
         add(name, whole(specs[name].shape))
-    for name in [name + SCALES for name in found if name + SCALES in specs]:
+    for name in [name + SCALES for name in boxes if name + SCALES in specs]:
         add(name, whole(specs[name].shape))
-    return Needs({name: union(list(boxes)) for name, boxes in found.items()}, frozenset(unknown))
+    return Needs({name: union(list(some)) for name, some in boxes.items()}, frozenset(unknown))
 
 
-def _held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
-    """Names of a rank's tensors of an entry, with the numbers in them."""
+def _names_held(entry: Entry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yield the names of an entry's tensors that a rank has, with the numbers in them."""
     if "layer" not in entry.holes:
         yield entry.name, {}
         return
@@ -106,8 +106,8 @@ def _add_parts(
     add: Callable[[str, Box], None],
 ) -> None:
     published = view.published(entry, numbers)
-    # A family has names for several ways in which megatron-core builds a layer, and for what only some models
-    # have. What is missing, a load will say.
+    # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
+    # models have. The load will report what is missing.
     if any(one not in specs for one in published):
         return
     for segment, part in view.parts(
@@ -124,7 +124,7 @@ def _add_parts(
 
 
 def _unclaimed(view: View | None, specs: Specs) -> list[str]:
-    """Names that the family makes nothing of."""
+    """List the stored names that the family does not use."""
     if view is None:
         return list(specs)
     known: set[str] = set()
@@ -134,7 +134,7 @@ def _unclaimed(view: View | None, specs: Specs) -> list[str]:
 
 
 def _of_stage(name: str, share: RankShare) -> bool:
-    """Is a tensor of no family on this stage, by the number of its layer?"""
+    """Return whether a tensor of no family is on this stage, by the number of its layer."""
     layer = _LAYER.search(name)
     if layer is None:
         return True
@@ -147,9 +147,9 @@ def _of_stage(name: str, share: RankShare) -> bool:
 
 
 def sizes_stored(specs: Specs, words: int) -> ModelSizes:
-    """The numbers of the model in a checkpoint."""
+    """Return the sizes of the model in a checkpoint."""
     embedding = specs.get("embedding.word_embeddings.weight")
-    predicts = {int(found[1]) for name in specs if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    predicts = {int(match[1]) for name in specs if (match := re.match(r"mtp\.layers\.(\d+)\.", name))}
     return ModelSizes(
         _count(specs, re.compile(r"decoder\.layers\.(?:(\d+)\.)?"), 0),
         _count(specs, re.compile(r".*\.experts\.experts\.(?:(\d+)\.)?"), 1),
@@ -160,23 +160,23 @@ def sizes_stored(specs: Specs, words: int) -> ModelSizes:
 
 
 def _count(specs: Specs, pattern: re.Pattern[str], axis: int) -> int:
-    """How many layers or experts names and shapes tell of."""
+    """Count layers or experts by names and shapes."""
     most = 0
     for name, spec in specs.items():
-        found = pattern.match(name)
-        if found is None or spec.kind != TENSOR:
+        match = pattern.match(name)
+        if match is None or spec.kind != TENSOR:
             continue
-        if found[1] is not None:
-            most = max(most, int(found[1]) + 1)
+        if match[1] is not None:
+            most = max(most, int(match[1]) + 1)
             continue
         # Layers have no axis where their numbers are in the name.
-        at = axis - (1 if axis and re.search(r"layers\.\d+\.", name) else 0)
-        most = max(most, spec.shape[at] if len(spec.shape) > at else 0)
+        position = axis - (1 if axis and re.search(r"layers\.\d+\.", name) else 0)
+        most = max(most, spec.shape[position] if len(spec.shape) > position else 0)
     return most
 
 
 def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> Needs:
-    """What a rank needs of a checkpoint of megatron-core's model.
+    """Return what a rank needs of a checkpoint of megatron-core's model.
 
     weights_only: leave out the optimizer's state and the states of random generators.
     """
@@ -186,25 +186,26 @@ def of_stored(specs: Specs, share: RankShare, rank: int, weights_only: bool) -> 
         if weights_only and _TRAINING.match(name):
             continue
         owner = _PER_RANK.search(name)
-        if spec.kind != TENSOR:  # small, and of other ranks where the layout was another one
+        if spec.kind != TENSOR:  # small, and perhaps another rank's if the layout was different
             boxes[name] = [whole(spec.shape)]
             continue
         if owner is not None and int(owner[1]) != rank:
             continue
         parameter = _STATE.sub("", name, count=1)
         is_known = parameter.startswith(_OURS)
-        found = [whole(spec.shape)]
+        needed = [whole(spec.shape)]
         if is_known:
-            found = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
-        if found:
-            boxes[name] = union(found)
-            if not is_known or _is_in_doubt(parameter, spec.shape, share, specs):
+            needed = share.boxes(parameter, spec.shape, _parts(parameter, spec.shape, specs))
+        if needed:
+            boxes[name] = union(needed)
+            if not is_known or _is_in_doubt(parameter, spec.shape, share):
                 unknown.add(name)
     return Needs(boxes, frozenset(unknown))
 
 
 def _parts(name: str, shape: Dims, specs: Specs) -> int:
-    """Is a tensor a gate above its up? Then it has twice as many rows as the next layer has columns."""
+    """Return 2 for a gate and its up projection, concatenated: it has twice as many rows as the next layer
+    has columns. Else 1."""
     if "linear_fc1." not in name:
         return 1
     after = specs.get(re.sub(r"linear_fc1\.(weight|bias)(\d*)\Z", r"linear_fc2.weight\2", name))
@@ -214,7 +215,7 @@ def _parts(name: str, shape: Dims, specs: Specs) -> int:
     return 2 if rows[0] == 2 * after.shape[-1] else 1
 
 
-def _is_in_doubt(name: str, shape: Dims, share: RankShare, specs: Specs) -> bool:
-    """Is a matrix taken whole because nobody knows how it is cut?"""
+def _is_in_doubt(name: str, shape: Dims, share: RankShare) -> bool:
+    """Return whether a matrix is taken whole because it is not known how it is split."""
     axes = len(shape) - len(re.findall(r"(?:layers|experts\.experts)\.(?!\d)", name))
     return how_cut(name) is None and axes > 1 and max(share.tp[1], share.etp[1]) > 1

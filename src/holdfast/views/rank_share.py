@@ -1,8 +1,8 @@
-"""Which part of each tensor of megatron-core's a rank of a grid holds.
+"""Which part of each of megatron-core's tensors a rank of a grid holds.
 
-Layers lie over pipeline stages (and the model chunks of a virtual pipeline), experts over expert-parallel
-ranks, rows or columns of a linear layer over tensor-parallel ones. Which of the two is a property of the
-layer, in `CUTS`; a layer that it does not know counts as whole, so that a share is never too small.
+Pipeline stages (and model chunks of a virtual pipeline) share the layers, expert-parallel ranks the experts,
+tensor-parallel ranks the rows or the columns of a linear layer. `CUTS` says for each layer which of the two;
+an unknown layer counts as whole, so that a share is never too small.
 """
 
 from __future__ import annotations
@@ -27,66 +27,66 @@ CUTS = {
     "linear_fc1": ROWS,
     "linear_proj": COLUMNS,
     "linear_fc2": COLUMNS,
-    # Of gated delta nets, whose heads are shared.
+    # Gated delta nets, whose heads are split.
     "in_proj": ROWS,
     "conv1d": ROWS,
     "A_log": ROWS,
     "dt_bias": ROWS,
     "out_proj": COLUMNS,
-    # Transformer Engine's have the whole of these on all ranks, others cut them; they are small.
+    # Transformer Engine's layers have these whole on all ranks, others split them; they are small.
     "linear_q_down_proj": WHOLE,
     "linear_kv_down_proj": WHOLE,
     "eh_proj": WHOLE,
     "router": WHOLE,
     "shared_experts": WHOLE,  # the gate of its output
 }
-"""By the last part of a tensor's name that stands here: what tensor-parallel ranks share. Biases of columns
-are whole."""
+"""What tensor-parallel ranks share of a tensor, by the last part of its name that is listed here. Biases of
+COLUMNS layers are whole."""
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 MOST_CHUNKS = 1 << 16
-"""Of a model, over all stages: more than there are layers of any."""
+"""The most model chunks over all stages: more than any model has layers."""
 VOCABULARY = 128
-"""Frameworks pad the vocabulary to a multiple of this times `tp` at most, unless they are told otherwise."""
+"""Frameworks pad the vocabulary to a multiple of at most this times `tp`, unless configured otherwise."""
 
 
 class ModelSizes(NamedTuple):
-    """What a share depends on beside the grid."""
+    """The sizes of a model that a share depends on."""
 
     layers: int
     experts: int
     """0: none."""
     is_tied: bool
-    """Has the last stage the embedding in the place of an output?"""
+    """Does the last stage have the embedding in place of an output layer?"""
     predicts: int
-    """Layers that predict further tokens."""
+    """Multi-token prediction layers."""
     words: int = 0
-    """Rows of the vocabulary with its padding; 0: not known, or as many as the tensor has."""
+    """Rows of the padded vocabulary; 0: not known, or as many as the tensor has."""
 
 
 class RankShare(NamedTuple):
     """What a rank holds of a model. Ranks with equal shares hold the same."""
 
     tp: tuple[int, int]
-    """Which part, of how many."""
+    """Index and count of its part."""
     etp: tuple[int, int]
     layers: tuple[range, ...]
     """Of each model chunk."""
     experts: range
     first: bool
-    """Has it the first layers' stage?"""
+    """Is it on the first pipeline stage?"""
     last: bool
     sizes: ModelSizes
 
     def layer_ranges(self, name: str) -> tuple[range, ...]:
-        """Numbers of the layers that it holds of those that a name counts."""
+        """Return the ranges of layers that it holds, of the kind of layers that `name` is in."""
         if name.startswith("mtp."):
             return (range(self.sizes.predicts),) if self.last else ()
         return self.layers
 
     def has_stage(self, name: str) -> bool:
-        """Is a tensor that is of no layer held by this stage?"""
+        """Return whether this stage holds a tensor that belongs to no layer."""
         if name.startswith("embedding."):
             return self.first or (self.last and (self.sizes.is_tied or self.sizes.predicts > 0))
         if name.startswith(("output_layer.", "decoder.final", "mtp.")):
@@ -94,9 +94,10 @@ class RankShare(NamedTuple):
         return True
 
     def boxes(self, name: str, shape: Dims, parts: int) -> list[Box]:
-        """The boxes that it holds of a tensor of global `shape`; none if it holds none of it.
+        """Return the boxes that it holds of a tensor of global `shape`; none if it holds none of it.
 
-        parts: how many tensors are one below the other in `linear_fc1`, each of which is cut: 2 with a gate.
+        parts: how many tensors are concatenated along the rows of `linear_fc1`, each of which is split: 2
+            with a gate.
         """
         layer, expert = _LAYER.match(name), _EXPERT.search(name)
         ranges: list[tuple[range, ...]] = []
@@ -122,16 +123,16 @@ class RankShare(NamedTuple):
                 Box((*box.offset, one.start), (*box.shape, len(one))) for box in lead for one in some if one
             ]
         tail = self._cut(name, shape[len(ranges) :], expert is not None, parts)
-        found = [
+        boxes = [
             Box((*a.offset, *b.offset), (*a.shape, *b.shape)) for a in lead for b in tail if b.volume > 0
         ]
-        for box in found:
+        for box in boxes:
             if not box.within(shape):
                 raise BadInput(
                     f"{name!r} of shape {list(shape)} lacks layers or experts that the grid shares out.",
                     hint="Are --grid and --split those of the model?",
                 )
-        return found
+        return boxes
 
     def _cut(self, name: str, shape: Dims, of_expert: bool, parts: int) -> list[Box]:
         how = how_cut(name)
@@ -152,7 +153,8 @@ class RankShare(NamedTuple):
         return [Box((part * each + index * size, *rest), (size, *sides)) for part in range(parts)]
 
     def _words(self, rows: int, index: int, count: int) -> tuple[int, int]:
-        """Rows of the vocabulary: exactly, if the model's padding is known, else with any padding."""
+        """Return the first row and the end of its part of the vocabulary: exact if the padding is known, else
+        wide enough for any padding."""
         multiple = VOCABULARY * count
         least = most = self.sizes.words
         if not most:
@@ -164,7 +166,7 @@ class RankShare(NamedTuple):
 
 
 def how_cut(name: str) -> str | None:
-    """What tensor-parallel ranks share of a tensor; None if that is not known."""
+    """Return what tensor-parallel ranks share of a tensor; None if that is not known."""
     for part in reversed(name.split(".")):
         if "norm" in part:
             return WHOLE
@@ -183,10 +185,10 @@ def _share(name: str, size: int, count: int) -> int:
 
 
 def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[range]:
-    """The layers of each model chunk, in the order of the model: of all stages' first chunks, then of their
-    second ones.
+    """Return the layers of each model chunk, in the order of the model: the first chunks of all stages, then
+    their second ones.
 
-    split: how many layers each has; None: all the same. BadInput if they are not all shared out.
+    split: layers of each chunk; None: all equal. BadInput if that does not give every layer to a chunk.
     """
     chunks = grid.pp * grid.vpp
     if chunks > MOST_CHUNKS:
@@ -202,28 +204,28 @@ def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[rang
     if len(split) != chunks or sum(split) != layers or min(split) < 0:
         raise BadInput(
             f"The split {','.join(map(str, split))[:200]} does not share {layers} layers out to {chunks} "
-            f"model chunks.",
+            "model chunks.",
             hint="It has a number for each chunk in the order of the model, pp x vpp of them.",
         )
-    found, at = [], 0
+    stages, first = [], 0
     for size in split:
-        found.append(range(at, at + size))
-        at += size
-    return found
+        stages.append(range(first, first + size))
+        first += size
+    return stages
 
 
 def share_of(grid: Grid, rank: int, sizes: ModelSizes, stages: Sequence[range]) -> RankShare:
-    """What a rank holds. stages: of `stages_of`."""
-    at = grid.coordinates(rank)
+    """Return what a rank holds. stages: from `stages_of`."""
+    coordinates = grid.coordinates(rank)
     if sizes.experts % grid.ep:
         raise BadInput(f"{sizes.experts} experts can't be shared by ep={grid.ep}.")
     each = sizes.experts // grid.ep
-    stage = at["pp"]
+    stage = coordinates["pp"]
     return RankShare(
-        (at["tp"], grid.dense["tp"]),
-        (at["etp"], grid.expert["etp"]),
+        (coordinates["tp"], grid.dense["tp"]),
+        (coordinates["etp"], grid.expert["etp"]),
         tuple(stages[stage :: grid.pp]),
-        range(at["ep"] * each, (at["ep"] + 1) * each),
+        range(coordinates["ep"] * each, (coordinates["ep"] + 1) * each),
         stage == 0,
         stage == grid.pp - 1,
         sizes,
