@@ -110,10 +110,8 @@ def preprocess_state_dict_for_uneven_dtensor(
             continue
         # One of the keys on the path is the parameter's name: the last one in a model's state, an earlier one
         # in an optimizer's.
-        elements = next(
-            (candidate for key in path if (candidate := slices.get(key, path[0] == "model")) is not None),
-            None,
-        )
+        candidates = (slices.get(key, path[0] == "model") for key in path)
+        elements = next((candidate for candidate in candidates if candidate is not None), None)
         if (
             elements is not None
             and value.dim()
