@@ -1,7 +1,7 @@
-"""The command line: one file a command, one library call each, `--json` on every one that prints a result.
+"""The command line: one file and one library call for each command, and `--json` where it prints a result.
 
-A command's module is imported when that command runs, so that `holdfast --help` and
-`holdfast latest` start fast. Only `import` and `export` may import torch.
+A command's module is imported when that command runs, so that `holdfast --help` and `holdfast latest` start
+fast. Only `import`, `export` and `same` import torch.
 Exit codes: 0: success. 1: the check failed (damaged, different or missing). 2: the command could not run.
 """
 
@@ -12,8 +12,8 @@ from keyword import iskeyword
 
 import click
 
-# Written here a second time, as `--help` would otherwise import every command for its line. A test compares
-# them (tests/cli/test_start.py).
+# Copies of the commands' own first lines, because `--help` would otherwise import every command. A test
+# compares them (tests/cli/test_start.py).
 COMMANDS = {
     "latest": "Print the newest committed step of a run.",
     "inspect": "Show what is in a checkpoint, or which steps a run has.",
@@ -29,11 +29,11 @@ COMMANDS = {
     "run": "Run a program whose processes all call holdfast.install().",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
-"""Name and one line; the module in this package has the name, and its `command` the one line."""
+"""The name of each command, which is also its module's, and the first line of its help."""
 
 
 class LazyGroup(click.Group):
-    """Imports a command when it is used, and turns the library's errors into one sentence."""
+    """A group that imports a command when it is used, and prints the library's errors as one sentence."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -41,12 +41,12 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        # `import` is a word of Python, and no name of a module.
+        # `import` is a keyword of Python, so the module is named `import_`.
         module = cmd_name + "_" * iskeyword(cmd_name)
         command: click.Command = import_module(f"holdfast.cli.{module}").command
         return command
 
-    # click's own would get every command, and so import it.
+    # click's own method gets every command, which would import them all.
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
         except Exception as error:
             from holdfast.errors import HoldfastError
 
-            # What has no sentence is a bug: its traceback is shown.
+            # Any other error is a bug: show its traceback.
             if not isinstance(error, HoldfastError):
                 raise
             from holdfast.cli.output import complain
@@ -76,5 +76,5 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point of `holdfast`."""
+    """Run the command line: the entry point of `holdfast`."""
     cli(prog_name="holdfast")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
 from holdfast.cli import output
@@ -23,36 +21,35 @@ def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> 
     committed step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is
     missing.
     """
-    found = compare(a, b, values)
+    comparison = compare(a, b, values)
     if as_json:
-        output.print_json(found)
+        output.print_json(comparison)
     else:
-        # Of a run folder a step was chosen: said only where it is not the path that was given.
-        for letter, given, path in (("A", a, found.a), ("B", b, found.b)):
-            if os.path.abspath(given) != path:
-                output.say(f"{letter} is {path}.")
-        _show(found)
-    ctx.exit(0 if found.same else 1)
+        output.say_chosen("A", a, comparison.a)
+        output.say_chosen("B", b, comparison.b)
+        _show(comparison)
+    ctx.exit(0 if comparison.same else 1)
 
 
-def _show(found: Compared) -> None:
-    read = f"{output.size(found.bytes_read)} of data read"
-    if found.same:
-        output.say(f"The same: {output.count(found.equal, 'name')}, {read}.")
+def _show(comparison: Compared) -> None:
+    read = f"{output.size(comparison.bytes_read)} of data read"
+    if comparison.same:
+        output.say(f"The same: {output.count(comparison.equal, 'name')}, {read}.")
         return
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in found.only_a]
-    rows += [(name, "only in B", "") for name in found.only_b]
-    rows += [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in found.changed]
+    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
+    rows += [(name, "only in B", "") for name in comparison.only_b]
+    rows += [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
     rows += [
-        (item.name, "value" if item.kind == "object" else "content", _detail(item)) for item in found.content
+        (item.name, "value" if item.kind == "object" else "content", _detail(item))
+        for item in comparison.content
     ]
     if rows:
         output.print_table(("name", "differs in", "how"), rows)
-    for item in found.misplaced:
+    for item in comparison.misplaced:
         output.say(
             f"{item.path} is a folder of step {item.folder_step}; its index is of step {item.index_step}."
         )
-    output.say(f"Different: {output.count(len(rows), 'name')}; equal: {found.equal}; {read}.")
+    output.say(f"Different: {output.count(len(rows), 'name')}; equal: {comparison.equal}; {read}.")
 
 
 def _detail(item: Content) -> str:

@@ -22,16 +22,16 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
     Groups are shown of a process that uses holdfast.install, session, open_groups or warm_up, and what is
     replaced and guarded there. Exit code 1 if there is a hazard.
     """
-    # A process that was started without Holdfast does not answer; its environment can still be read.
+    # A process without Holdfast does not answer, but its environment can be read.
     facts: ProcessFacts | None = ask(pid) if pid is not None else None
     if facts is not None:
-        found = hazards(facts)
+        findings = hazards(facts)
     else:
         variables = all_variables() if pid is None else variables_of(pid)
-        found = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
+        findings = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
     frameworks = found_frameworks() if pid is None else []
     if as_json:
-        output.print_json({"pid": pid, "process": facts, "hazards": found, "frameworks": frameworks})
+        output.print_json({"pid": pid, "process": facts, "hazards": findings, "frameworks": frameworks})
     else:
         for name, version, tested in frameworks:
             known = "tested" if version in tested else f"not tested; tested are {', '.join(tested)}"
@@ -61,9 +61,9 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
                 output.say(sentence)
         elif pid is not None:
             output.say(f"process {pid} does not tell of its groups; its environment:")
-        for hazard in found:
+        for hazard in findings:
             output.say(f"{hazard.kind}: {hazard.what} {hazard.remedy}")
-        if not found:
+        if not findings:
             output.say("no hazards found")
-    if found:
+    if findings:
         ctx.exit(1)

@@ -18,19 +18,19 @@ def command(path: str, name: str, box: str | None, as_json: bool) -> None:
 
     PATH may be a run folder: then its newest committed step is looked at.
     """
-    found = explain(path, name, box)
+    report = explain(path, name, box)
     if as_json:
-        output.print_json(found)
+        output.print_json(report)
     else:
-        _show(found)
+        _show(report)
 
 
-def _show(found: Explained) -> None:
-    output.say(f"{found.name}: {found.dtype or found.kind} {list(found.shape)}, in {found.path}")
-    if found.bytes_wanted is not None:
-        wanted = f"{output.box_text(found.offset or (), found.size or ())} is {found.bytes_wanted} bytes"
-        output.say(f"  {wanted}; a reader reads {found.bytes_read} bytes, whole digest blocks.")
-    asked = found.bytes_wanted is not None
+def _show(report: Explained) -> None:
+    output.say(f"{report.name}: {report.dtype or report.kind} {list(report.shape)}, in {report.path}")
+    if report.bytes_wanted is not None:
+        wanted = f"{output.box_text(report.offset or (), report.size or ())} is {report.bytes_wanted} bytes"
+        output.say(f"  {wanted}; a reader reads {report.bytes_read} bytes, whole digest blocks.")
+    asked = report.bytes_wanted is not None
     rows = [
         (
             output.box_text(part.offset, part.shape),
@@ -40,6 +40,6 @@ def _show(found: Explained) -> None:
             part.block,
             output.listed(part.digests, 2),
         )
-        for part in found.parts
+        for part in report.parts
     ]
     output.print_table(("box", "rank", "file", "bytes", "block", "digests"), rows, right=("rank", "block"))

@@ -25,7 +25,7 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     OUT must not exist, or be empty. One process, a part of a tensor in memory at a time. Nothing in SOURCE is
     executed.
     """
-    # It imports torch, as in `export`.
+    # Imported here, because they import torch, and `--help` must not.
     from holdfast.integrations.huggingface.importing import import_huggingface
     from holdfast.integrations.torch_dist import import_torch_dist
     from holdfast.options import Options

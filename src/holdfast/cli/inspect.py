@@ -26,16 +26,16 @@ SHOWN = 50
 @output.as_json
 def command(path: str, name: str | None, limit: int | None, chunks: bool, as_json: bool) -> None:
     """Show what is in a checkpoint, or which steps a run has."""
-    # A terminal gets a screenful, a program everything.
+    # A person gets a screenful, a program everything.
     if limit is None and not as_json:
         limit = SHOWN
-    found = describe(path, name, limit or None, chunks)
+    description = describe(path, name, limit or None, chunks)
     if as_json:
-        output.print_json(found)
-    elif isinstance(found, Run):
-        _run(found)
+        output.print_json(description)
+    elif isinstance(description, Run):
+        _run(description)
     else:
-        _checkpoint(found, chunks)
+        _checkpoint(description, chunks)
 
 
 def _run(run: Run) -> None:
@@ -53,35 +53,36 @@ def _state(committed: bool, problem: str | None) -> str:
     return "committed" if committed else "not committed"
 
 
-def _checkpoint(found: Checkpoint, chunks: bool) -> None:
-    output.say(found.path)
+def _checkpoint(checkpoint: Checkpoint, chunks: bool) -> None:
+    output.say(checkpoint.path)
     facts = {
-        "step": found.step,
-        "created": output.when(found.created),
-        "versions": _plain(found.versions),
-        "grid": _plain(found.grid),
-        "notes": _plain(found.notes),
-        "ranks": found.ranks,
-        "files": f"{len(found.files)}, {output.size(found.bytes)} with the index",
-        "holds": f"{output.count(found.tensors, 'tensor')}, {output.count(found.objects, 'object')}, "
-        f"{output.count(found.chunks, 'chunk')}",
+        "step": checkpoint.step,
+        "created": output.when(checkpoint.created),
+        "versions": _plain(checkpoint.versions),
+        "grid": _plain(checkpoint.grid),
+        "notes": _plain(checkpoint.notes),
+        "ranks": checkpoint.ranks,
+        "files": f"{len(checkpoint.files)}, {output.size(checkpoint.bytes)} with the index",
+        "holds": f"{output.count(checkpoint.tensors, 'tensor')}, "
+        f"{output.count(checkpoint.objects, 'object')}, {output.count(checkpoint.chunks, 'chunk')}",
     }
     for key, value in facts.items():
-        # Notes and a grid are mostly not given; 0 is a step like any other.
+        # Most checkpoints have no notes and no grid. 0 is a step like any other.
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
-    if found.shown:
-        names = [_row(tensor) for tensor in found.shown]
+    shown = checkpoint.shown
+    if shown:
+        names = [_row(tensor) for tensor in shown]
         head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
         output.print_table(head, names, right=("chunks", "bytes"))
-    if len(found.shown) < found.matched:
-        output.say(f"{len(found.shown)} of {output.count(found.matched, 'name')}; --limit 0 shows all.")
+    if len(shown) < checkpoint.matched:
+        output.say(f"{len(shown)} of {output.count(checkpoint.matched, 'name')}; --limit 0 shows all.")
     if chunks:
-        _chunks(found.shown)
+        _chunks(shown)
 
 
 def _plain(value: object) -> str:
-    """`python 3.11, torch 2.6` for a flat dict, JSON for anything else."""
+    """Format a flat dict as `python 3.11, torch 2.6`, anything else as JSON."""
     if isinstance(value, dict) and all(isinstance(v, str) for v in value.values()):
         return ", ".join(f"{k} {v}" for k, v in value.items())
     return "" if value is None else json.dumps(value, ensure_ascii=False)

@@ -17,12 +17,12 @@ def command(ctx: click.Context, run: str, as_json: bool) -> None:
 
     Exit code 1 if there is none.
     """
-    found = latest(run)
+    path = latest(run)
     if as_json:
-        output.print_json({"run": run, "path": found})
-    elif found is not None:
-        click.echo(found)
-    # On stderr, so that a script that takes stdout for a path gets none.
-    if found is None:
+        output.print_json({"run": run, "path": path})
+    elif path is not None:
+        click.echo(path)
+    # On stderr: a script reads stdout as the path.
+    if path is None:
         output.complain(f"{run} has no committed step.")
         ctx.exit(1)

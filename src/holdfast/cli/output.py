@@ -1,11 +1,12 @@
-"""How commands speak: JSON, tables, sizes, times and a progress bar. rich is imported when needed.
+"""Output of commands: JSON, tables, sizes, times and a progress bar. rich is imported when needed.
 
-Names in a checkpoint are somebody's data: they are printed without markup and without control
-characters, so that looking at a file can't do anything to a terminal.
+Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
+looking at a file can't do anything to a terminal.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,17 +15,17 @@ import click
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 WIDE = 10_000
-"""Columns of a table that goes to a file or pipe: nothing is cut or wrapped there."""
+"""Width of a table that goes to a file or pipe, in characters: nothing is cut or wrapped there."""
 
 
 def printable(value: object) -> str:
-    """Text without control characters."""
+    """Return a value as text, with control characters escaped."""
     text = str(value)
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def complain(sentence: str) -> None:
-    """One line on stderr."""
+    """Print one line on stderr."""
     click.echo(f"holdfast: {printable(sentence)}", err=True)
 
 
@@ -32,22 +33,28 @@ def say(sentence: str) -> None:
     click.echo(printable(sentence))
 
 
+def say_chosen(letter: str, given: str, path: str) -> None:
+    """Print which step of a run folder was chosen, unless it is the path that was given."""
+    if os.path.abspath(given) != path:
+        say(f"{letter} is {path}.")
+
+
 def print_json(value: object) -> None:
-    """A library value as one JSON document."""
+    """Print a value of the library as one JSON document."""
     import json
 
     import msgspec
 
     try:
         text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    # Half of a surrogate pair in a name, say, which only JSON's escapes can write.
+    # For example half of a surrogate pair in a name, which only JSON's escapes can write.
     except (ValueError, OverflowError):
         text = json.dumps(msgspec.to_builtins(value), indent=2)
     click.echo(text)
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-    """A plain table; the columns in `right` are aligned right."""
+    """Print a plain table; the columns in `right` are aligned right."""
     import sys
 
     from rich import box
@@ -59,14 +66,14 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right:
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        # A Text, since rich would take `[bold]` in a name for markup.
+        # As Text, because rich would take `[bold]` in a name for markup.
         table.add_row(*(Text(printable(cell)) for cell in row))
-    # rich takes 80 columns for what is no terminal, and would wrap names there.
+    # Without a terminal rich takes 80 columns, and would wrap names.
     Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(table)
 
 
 def size(nbytes: int) -> str:
-    """`1.5 MiB`."""
+    """Format bytes as `1.5 MiB`."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -76,34 +83,34 @@ def size(nbytes: int) -> str:
 
 
 def when(seconds: float | None) -> str:
-    """Local time."""
+    """Format a Unix timestamp in local time."""
     return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def count(number: int, word: str) -> str:
-    """`1 file`, `2 files`."""
+    """Format a number of things as `1 file` or `2 files`."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def listed(values: Sequence[object], most: int = 8) -> str:
-    """`0, 1, 2, and 5 more`."""
+    """Format values as `0, 1, 2, and 5 more`."""
     more = f", and {len(values) - most} more" if len(values) > most else ""
     return ", ".join(map(str, values[:most])) + more
 
 
 def box_text(offset: Sequence[int], shape: Sequence[int]) -> str:
-    """`0:4,10:20`, as `--box` takes it; a tensor without axes has none."""
+    """Format a box as `0:4,10:20`, as `--box` takes it; `all` for a tensor without axes."""
     return ",".join(f"{low}:{low + length}" for low, length in zip(offset, shape, strict=True)) or "all"
 
 
 def spans(ranges: Sequence[tuple[int, int]], most: int = 4) -> str:
-    """`0-10, 20-30`."""
+    """Format ranges as `0-10, 20-30`."""
     return listed([f"{low}-{high}" for low, high in ranges], most)
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that is told (done, total) bytes; silent where stderr is no terminal."""
+    """Show a bar on stderr (nothing without a terminal); yield a function that takes (done, total) bytes."""
     import sys
 
     if not sys.stderr.isatty():

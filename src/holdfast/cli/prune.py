@@ -26,22 +26,22 @@ def command(run: str, keep: int | None, older_than: float, dry_run: bool, as_jso
 
     Left-overs are files that no index names. The newest committed step always stays.
     """
-    found = prune(run, keep, older_than, dry_run)
+    report = prune(run, keep, older_than, dry_run)
     if as_json:
-        output.print_json(found)
+        output.print_json(report)
     else:
-        _show(found)
+        _show(report)
 
 
-def _show(found: Pruned) -> None:
-    if found.removed:
-        rows = [(item.path, output.size(item.bytes), item.why) for item in found.removed]
+def _show(report: Pruned) -> None:
+    if report.removed:
+        rows = [(item.path, output.size(item.bytes), item.why) for item in report.removed]
         output.print_table(
-            ("would go" if found.dry_run else "removed", "size", "because"), rows, right=("size",)
+            ("would go" if report.dry_run else "removed", "size", "because"), rows, right=("size",)
         )
-    if found.skipped:
-        output.print_table(("left alone", "because"), [(item.path, item.why) for item in found.skipped])
-    verb = "would be freed" if found.dry_run else "freed"
+    if report.skipped:
+        output.print_table(("left alone", "because"), [(item.path, item.why) for item in report.skipped])
+    verb = "would be freed" if report.dry_run else "freed"
     output.say(
-        f"{output.size(found.bytes_freed)} {verb}; {output.count(len(found.kept), 'committed step')} kept."
+        f"{output.size(report.bytes_freed)} {verb}; {output.count(len(report.kept), 'committed step')} kept."
     )

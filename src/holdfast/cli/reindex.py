@@ -20,19 +20,19 @@ def command(path: str, dry_run: bool, force: bool, only: tuple[str, ...], as_jso
     Refuses if files of several attempts lie there and it can't be told which belong together.
     `holdfast verify` afterwards reads the data as well.
     """
-    found = reindex(path, dry_run, force, only)
+    report = reindex(path, dry_run, force, only)
     if as_json:
-        output.print_json(found)
+        output.print_json(report)
     else:
-        _show(found)
+        _show(report)
 
 
-def _show(found: Reindexed) -> None:
-    held = f"{output.count(found.tensors, 'name')} in {output.count(len(found.files), 'file')}"
-    if found.action == "none":
-        output.say(f"{found.path} has a good index ({held}); nothing was done. --force rebuilds it.")
+def _show(report: Reindexed) -> None:
+    contents = f"{output.count(report.tensors, 'name')} in {output.count(len(report.files), 'file')}"
+    if report.action == "none":
+        output.say(f"{report.path} has a good index ({contents}); nothing was done. --force rebuilds it.")
         return
-    verb = "An index would be written" if found.action == "would write" else "An index was written"
-    output.say(f"{verb} to {found.path}: {held}, {output.size(found.bytes)}.")
-    if found.left_out:
-        output.print_table(("left out", "because"), [(item.name, item.why) for item in found.left_out])
+    verb = "An index would be written" if report.action == "would write" else "An index was written"
+    output.say(f"{verb} to {report.path}: {contents}, {output.size(report.bytes)}.")
+    if report.left_out:
+        output.print_table(("left out", "because"), [(item.name, item.why) for item in report.left_out])

@@ -57,10 +57,10 @@ def command(
     spec = find_spec("holdfast")
     assert spec is not None
     assert spec.origin is not None
-    # Python imports `sitecustomize` at its start, from the first folder of its path that has one.
+    # At its start Python imports `sitecustomize` from the first folder of its path that has one.
     folder = str(Path(spec.origin).parent / "startup")
-    # An empty part would stand for the working directory. This folder is taken out of the rest, as a
-    # `holdfast run` may run another one.
+    # An empty part would mean the working directory. The folder may be there already, because one
+    # `holdfast run` may run another.
     rest = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part and part != folder]
     variables = {"PYTHONPATH": os.pathsep.join([folder, *rest]), INSTALL: encode_install(arguments)}
     if as_environment:
@@ -68,10 +68,10 @@ def command(
             output.say(f"export {name}={shlex.quote(value)}")
         return
     os.environ.update(variables)
-    # exec takes the place of this process: what is buffered would be lost.
+    # exec replaces this process: buffered output would be lost.
     sys.stdout.flush()
     try:
-        # Not a child: signals, the terminal and the exit code are the program's own, as launchers expect.
+        # Not a child process: launchers expect that signals, terminal and exit code are the program's own.
         os.execvp(command_line[0], command_line)
     except OSError as error:
         raise BadInput(f"{command_line[0]!r} can't be run: {error.strerror}.") from None

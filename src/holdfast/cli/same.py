@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import click
@@ -36,7 +35,7 @@ def command(
     that Hugging Face publishes. Where saves have noted fingerprints no data is read. Exit code 0: same, 1:
     different, 2: trouble.
     """
-    # It imports torch: see `import`.
+    # Imported here, because it imports torch, and `--help` must not.
     from holdfast.maintenance.same import same
 
     with output.progress(f"same {a} {b}") as advance:
@@ -47,36 +46,34 @@ def command(
             done += moved
             advance(done, done)
 
-        found = same(a, b, where=where, include=include or None, exclude=exclude or None, progress=read)
+        comparison = same(a, b, where=where, include=include or None, exclude=exclude or None, progress=read)
     if as_json:
-        output.print_json(found)
+        output.print_json(comparison)
     else:
-        # Of a run folder a step was chosen: said only where it is not the path that was given.
-        for letter, given, path in (("A", a, found.a), ("B", b, found.b)):
-            if os.path.abspath(given) != path:
-                output.say(f"{letter} is {path}.")
-        _show(found)
-    ctx.exit(0 if found.same else 1)
+        output.say_chosen("A", a, comparison.a)
+        output.say_chosen("B", b, comparison.b)
+        _show(comparison)
+    ctx.exit(0 if comparison.same else 1)
 
 
-def _show(found: Same) -> None:
-    read = f"{output.size(found.bytes_read)} of weights read"
-    if not found.bytes_read:
+def _show(comparison: Same) -> None:
+    read = f"{output.size(comparison.bytes_read)} of weights read"
+    if not comparison.bytes_read:
         read = "by fingerprints, nothing read"
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in found.only_a]
-    rows += [(name, "only in B", "") for name in found.only_b]
-    rows += [(one.name, "different", _detail(one)) for one in found.different]
+    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
+    rows += [(name, "only in B", "") for name in comparison.only_b]
+    rows += [(one.name, "different", _detail(one)) for one in comparison.different]
     if rows:
         output.print_table(("name", "is", "how"), rows)
-    if found.converted:
+    if comparison.converted:
         output.say(
-            f"{output.count(len(found.converted), 'tensor')} of another dtype in A, compared in the "
-            f"less exact one: {output.listed(found.converted, 3)}."
+            f"{output.count(len(comparison.converted), 'tensor')} of another dtype in A, compared in the "
+            f"less exact one: {output.listed(comparison.converted, 3)}."
         )
-    if found.same:
-        output.say(f"The same: {output.count(found.equal, 'tensor')}, {read}.")
+    if comparison.same:
+        output.say(f"The same: {output.count(comparison.equal, 'tensor')}, {read}.")
     else:
-        output.say(f"Different: {len(rows)}; equal: {found.equal}; {read}.")
+        output.say(f"Different: {len(rows)}; equal: {comparison.equal}; {read}.")
 
 
 def _detail(one: Unlike) -> str:

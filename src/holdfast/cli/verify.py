@@ -29,22 +29,22 @@ def command(ctx: click.Context, path: str, quick: bool, threads: int, as_json: b
     damaged.
     """
     with output.progress("verifying") as bar:
-        found = verify(path, quick, threads, bar)
+        report = verify(path, quick, threads, bar)
     if as_json:
-        output.print_json(found)
+        output.print_json(report)
     else:
-        for step in (found,) if isinstance(found, Verified) else found.steps:
+        for step in (report,) if isinstance(report, Verified) else report.steps:
             _show(step)
-    ctx.exit(0 if found.whole else 1)
+    ctx.exit(0 if report.whole else 1)
 
 
-def _show(found: Verified) -> None:
-    read = f"{output.size(found.bytes_checked)} of data read" if not found.quick else "data was not read"
-    held = f"{output.count(found.tensors, 'name')} in {output.count(found.files, 'file')}, {read}"
-    if found.whole:
-        output.say(f"{found.path}: whole ({held}, {found.seconds:.1f} s)")
+def _show(report: Verified) -> None:
+    read = f"{output.size(report.bytes_checked)} of data read" if not report.quick else "data was not read"
+    contents = f"{output.count(report.tensors, 'name')} in {output.count(report.files, 'file')}, {read}"
+    if report.whole:
+        output.say(f"{report.path}: whole ({contents}, {report.seconds:.1f} s)")
         return
-    output.say(f"{found.path}: damaged, {output.count(len(found.damage), 'finding')} ({held})")
+    output.say(f"{report.path}: damaged, {output.count(len(report.damage), 'finding')} ({contents})")
     rows = [
         (
             item.file,
@@ -52,6 +52,6 @@ def _show(found: Verified) -> None:
             "" if item.start is None else f"{item.start}-{item.stop}",
             item.problem,
         )
-        for item in found.damage
+        for item in report.damage
     ]
     output.print_table(("file", "tensor", "bytes", "problem"), rows)

@@ -1,11 +1,11 @@
-"""torch.distributed.checkpoint's calls, with their signatures: `import holdfast.dcp as dcp` is the switch.
+"""torch.distributed.checkpoint's functions with their signatures: `import holdfast.dcp as dcp` switches over.
 
-Arguments that say how DCP does it (`use_collectives`, `async_checkpointer_type`) have no effect: there are no
-collectives, and the background is always a process. A plain `FileSystemWriter(path)` or
-`FileSystemReader(path)` stands for its folder, a `DefaultLoadPlanner` for whether names may be missing.
-Arguments that bring code of their own (another writer or reader, a planner that plans, a stager) can't be
-honoured, and are refused with one sentence. Checkpoints that DCP wrote load as they are. Beside what is saved
-stands a `.metadata` by which tools of DCP find it (`holdfast.integrations.dcp_metadata`).
+Arguments that choose DCP's implementation (`use_collectives`, `async_checkpointer_type`) have no effect:
+there are no collectives, and asynchronous saves always use a process. A plain `FileSystemWriter(path)` or
+`FileSystemReader(path)` gives the folder, and a `DefaultLoadPlanner` says whether names may be missing.
+Arguments with code of their own (another writer, reader or planner, a stager) are refused with one sentence.
+Checkpoints that DCP wrote load as they are. A save also writes a `.metadata`, by which tools of DCP find the
+checkpoint (`holdfast.integrations.dcp_metadata`).
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ def save(
     participants: Iterable[int] | None = None,
     objects_may_differ: bool = False,
 ) -> SaveReport:
-    """`torch.distributed.checkpoint.save`, by `holdfast.save`. Names may come and go between saves of one
-    folder, as in DCP.
+    """Save as `torch.distributed.checkpoint.save` does, by `holdfast.save`.
 
-    objects_may_differ: where ranks have different objects under one name, save that of the lowest rank and
-        warn, as DCP does without a word; by default that is an error.
+    As in DCP, later saves into the same folder may have other names.
+
+    objects_may_differ: where ranks have different objects under one name, save the one of the lowest rank and
+        warn (DCP does so without a warning); by default that is an error.
     """
     plain = plain_arguments("save", checkpoint_id, storage_writer, planner)
     store = open_store(one_folder(None, plain["checkpoint_id"]))
@@ -87,7 +88,7 @@ def load(
     options: Options | None = None,
     participants: Iterable[int] | None = None,
 ) -> None:
-    """`torch.distributed.checkpoint.load`, by `holdfast.load`: in place, of what Holdfast or DCP wrote."""
+    """Load a checkpoint of Holdfast or DCP in place, as `torch.distributed.checkpoint.load` does."""
     plain = plain_arguments("load", checkpoint_id, storage_reader, planner)
     _load(
         state_dict,
@@ -121,17 +122,17 @@ def async_save(
     participants: Iterable[int] | None = None,
     objects_may_differ: bool = False,
 ) -> Pending:
-    """`torch.distributed.checkpoint.async_save`, by `holdfast.async_save`.
+    """Save as `torch.distributed.checkpoint.async_save` does, by `holdfast.async_save`.
 
-    What it returns has the methods of the future that DCP returns (`result`, `done`, `exception`,
+    The returned object has the methods of the future that DCP returns (`result`, `done`, `exception`,
     `add_done_callback`), and the fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
     """
     plain = plain_arguments("async_save", checkpoint_id, storage_writer, planner, async_stager=async_stager)
     store = open_store(one_folder(None, plain["checkpoint_id"]))
 
     def make() -> SaveJob:
-        # Not before the last save has ended, so that the deadline does not count the wait for it. The
-        # lane keeps its messages apart from those of calls that training makes meanwhile.
+        # Begun once the previous save has ended, so that the deadline does not include that wait. The lane
+        # separates its messages from those of the calls that training makes meanwhile.
         call = begin_call(
             no_dist=no_dist,
             process_group=process_group,
@@ -151,25 +152,25 @@ def _reading(
     options: Options | None,
     objects_may_differ: bool,
 ) -> SaveJob:
-    """A save that reads the state now, and marks the folder for tools of DCP once it is committed."""
+    """Make a save that reads the state now, and writes the marker for tools of DCP after its commit."""
     request = SaveRequest(
         store=store,
         collect=lambda rank: flatten(state_dict, rank),
         call=call,
         options=options or Options(),
         objects_may_differ=objects_may_differ,
-        # After the commit: tools of DCP take a `.metadata` for a checkpoint.
+        # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
         after=lambda: mark(store),
     )
     return SaveJob(request)
 
 
 class PlainArguments(TypedDict):
-    """What arguments of DCP come to here."""
+    """The arguments of DCP that have an effect here."""
 
     checkpoint_id: str | os.PathLike[str] | None
     partial: NotRequired[bool]
-    """May names that are asked for be missing? A load's only."""
+    """May requested names be missing? Only for a load."""
 
 
 def plain_arguments(
@@ -179,16 +180,16 @@ def plain_arguments(
     planner: object = None,
     **others: object,
 ) -> PlainArguments:
-    """The folder, and whether names that are asked for may be missing.
+    """Return the folder, and whether requested names may be missing.
 
     call: `save`, `load` or `async_save`. storage: a storage writer or reader.
 
-    Raises BadInput for objects that bring code of their own: every rank plans alone, so nothing that sees the
-    plans of all can take part.
+    Raises BadInput for objects with code of their own: every rank plans alone, so code that needs the plans
+    of all ranks can't run.
     """
     plain: PlainArguments = {"checkpoint_id": checkpoint_id}
     kind = "storage_reader" if call == "load" else "storage_writer"
-    # By exact type: a subclass has been written to do something else.
+    # By exact type, because a subclass does something else.
     if type(storage) in (FileSystemWriter, FileSystemReader):
         folder = os.fspath(storage.path)  # type: ignore[attr-defined]
         if checkpoint_id is None:
@@ -199,7 +200,7 @@ def plain_arguments(
         planner = None
     elif type(planner) is DefaultSavePlanner and call != "load":
         planner = None
-    # What was understood is None by now. Passing over the rest would drop what somebody relies on.
+    # What was understood is None by now. To ignore the rest would drop what the caller relies on.
     for name, value in {kind: storage, "planner": planner, **others}.items():
         if value is None:
             continue

@@ -1,8 +1,8 @@
 """torch DCP's `.metadata`: the one of an export, and the marker beside a Holdfast checkpoint.
 
-Tools know a checkpoint of torch DCP by its `.metadata` (torchtitan's search for the newest step, say). The
-marker shows them the names, types and shapes that are there; who loads it with stock DCP gets a
-FileNotFoundError for a file whose name says what to do.
+Tools recognise a checkpoint of torch DCP by its `.metadata` (as torchtitan does to find the newest step). The
+marker shows them names, dtypes and shapes. Loading it with stock DCP raises FileNotFoundError for a file
+whose name says what to do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from holdfast.store.base import Store, replace_file
 
 log = logging.getLogger("holdfast")
 Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
-"""What DCP says of each name."""
+"""DCP's description of each name."""
 Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
-"""Where DCP finds each part."""
+"""The file and byte range of each part."""
 
 
 def stored_at(file: str, start: int, length: int) -> filesystem._StorageInfo:
-    """Where DCP finds something."""
+    """Make DCP's record of a byte range in a file."""
     return filesystem._StorageInfo(file, start, length)
 
 
@@ -41,14 +41,11 @@ def encode(
     stored: Stored,
     save_id: str | None = None,
 ) -> bytes:
-    """The bytes of `.metadata`. What is said of the whole stands first, so that it can be found without
-    reading all."""
-    # Made by torch and then refilled: pickle writes attributes in the order in which they were set.
+    """Encode a `.metadata`. What concerns the whole checkpoint comes first, to be found without the rest."""
+    # Made by torch, then refilled: pickle writes attributes in the order in which they were set.
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
-    about = {
-        "storage_meta": metadata.storage_meta,
-        "version": "1.0.0",
-    }  # the version is a field since torch 2.9
+    # The version is a field since torch 2.9.
+    about = {"storage_meta": metadata.storage_meta, "version": "1.0.0"}
     vars(metadata).clear()
     vars(metadata).update(
         about, state_dict_metadata=described, planner_data=dict(planned), storage_data=stored
@@ -57,9 +54,9 @@ def encode(
 
 
 def dcp_marker(columns: Columns) -> bytes:
-    """A `.metadata` of every tensor and object in an index, all of it stored in a file that says where it is.
+    """Make a `.metadata` of every tensor and object in an index; all of them name one file, `MARKER`.
 
-    Tensors of one type and shape share what is said of them, which is most of the cost.
+    Tensors of one dtype and shape share their description, which is most of the cost.
     """
     described: Described = {}
     stored: Stored = {}
@@ -81,19 +78,19 @@ def dcp_marker(columns: Columns) -> bytes:
 
 
 def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[dcp.TensorStorageMetadata, torch.Size]:
-    """A tensor in one chunk, and where that begins."""
+    """Describe a tensor of one chunk; also return the offset of the chunk."""
     size, start = torch.Size(shape), torch.Size((0,) * len(shape))
     properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
     return dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(start, size)]), start
 
 
 def mark(store: Store) -> None:
-    """After a commit: put the marker of what is committed beside it. The checkpoint is whole without."""
+    """Write the marker beside a committed checkpoint, which is complete without it; warn if that fails."""
     try:
         with open_index(store) as index:
             columns = index.select()
         replace_file(store, METADATA, dcp_marker(columns))
-    # Whatever it is: the checkpoint is committed, and must not fail for a tool's sake.
+    # Whatever is raised: the checkpoint is committed, and a missing marker must not fail the save.
     except Exception as error:
         log.warning(
             "%s is committed, but tools of torch DCP won't find it: its %s could not be written (%s).",

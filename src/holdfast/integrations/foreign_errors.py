@@ -1,7 +1,7 @@
-"""Our errors as kinds of those that a framework raises, so that code which catches the framework's does so.
+"""Our errors as subclasses of a framework's errors, so that code which catches the framework's catches ours.
 
-`except CheckpointingException` around `dist_checkpointing.load` catches a `CorruptCheckpoint` then, which
-stays one, with all its fields.
+For example `except CheckpointingException` around `dist_checkpointing.load` catches a `CorruptCheckpoint`,
+which keeps its type and its fields.
 """
 
 from __future__ import annotations
@@ -16,37 +16,32 @@ _made: dict[tuple[type[HoldfastError], type[BaseException]], type[HoldfastError]
 
 
 def kind_of_both(ours: type[HoldfastError], theirs: type[BaseException]) -> type[HoldfastError]:
-    """A class of the name of ours that is a kind of theirs, too."""
+    """Return a subclass of both, with the name of ours."""
     if issubclass(ours, theirs):
         return ours
-    # One class for each pair, so that errors of one kind have one type in all of the process.
+    # One class for each pair, so that errors of one kind have the same type everywhere in the process.
     if (ours, theirs) in _made:
         return _made[ours, theirs]
+    # torch's property `failures` returns `_failures`.
     more = {"plain": ours, "__module__": ours.__module__, "__doc__": ours.__doc__, "_failures": {}}
-    # `_failures` is what torch's `failures` shows.
     _made[ours, theirs] = made = type(ours.__name__, (ours, theirs), more)
     return made
 
 
-def make_kind_of(error: HoldfastError, theirs: type[BaseException]) -> None:
-    """Let an error be caught as one of theirs."""
-    # In place: futures and other frames hold this very object, with its traceback and its cause.
-    error.__class__ = kind_of_both(type(error), theirs)
-
-
 @contextmanager
 def raising(find: Callable[[], type[BaseException]]) -> Iterator[None]:
-    """Whatever error of ours leaves this block is a kind of what `find` gives, too."""
+    """Turn our errors that leave this block into subclasses of what `find` returns."""
     try:
         yield
     except HoldfastError as error:
-        make_kind_of(error, find())
+        # In place, because futures and other frames hold this object, with its traceback and its cause.
+        error.__class__ = kind_of_both(type(error), find())
         raise
 
 
 def of_torch() -> type[BaseException]:
-    """What torch DCP raises."""
-    # Imported when an error is on its way: a good call doesn't pay for it.
+    """Return the error that torch DCP raises."""
+    # Imported only for an error, so that a call that succeeds does not pay for it.
     from torch.distributed.checkpoint.api import CheckpointException
 
     return CheckpointException
@@ -54,8 +49,8 @@ def of_torch() -> type[BaseException]:
 
 @cache
 def of_megatron() -> type[BaseException]:
-    """What megatron-core raises: an exception of its own, or, where its `torch_dist` strategy finds the error
-    (a key or a shape that the checkpoint has not), torch DCP's."""
+    """Return a subclass of the errors that megatron-core raises: its own, and torch DCP's, which its
+    `torch_dist` strategy raises for a key or a shape that the checkpoint does not have."""
     from holdfast.integrations.megatron import mcore
 
     return type("CheckpointingException", (mcore.CheckpointingException, of_torch()), {})

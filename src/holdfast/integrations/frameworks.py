@@ -1,8 +1,7 @@
-"""What each framework is made of, as `install` needs it: the functions that save, load and finalize, by the
-names under which their package defines them.
+"""The table of frameworks for `install`: their functions that save, load and finalize, by module and name.
 
-Everything here was read in the versions that docs/megatron.md lists. A name that a version does not have is
-left out and reported; nothing is imported to find out.
+The names come from the versions that docs/megatron.md lists. A name that a version does not have is left out
+and reported; no framework is imported to find out.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from holdfast.integrations.settings import Settings
 
 @dataclass(frozen=True)
 class Framework:
-    """A package that trains, and what of it is replaced."""
+    """A framework, and the functions of it that `install` replaces and guards."""
 
     name: str
-    """What `install(framework=)` calls it."""
+    """Its name in `install(framework=)`."""
     distribution: str
-    """Its name on PyPI, by which its version is found; empty if it has none."""
+    """Its name on PyPI, for its version; empty if it has none."""
     package: str
-    """The package that shows that it is there."""
+    """The package whose import shows that the framework is in use."""
     guards: tuple[str, ...] = ()
     """`module:qualified name` of functions that wait: saves, loads, and the end of asynchronous saves."""
     replacements: Callable[[Settings], Iterator[Replacement]] = lambda settings: iter(())
     uses: tuple[str, ...] = ()
-    """Frameworks that it calls; they are installed with it."""
+    """Frameworks that it calls; `install` changes them, too."""
 
 
 FRAMEWORKS = (
@@ -155,21 +154,21 @@ TELLING_APART = (
     "weights_path",
     "path",
 )
-"""Arguments of guarded functions, and attributes of them, that tell one call from the next and are the same
-on all ranks; the first that a call has is taken."""
+"""Arguments of guarded functions, or attributes of them, that differ from call to call and are the same on
+all ranks; the first one that a call has is taken."""
 NAMES = tuple(framework.name for framework in FRAMEWORKS)
 
 
 def replacements_of(framework: Framework, settings: Settings) -> list[Replacement]:
-    """Everything that is to be replaced in a framework."""
-    found = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
+    """List all replacements of a framework."""
+    replacements = [item for item in framework.replacements(settings) if settings.is_on(item.part)]
     if settings.guard:
-        found += [guard_of(place, settings) for place in framework.guards]
-    return found
+        replacements += [guard_of(place, settings) for place in framework.guards]
+    return replacements
 
 
 def guard_of(place: str, settings: Settings, optional: bool = True) -> Replacement:
-    """A function, `module:qualified name`, inside of which waits have deadlines."""
+    """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines."""
     module, _, name = place.partition(":")
 
     def make(function: Callable[..., object]) -> Callable[..., object]:
@@ -179,7 +178,7 @@ def guard_of(place: str, settings: Settings, optional: bool = True) -> Replaceme
                 name,
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
-                # Asked at each call: groups may be made long after install().
+                # Asked at each call, because groups may be made long after install().
                 participants=settings.ranks(),
                 call=_told_apart(function, args, named),
             ):
@@ -191,10 +190,10 @@ def guard_of(place: str, settings: Settings, optional: bool = True) -> Replaceme
 
 
 def _told_apart(function: Callable[..., object], args: tuple[object, ...], named: dict[str, object]) -> str:
-    """What tells this call from others of the function; "" where nothing does."""
+    """Return a text that differs from call to call and is the same on all ranks; "" if there is none."""
     try:
         given = inspect.signature(function).bind(*args, **named).arguments
-    except (TypeError, ValueError):  # the function itself says what is wrong with its arguments
+    except (TypeError, ValueError):  # the function itself raises the error for its arguments
         return ""
     for path in TELLING_APART:
         first, *attributes = path.split(".")
@@ -207,14 +206,16 @@ def _told_apart(function: Callable[..., object], args: tuple[object, ...], named
 
 
 def _verl(settings: Settings) -> Iterator[Replacement]:
-    """verl's trainer asks its workers at every step to finalize asynchronous saves, by a method that none of
-    them has: without it no save that runs in the background is ever finalized."""
+    """Add the method by which verl's trainer asks its workers at every step to finalize asynchronous saves.
+
+    No worker of verl has it, so without it no asynchronous save is ever finalized.
+    """
 
     def make(_: object) -> Callable[..., object]:
         decorator = import_module("verl.single_controller.base.decorator")
 
         def async_calls_finalize_fn_exec(self: object, blocking: bool = False) -> None:
-            # When it is called, not when verl is imported: that may be before megatron-core is.
+            # Imported at the call, because verl may be imported before megatron-core.
             base = import_module("megatron.core.dist_checkpointing.strategies.base")
             base.async_calls.maybe_finalize_async_calls(blocking=blocking)
 

@@ -1,12 +1,12 @@
 """Waits with a deadline in place of the barriers inside a framework's save function.
 
-Frameworks put barriers and object collectives of their own around `dist_checkpointing.save`; a rank that
-never comes leaves the others in them until a watchdog ends the job. While a guarded function runs, these
-calls of `torch.distributed` go over the roster instead (`roster_collectives`), and a missing rank is named by
-its deadline.
+Frameworks call barriers and object collectives around `dist_checkpointing.save`. If one rank never comes, the
+others wait in them until a watchdog ends the job. While a guarded function runs, these calls of
+`torch.distributed` go over the roster instead (`roster_collectives`), and an error names the missing rank
+when the deadline has passed.
 
-Once a checkpoint is committed inside, a barrier that fails does not stop the function: it goes on, so that
-the framework writes its own tracker file, and the error is raised at its end.
+After a checkpoint was committed inside, a barrier that fails does not stop the function: the framework still
+writes its own tracker file, and the error is raised at the end of the function.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.integrations.roster_collectives import OBJECTS, TENSORS, NotCarrie
 
 _lock = threading.Lock()
 _users = 0
-"""Threads that are in a guarded function now."""
+"""Guarded functions that run now, on all threads."""
 _originals: dict[str, Callable[..., object]] = {}
 _here = threading.local()
 
@@ -34,33 +34,33 @@ class Guard:
     def __init__(self, collectives: RosterCollectives) -> None:
         self.collectives = collectives
         self.committed: list[str] = []
-        """Checkpoints that were committed inside, as errors name them."""
+        """Paths of the checkpoints that were committed inside, for error messages."""
         self.postponed: HoldfastError | None = None
-        """What a barrier after a commit met; raised at the end of the function."""
+        """The error of a barrier after a commit; raised at the end of the function."""
 
     def call(
         self, name: str, original: Callable[..., object], args: tuple[object, ...], named: dict[str, object]
     ) -> object:
-        """What the guarded function gets for a call of `torch.distributed.<name>`."""
+        """Do what the guarded function asks of `torch.distributed.<name>`."""
         try:
-            # Tensor collectives are not stood in for: their ranks meet first, and then issue the original.
+            # Tensor collectives are not replaced: their ranks meet first, and then issue the original.
             if name in TENSORS:
                 return self.collectives.tensors(name, original, args, named)
             if name == "barrier" and self.postponed is not None:
-                return None  # the ranks do not meet any more
+                return None  # after a failed barrier the ranks do not meet any more
             return getattr(self.collectives, name)(*args, **named)
         except NotCarried as error:
             if not error.by_collective:
                 raise
             return original(*args, **named)
         except HoldfastError as error:
-            # Nothing is on disk yet that the error could make look lost.
+            # Before a commit there is no checkpoint that this error could make look lost.
             if not self.committed:
                 raise
             error.hint = (
                 f"{error.hint} {', '.join(self.committed)}: committed and complete; this came after it."
             ).strip()
-            # There is no value to go on with in place of a collective's.
+            # Any other collective has a result, and without it the function can't go on.
             if name != "barrier":
                 raise
             self.postponed = error
@@ -76,17 +76,17 @@ def guarded(
     participants: Iterable[int] | None = None,
     call: str = "",
 ) -> Iterator[None]:
-    """Inside, barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
+    """Let barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
 
-    Ranks of a tensor collective meet there before it is issued.
+    The ranks of a tensor collective meet there before it is issued. Other threads are not affected.
 
-    title: how errors call this place; the same on all ranks. Every rank must make the same calls in the same
-        order, as with the collectives themselves; one that does not is named. Other threads are not affected.
-    timeout: seconds until a wait fails. stall_timeout: seconds that a rank may not show itself.
-    participants: ranks that "all ranks" means inside; default all.
-    call: what tells this call from others under the title, such as a step or a folder; the same on all ranks.
-        A rank that missed one call, or left it by an error of its own, then still meets the others in the
-        next. Without it, that rank finds the error of what it missed first.
+    title: the name of this place in errors; the same on all ranks. Every rank must make the same calls in the
+        same order, as with the collectives themselves; errors name a rank that does not.
+    timeout: seconds until a wait fails. stall_timeout: seconds that a rank may be silent.
+    participants: the ranks that "all ranks" means inside; default all.
+    call: a text that differs between calls with the same title, such as a step or a folder; the same on all
+        ranks. A rank that missed one call, or left it by an error of its own, still meets the others in the
+        next one. Without it, that rank first gets the error of the call that it missed.
 
     Raises `HoldfastError`s that name the missing rank.
     """
@@ -99,18 +99,18 @@ def guarded(
     finally:
         _here.guard = outer
         if outer is not None:
-            # A framework's save calls another one's: a commit inside is one for the outer function as well.
+            # The save of one framework may call another's: a commit inside counts for the outer one, too.
             outer.committed += guard.committed
         _leave()
-    # Not in `finally`: what the function itself raises goes before what was put off.
+    # Not in `finally`: an error of the function itself takes precedence over a postponed one.
     if guard.postponed is not None:
         raise guard.postponed
 
 
 @contextmanager
 def telling_apart(call: str) -> Iterator[None]:
-    """`call` of the guard of this thread, if there is one, for a part of a guarded function: one of several
-    requests that it finalizes."""
+    """Set `call` of this thread's guard, if there is one, for a part of a guarded function, such as one of
+    the requests that it finalizes."""
     guard: Guard | None = getattr(_here, "guard", None)
     if guard is None:
         yield
@@ -124,12 +124,12 @@ def telling_apart(call: str) -> Iterator[None]:
 
 
 def is_guarded() -> bool:
-    """Is this thread in a guarded function?"""
+    """Return whether this thread is in a guarded function."""
     return getattr(_here, "guard", None) is not None
 
 
 def note_committed(place: str) -> None:
-    """A checkpoint was committed on this thread: a guard knows from here on that nothing of it is lost."""
+    """Tell this thread's guard, if there is one, that a checkpoint was committed."""
     guard: Guard | None = getattr(_here, "guard", None)
     if guard is not None:
         guard.committed.append(place)
@@ -139,7 +139,7 @@ def _enter() -> None:
     global _users
     with _lock:
         if not _users:
-            # As attributes of the module, which frameworks look up at each call. A name that was bound by
+            # Set in the module, where frameworks look them up at each call. A name that was bound by
             # `from torch.distributed import barrier` stays the collective itself.
             for name in (*OBJECTS, *TENSORS):
                 original = getattr(dist, name)
@@ -151,7 +151,7 @@ def _enter() -> None:
 def _leave() -> None:
     global _users
     with _lock:
-        # The last one out puts them back: outside of guarded functions torch is untouched.
+        # The last one puts the originals back: outside of guarded functions torch is unchanged.
         _users -= 1
         if not _users:
             for name, original in _originals.items():
@@ -159,15 +159,15 @@ def _leave() -> None:
 
 
 def _dispatch(name: str, original: Callable[..., object]) -> Callable[..., object]:
-    """The guard's stand-in in a thread that is guarded, the collective itself elsewhere."""
+    """Make a function that calls the guard on a guarded thread, and the collective itself elsewhere."""
 
     @wraps(original)
     def call(*args: object, **named: object) -> object:
         guard: Guard | None = getattr(_here, "guard", None)
-        # Other threads train meanwhile, or write in the background: theirs are none of the guard's business.
+        # Other threads train or write in the background: the guard must not touch their collectives.
         if guard is None or not dist.is_initialized():
             return original(*args, **named)
-        # Collectives that the stand-in issues, or torch within one, must not come back here.
+        # Collectives that the guard issues, or torch inside one, must not come back here.
         _here.guard = None
         try:
             return guard.call(name, original, args, named)

@@ -1,9 +1,9 @@
-"""`install()`: the frameworks' own save and load functions call Holdfast, with no other change.
+"""`install()` makes the frameworks' own save and load functions call Holdfast, without changes to their code.
 
 verl, Megatron-LM, Megatron-Bridge, NeMo RL and ms-swift all save through `megatron.core.dist_checkpointing`,
-so that is what is replaced; their own functions around it get deadlines and names for what they wait for
-(`frameworks`). A framework that is not imported yet is changed when it is. `uninstall()` puts back what was
-there. Nothing is replaced by importing Holdfast.
+so its functions are replaced. The frameworks' own functions around it are guarded: their waits get
+deadlines, and errors name the missing rank (`frameworks`). A framework that is not imported yet is changed at
+its import. `uninstall()` puts the originals back. Importing Holdfast replaces nothing.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class InstalledFramework:
-    """What `install` did to one framework in this process."""
+    """What `install` has changed in one framework in this process."""
 
     name: str
     version: str
-    """Of the installed distribution; empty if there is none."""
+    """The version of the installed distribution; empty if there is none."""
     replaced: tuple[str, ...]
     guarded: tuple[str, ...]
     waiting: tuple[str, ...]
-    """Modules that are not imported yet; they are changed when they are."""
+    """Modules that are not imported yet; they are changed at their import."""
     missing: tuple[str, ...]
     """Names that this version does not have."""
 
@@ -53,7 +53,7 @@ class _Installation:
         self.own = Patches()
         """Guards that the caller named."""
         self.serves = False
-        """Did it begin to answer `holdfast doctor`?"""
+        """Did it start to answer `holdfast doctor`?"""
 
     def begin(self) -> None:
         for framework in self.frameworks:
@@ -61,7 +61,7 @@ class _Installation:
         self.own.begin(_guards(self.settings))
 
     def end(self) -> None:
-        # The other way round: one replacement may stand on another, as a guard on a replaced save.
+        # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
         for patches in reversed([*self.patches.values(), self.own]):
             patches.undo()
 
@@ -87,34 +87,35 @@ def install(
 ) -> None:
     """Let the frameworks of this process save, load and wait through Holdfast. Idempotent.
 
-    Call it in every training process before the framework builds its workers; nothing is imported for it.
-    The last call holds.
+    Call it in every training process before the framework builds its workers. It imports no framework. A
+    later call replaces the settings of an earlier one.
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
         `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`; default all that are imported now or
         later.
     timeout: seconds until a save, a load or a wait inside one fails.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
-    participants: ranks that train: numbers, a process group, or a function that gives ranks when it is asked.
-        Other ranks may not save. A barrier on all ranks inside a guarded function means these. Default all.
+    participants: ranks that train: numbers, a process group, or a function that returns the ranks at each
+        call. Other ranks may not save. A barrier on all ranks inside a guarded function waits for these.
+        Default all.
     checkpoints: replace saves and loads.
-    huggingface: replace what loads published weights into a model and saves a model as such (mbridge,
-        Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
+    huggingface: replace the functions that load published weights into a model, or save a model as published
+        weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
     guard: inside the frameworks' functions that save, load and finalize, barriers, object collectives and
         tensor collectives wait over the roster with these deadlines (`guarded`). A list of dotted names adds
         functions of your own.
     warm_up: `initialize_model_parallel` issues the first collectives of every group at its end, with these
         deadlines, `operations` and `memory_budget` bytes of GPU memory (`holdfast.warm_up`).
-    session: from there to the end of the process ranks watch each other, and groups are closed in order
-        (`holdfast.session`).
+    session: after `initialize_model_parallel`, to the end of the process, ranks watch each other, and groups
+        are closed in order (`holdfast.session`).
     host_memory_budget: bytes of host memory on this rank that copies of asynchronous saves may take together.
-    nearest_rng: a load takes a rank's state of random generators from the nearest rank, where the layout that
-        saved had no such rank.
+    nearest_rng: where the layout that saved had no rank at this rank's place, a load takes the state of
+        random generators from the nearest rank.
 
-    Raises BadInput for a framework or a function that it does not know; then nothing has changed.
+    Raises BadInput for an unknown framework or function; then nothing is changed.
     """
     global _current
-    # All arguments are checked before the installation that holds now is taken back.
+    # All arguments are checked before the present installation is undone.
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
     check_arguments(host_memory_budget=host_memory_budget)
@@ -134,8 +135,8 @@ def install(
         nearest_rng=nearest_rng,
     )
     made = _Installation(settings, _frameworks(framework))
-    _guards(settings)  # a name that is none changes nothing
-    # Replacements of two calls would stand on each other, the older deadlines inside.
+    _guards(settings)  # raises for a name that is no function, before anything is changed
+    # Otherwise the new replacements would wrap the old ones, and the old deadlines would hold inside.
     uninstall()
     _current = made
     made.begin()
@@ -156,21 +157,21 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Has this process called `install`, and not `uninstall`?"""
+    """Return whether this process has called `install`, and not `uninstall` since."""
     return _current is not None
 
 
 def installed() -> list[InstalledFramework]:
-    """What is replaced and guarded in this process, framework by framework; empty without `install`."""
+    """List what is replaced and guarded in this process, by framework; empty without `install`."""
     if _current is None:
         return []
-    found = []
+    reports = []
     for framework in _current.frameworks:
         patches = _current.patches[framework.name]
-        # Of a framework that is not there at all nothing is worth a line.
+        # Leave out frameworks that are neither imported nor installed.
         if framework.package not in sys.modules and not version_of(framework.distribution):
             continue
-        found.append(
+        reports.append(
             InstalledFramework(
                 framework.name,
                 version_of(framework.distribution),
@@ -180,21 +181,22 @@ def installed() -> list[InstalledFramework]:
                 tuple(map(str, patches.missing)),
             )
         )
-    return found
+    return reports
 
 
 def _sentences() -> tuple[str, ...]:
-    """What `holdfast doctor --pid` shows of this."""
+    """Describe the installation in lines for `holdfast doctor --pid`."""
     return tuple(
-        f"{found.name} {found.version}".strip()
-        + f": {len(found.replaced)} replaced, {len(found.guarded)} guarded, {len(found.waiting)} modules not "
-        f"imported yet" + (f"; not there: {', '.join(found.missing)}" if found.missing else "")
-        for found in installed()
+        f"{report.name} {report.version}".strip()
+        + f": {len(report.replaced)} replaced, {len(report.guarded)} guarded, "
+        f"{len(report.waiting)} modules not imported yet"
+        + (f"; not there: {', '.join(report.missing)}" if report.missing else "")
+        for report in installed()
     )
 
 
 def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
-    """Those named, with what they use; all by default."""
+    """Return the named frameworks and those that they use; all by default."""
     if wanted is None:
         return list(FRAMEWORKS)
     names = {wanted} if isinstance(wanted, str) else set(wanted)
@@ -203,27 +205,27 @@ def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
         raise BadInput(
             f"framework={', '.join(unknown)} is not known.", hint=f"Give one of {', '.join(NAMES)}."
         )
-    # A framework saves through others, whose save is what is replaced.
+    # A framework saves through others, and it is their save that is replaced.
     used = {other for known in FRAMEWORKS if known.name in names for other in known.uses}
     return [known for known in FRAMEWORKS if known.name in names | used]
 
 
 def _guards(settings: Settings) -> list[Replacement]:
-    """The functions that the caller wants guarded, which must be there."""
+    """Make guards for the functions that the caller named, which must exist."""
     return [guard_of(_find(place), settings, optional=False) for place in settings.guarded]
 
 
 def _find(place: str) -> str:
-    """`module:qualified name` of a dotted name."""
+    """Find a function by its dotted name; return its `module:qualified name`."""
     parts = place.split(".")
-    # The longest module first: a class's method has a module with fewer parts in front of it.
+    # The longest module first; a method's module has fewer parts.
     for cut in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:cut])
         try:
             owner: object = import_module(module)
             break
         except ModuleNotFoundError as error:
-            # The module is there, and imports something that is not: the caller is to hear that.
+            # The module exists, but something that it imports does not: the caller must see that.
             if error.name is None or not place.startswith(error.name):
                 raise
     else:
@@ -236,7 +238,7 @@ def _find(place: str) -> str:
 
 
 def _warn_if_late(made: _Installation) -> None:
-    """Groups that are there already are neither warmed up nor watched."""
+    """Warn if process groups exist already: they are neither warmed up nor watched."""
     state = sys.modules.get("megatron.core.parallel_state")
     asked = made.settings.warm_up or made.settings.session
     if asked and state is not None and state.model_parallel_is_initialized():

@@ -1,16 +1,16 @@
-"""Megatron-FSDP's uneven DTensors, described from local data: the names and arguments of megatron-core's
-functions, and no collective.
+"""Offsets of Megatron-FSDP's uneven DTensors, computed from local data without a collective. The functions
+have the names and arguments of megatron-core's.
 
-Users import them from `holdfast.megatron_fsdp`. Asks parameters for nothing but what both megatron-core's
-copy of Megatron-FSDP and the package `megatron-fsdp` give them; the tests run the former.
+Users import them from `holdfast.megatron_fsdp`. They use only attributes of parameters that both
+megatron-core's copy of Megatron-FSDP and the package `megatron-fsdp` set; the tests run the former.
 
-Theory. Megatron-FSDP lays parameters into flat buffers and cuts those, so the rows of a parameter that a rank
-holds are known to it:
-`megatron_fsdp_slice`, in elements of the part that tensor parallelism has left. Stock code gathers shapes
-instead, tensor by tensor, in the order of each rank's own dict; where ranks hold different optimizer states
-(no gradient, an empty shard, another device) they gather different tensors, and hang or mix them up. Here the
-offset is that slice over the elements of a row. A fused parameter (gate and up, the projections of a gated
-delta net) is cut where its parts meet. Parts alias the fused tensor, so a load fills it.
+Theory. Megatron-FSDP puts parameters into flat buffers and shards the buffers. So each rank knows which part
+of a parameter it holds: `megatron_fsdp_slice`, in elements of this rank's tensor-parallel shard. Stock code
+gathers shapes instead, tensor by tensor, in the order of each rank's own dict. Where ranks hold different
+optimizer states (no gradient, an empty shard, another device), they gather different tensors, and hang or mix
+them up. Here the offset along the first axis is the start of the slice, divided by the elements of a row. A
+fused parameter (gate and up, the projections of a gated delta net) is split at the boundaries of its parts.
+The parts alias the fused tensor, so a load fills it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 Split = tuple[Sequence[str], Sequence[int]]
-"""What the parts of a fused parameter are called, and the share of rows of each (in any unit)."""
+"""The suffixes of the parts of a fused parameter, and the share of rows of each (in any unit)."""
 
 _SWIGLU = re.compile(
     r"\.mlp\.(?:(?:shared_experts\.)?linear_fc1\.(?:weight|bias)"
@@ -40,18 +40,17 @@ _SWIGLU = re.compile(
 )
 _EXPERT = re.compile(r"(\.mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias)))(\d+)")
 _GDN = ("query", "key", "value", "z", "beta", "alpha")
-"""In `in_proj`; the first three are in `conv1d`, too."""
+"""The parts of `in_proj`; the first three are those of `conv1d`."""
 _WRITES = "__create_write_items__"
 
 
 def handle_swiglu_in_state_dict(
     model: torch.nn.Module, model_state_dict: State, optimizer_state_dict: State | None
 ) -> tuple[State, State | None]:
-    """megatron-core's: `linear_fc1` of gated layers becomes `..._w` and `..._v`, in the model and in all
-    states of its optimizer.
+    """Split `linear_fc1` of gated layers into `..._w` and `..._v`, in the model's state and the optimizer's.
 
-    model: as `unwrap_model` gives it. Returns new dicts of DTensors that alias the given ones, each of which
-        says where it lies.
+    model: as `unwrap_model` returns it. Returns new dicts of DTensors that alias the given ones and have
+        chunk metadata.
     Raises BadInput for a tensor that can't be split.
     """
     gated = {
@@ -64,9 +63,9 @@ def handle_swiglu_in_state_dict(
         if not _SWIGLU.search(key):
             return None
         path = _bare(key)
-        while path and path not in gated:  # the nearest module around it that says
+        while path and path not in gated:  # the nearest enclosing module with a configuration
             path = path.rpartition(".")[0]
-        # Where no module says anything it is taken for gated, as stock code takes all of them.
+        # Without such a module the layer counts as gated; stock code takes all layers as gated.
         return (("_w", "_v"), (1, 1)) if gated.get(path, True) else None
 
     return _split_all(model, model_state_dict, optimizer_state_dict, split)
@@ -75,8 +74,8 @@ def handle_swiglu_in_state_dict(
 def handle_gdn_in_state_dict(
     model: torch.nn.Module, model_state_dict: State, optimizer_state_dict: State | None
 ) -> tuple[State, State | None]:
-    """megatron-core's: `in_proj` of a gated delta net becomes query, key, value, z, beta and alpha, its
-    `conv1d` the first three."""
+    """Split `in_proj` of a gated delta net into query, key, value, z, beta and alpha, and its `conv1d` into
+    the first three."""
     sizes = {}
     for path, module in model.named_modules():
         if all(hasattr(module, name) for name in ("qk_dim", "v_dim", "in_proj_dim", "num_value_heads")):
@@ -97,11 +96,11 @@ def handle_gdn_in_state_dict(
 def preprocess_state_dict_for_uneven_dtensor(
     state_dict: State, model: torch.nn.Module | None = None
 ) -> State:
-    """megatron-core's: each DTensor that does not say yet where it lies is given chunk metadata, in place.
+    """Give each DTensor without chunk metadata such metadata, in place.
 
-    model: whose parameters tell. Without it, or for a tensor that is of no parameter, the offset stays open:
-        `holdfast.save` and
-    `holdfast.load` find it by the lengths that all ranks hold. (torch DCP can't, and needs the model here.)
+    model: the model whose parameters give the offsets. Without it, and for a tensor of no parameter, the
+        offset stays open: `holdfast.save` and `holdfast.load` compute it from the lengths that all ranks
+        hold. (torch DCP can't, and needs the model here.)
     """
     if model is None:
         return state_dict
@@ -109,43 +108,48 @@ def preprocess_state_dict_for_uneven_dtensor(
     for path, value in _leaves(state_dict, ()):
         if not is_dtensor(value) or hasattr(value._local_tensor, CHUNKS):
             continue
-        # One of the keys on the path is the parameter's name: the last one in a model's state, one further up
+        # One of the keys on the path is the parameter's name: the last one in a model's state, an earlier one
         # in an optimizer's.
-        found = next((at for key in path if (at := slices.get(key, path[0] == "model")) is not None), None)
-        if found is not None and value.dim() and found.stop - found.start == value._local_tensor.numel():
-            _say_where(value, _begin(value, found.start, value.shape[0]))
+        candidates = (slices.get(key, path[0] == "model") for key in path)
+        elements = next((candidate for candidate in candidates if candidate is not None), None)
+        if (
+            elements is not None
+            and value.dim()
+            and elements.stop - elements.start == value._local_tensor.numel()
+        ):
+            _say_where(value, _begin(value, elements.start, value.shape[0]))
     return state_dict
 
 
 def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> list[str]:
-    """Zeros for parameters of which this rank holds a part and no optimizer state: they never got a gradient,
-    or another device has it.
+    """Add zero optimizer state for parameters that this rank holds a part of and has no state for; they never
+    got a gradient, or another device has it.
 
-    Their names are returned; none, if this rank has no state at all. Without this, a save names the first of
-    them that other ranks have, and fails. Only what is shaped as the parameter is filled; `step` is said by
-    the ranks that have it.
+    Without this, a save fails, and names the first tensor that only other ranks have. Adds only states of the
+    parameter's shape; `step` comes from the ranks that have it. Returns the names of the parameters; none if
+    this rank has no optimizer state at all.
     """
     states = optimizer_state_dict["state"]
-    # Frameworks put `module.` before names, once or several times; what is filled in gets the same.
+    # Frameworks put `module.` before names, once or several times; added names get the same prefix.
     there = {_bare(key): (key, state) for key, state in states.items()}
     like = {key: value for _, state in there.values() for key, value in state.items() if is_dtensor(value)}
     prefix = next((key[: len(key) - len(bare)] for bare, (key, _) in there.items()), "")
     filled: list[str] = []
-    if not like:  # this rank shows none to make them of
+    if not like:  # no state here to take kinds and dtypes from
         return filled
     for bare, parameter in _Parameters(model).of_all_ranks():
-        # Without elements here there is nothing that a save would lack.
+        # A save needs no state for a parameter without elements on this rank.
         if bare in there or not parameter.requires_grad or not parameter._local_tensor.numel():
             continue
-        at = getattr(parameter, "megatron_fsdp_slice", None)
-        # In the dtype, and on the device, of the other states, which need not be the parameter's.
+        elements = getattr(parameter, "megatron_fsdp_slice", None)
+        # With dtype and device of the other states, which may differ from the parameter's.
         states[prefix + bare] = made = {
             key: torch.zeros_like(parameter, dtype=value.dtype, device=value.device, requires_grad=False)
             for key, value in like.items()
         }
-        if at is not None:
+        if elements is not None:
             for value in made.values():
-                _say_where(value, _begin(value, at.start, value.shape[0]))
+                _say_where(value, _begin(value, elements.start, value.shape[0]))
         filled.append(prefix + bare)
     return filled
 
@@ -154,40 +158,39 @@ def fill_missing_states(model: torch.nn.Module, optimizer_state_dict: State) -> 
 
 
 def _bare(name: str) -> str:
-    """A name without the segments of wrappers before it."""
+    """Remove the prefix that wrappers put before a name."""
     return re.sub(r"^(?:module\.)+", "", name)
 
 
 class _Parameters:
-    """`megatron_fsdp_slice` of each parameter, by its name without wrappers; expert numbers are this rank's
-    own."""
+    """`megatron_fsdp_slice` of each parameter, by its name without wrappers, with local expert numbers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         buffers = (getattr(module, "param_and_grad_buffer", None) for module in model.modules())
-        buffer = next((found for found in buffers if found is not None), None)
-        # The optimizer's own: on these DTensors Megatron-FSDP sets `megatron_fsdp_slice`.
+        buffer = next((candidate for candidate in buffers if candidate is not None), None)
+        # The optimizer's parameters: Megatron-FSDP sets `megatron_fsdp_slice` on these DTensors.
         named = buffer.optimizer_named_parameters if buffer is not None else model.named_parameters()
         self._named = {_bare(name): parameter for name, parameter in named}
         self._experts = getattr(getattr(model, "config", None), "num_moe_experts", None)
         self._first = _first_expert(model)
 
     def of_all_ranks(self) -> Iterator[tuple[str, DTensor]]:
-        """DTensors, by names with the experts' numbers among all."""
+        """Yield DTensors by name, with global expert numbers."""
         for name, parameter in self._named.items():
             if is_dtensor(parameter):
                 yield _global(name, self._experts, self._first), parameter
 
     def get(self, key: str, local: bool) -> slice | None:
-        """`local`: the key has this rank's own expert numbers, or may have."""
+        """Return the slice of a parameter. local: the key may have local expert numbers."""
         name = _bare(re.sub(r"(?:_w|_v|\.(?:query|key|value|z|beta|alpha))$", "", key))
         if not local or name not in self._named:
             name = _global(name, self._experts, -self._first)
-        found: slice | None = getattr(self._named.get(name), "megatron_fsdp_slice", None)
-        return found
+        elements: slice | None = getattr(self._named.get(name), "megatron_fsdp_slice", None)
+        return elements
 
 
 def _first_expert(model: torch.nn.Module) -> int:
-    """The number of this rank's first expert among all."""
+    """Return the global number of this rank's first expert."""
     for module in model.modules():
         experts = getattr(module, "local_expert_indices", None)
         if experts:
@@ -196,10 +199,10 @@ def _first_expert(model: torch.nn.Module) -> int:
 
 
 def _global(name: str, experts: int | None, shift: int) -> str:
-    """The name with expert numbers moved."""
+    """Shift the expert number in a name."""
     if not experts or not shift:
         return name
-    return _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + shift}", name)
+    return _EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + shift}", name)
 
 
 def _leaves(tree: object, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
@@ -247,8 +250,10 @@ def _split_all(
 
 
 def _tensor_parallel(value: DTensor) -> tuple[int | None, int, int]:
-    """The dimension that tensor parallelism cuts (its mesh dimension comes last, and cuts first), this rank's
-    place, of how many."""
+    """Return the dimension that tensor parallelism shards (None: none), this rank's index, and their number.
+
+    Its mesh dimension is the last one; it is applied first.
+    """
     placements: Sequence[Any] = value.placements
     mesh = value.device_mesh
     cut = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
@@ -260,14 +265,16 @@ def _tensor_parallel(value: DTensor) -> tuple[int | None, int, int]:
 
 
 def _left(value: DTensor) -> tuple[int, ...]:
-    """The shape that tensor parallelism has left to a rank."""
+    """Return the shape of a rank's tensor-parallel shard."""
     axis, _, parts = _tensor_parallel(value)
-    return tuple(size // parts if at == axis else size for at, size in enumerate(value.shape))
+    return tuple(size // parts if dim == axis else size for dim, size in enumerate(value.shape))
 
 
 def _begin(value: Any, start: int, rows: int) -> tuple[int, ...]:
-    """Where the local tensor begins, if its part of the (maybe smaller) tensor begins `start` elements into
-    what TP has left."""
+    """Return the offset of the local tensor, which begins at element `start` of the tensor-parallel shard.
+
+    rows: rows of the whole tensor.
+    """
     axis, rank, parts = _tensor_parallel(value)
     begin = [start // max(prod(_left(value)[1:]), 1)] + [0] * (value.dim() - 1)
     if axis == 0:
@@ -277,29 +284,35 @@ def _begin(value: Any, start: int, rows: int) -> tuple[int, ...]:
     return tuple(begin)
 
 
-def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str, DTensor]:
-    """The parts of a fused DTensor along its first dimension, each a DTensor that aliases it."""
+def _split(key: str, value: DTensor, parts: Split, elements: slice | None) -> dict[str, DTensor]:
+    """Split a fused DTensor along its first dimension into DTensors that alias it."""
     names, shares = parts
     axis, _, tensor_parallel = _tensor_parallel(value)
     rows, unit = value.shape[0], sum(shares)
     sizes = [rows * share // unit for share in shares]
     local = value._local_tensor
-    # `megatron_fsdp_slice` counts elements, parts are cut by rows: it has to begin with one.
+    # `megatron_fsdp_slice` counts elements, but parts are split by rows: it must begin with a row.
     row = prod(_left(value)[1:])
     whole = axis == 0 and any(size % tensor_parallel for size in sizes)
-    if at is None or rows % unit or whole or (at.stop - at.start) != local.numel() or at.start % row:
+    if (
+        elements is None
+        or rows % unit
+        or whole
+        or (elements.stop - elements.start) != local.numel()
+        or elements.start % row
+    ):
         raise BadInput(
             f"{key!r} of shape {tuple(value.shape)} can't be split into "
             f"{', '.join(name.strip('._') for name in names)}: "
-            f"this rank holds {local.numel()} elements of it, and megatron_fsdp_slice is {at}.",
+            f"this rank holds {local.numel()} elements of it, and megatron_fsdp_slice is {elements}.",
             hint="Give the model whose parameters these are, as unwrap_model gives it, sharded by rows.",
         )
     each = [size // tensor_parallel if axis == 0 else size for size in sizes]
     made, begin = {}, 0
     for name, size, mine in zip(names, sizes, each, strict=True):
-        low, high = (min(max(edge // row, begin), begin + mine) for edge in (at.start, at.stop))
-        first = at.start // row
-        # A view: what a load writes into the part is in the fused parameter.
+        low, high = (min(max(edge // row, begin), begin + mine) for edge in (elements.start, elements.stop))
+        first = elements.start // row
+        # A view, so that a load into the part fills the fused parameter.
         piece = local.view(-1, *local.shape[1:])[low - first : high - first] if low < high else local[:0]
         made[key + name] = _part(value, piece, (size, *value.shape[1:]), (low - begin) * row)
         begin += mine
@@ -309,13 +322,13 @@ def _split(key: str, value: DTensor, parts: Split, at: slice | None) -> dict[str
 def _part(value: DTensor, piece: torch.Tensor, shape: tuple[int, ...], start: int) -> DTensor:
     from torch.distributed.tensor import DTensor
 
-    # On the meta device: only the strides are wanted.
+    # On the meta device, because only the strides are needed.
     stride = torch.empty(shape, device="meta").stride()
     made = DTensor.from_local(
         piece.detach(),
         value.device_mesh,
         value.placements,
-        # A check would communicate, and ranks may have different tensors here.
+        # A check would communicate, but ranks may have different tensors here.
         run_check=False,
         shape=torch.Size(shape),
         stride=stride,
@@ -325,7 +338,7 @@ def _part(value: DTensor, piece: torch.Tensor, shape: tuple[int, ...], start: in
 
 
 def _say_where(value: Any, begin: tuple[int, ...]) -> None:
-    """Chunk metadata as torch DCP asks for it, and as Megatron-FSDP leaves it on the local tensor."""
+    """Set chunk metadata on the local tensor, as Megatron-FSDP does for torch DCP."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -333,7 +346,7 @@ def _say_where(value: Any, begin: tuple[int, ...]) -> None:
     chunk = ChunkStorageMetadata(torch.Size(begin), torch.Size(local.shape))
 
     def writes(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
-        # As stock does: DCP would plan a write of nothing.
+        # As stock does; DCP would plan an empty write.
         if not local.numel():
             return []
         data = TensorWriteData(chunk, TensorProperties.create_from_tensor(local), tensor.size())

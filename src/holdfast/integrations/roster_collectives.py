@@ -1,8 +1,9 @@
-"""Stand-ins for collectives of `torch.distributed` that wait over the roster, with a deadline and names.
+"""Replacements for collectives of `torch.distributed` that wait over the roster: with a deadline, and errors
+that name the missing rank.
 
-Barriers and object collectives go over the roster altogether; what they carry is encoded as a checkpoint's
-objects are, so receiving executes nothing. Collectives of tensors stay what they are, but their ranks meet on
-the roster first, so that nobody enters one that a rank never comes to.
+Barriers and object collectives go over the roster entirely. Their values are encoded like a checkpoint's
+objects, so receiving them executes nothing. Tensor collectives stay as they are, but their ranks meet on the
+roster first, so that no rank enters a collective that another rank never reaches.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ TENSORS = (
     "all_to_all",
     "all_to_all_single",
 )
-"""Names whose ranks meet before the collective itself is issued."""
+"""Collectives whose ranks meet before the collective itself is issued."""
 MEET_FIRST, MEET_EVERY = 16, 128
-"""Of the tensor collectives on one group the first ones are met for, then each so-many-th: an export of
-weights issues tens of thousands. All ranks of a group count alike, because they issue the same ones."""
+"""Ranks meet before the first MEET_FIRST tensor collectives of a group, then before every MEET_EVERY-th: an
+export of weights issues tens of thousands. All ranks of a group count alike, because they issue the same."""
 SMALL = 1 << 20
-"""Bytes of a tensor that may be exchanged over the roster, where the participants are not the whole world."""
+"""The largest tensor in bytes that goes over the roster, where only some ranks of the world take part."""
 _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "SUM": lambda values: values.sum(0),
     "MAX": lambda values: values.max(0).values,
@@ -57,14 +58,14 @@ _REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 class NotCarried(HoldfastError):
     """A rank has a value that the roster does not carry, because receiving it would execute code. All ranks
-    hear it."""
+    raise it."""
 
     by_collective = False
-    """Can the collective itself be issued? All ranks of the group have met, and each can pickle its value."""
+    """May the collective itself be issued? True if all ranks have met, and each can pickle its value."""
 
 
 class Finished:
-    """What an asynchronous barrier returns; it has been waited for."""
+    """The work object of an asynchronous barrier, which has ended already."""
 
     def wait(self, timeout: object = None) -> bool:
         return True
@@ -75,11 +76,11 @@ class Finished:
 
 @dataclass
 class RosterCollectives:
-    """The stand-ins of one guarded call.
+    """The collectives of one guarded call.
 
-    title: how errors call this place; the same on all ranks.
-    participants: what "all ranks" means; None: the world. Ranks of other groups are those of the group.
-    call: what tells this call from others under the title; the same on all ranks.
+    title: the name of this place in errors; the same on all ranks.
+    participants: the ranks that "all ranks" means; None: the world. Other groups keep their own ranks.
+    call: a text that differs between calls with the same title; the same on all ranks.
     """
 
     title: str
@@ -88,7 +89,7 @@ class RosterCollectives:
     participants: tuple[int, ...] | None = None
     call: str = ""
     _issued: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """How many tensor collectives were issued on each group."""
+    """The number of tensor collectives issued on each group."""
 
     # -- barriers and objects ------------------------------------------------------------------------
 
@@ -153,17 +154,17 @@ class RosterCollectives:
     def tensors(
         self, name: str, original: Callable[..., object], args: Sequence[object], named: dict[str, object]
     ) -> object:
-        """Issue the collective `name` once its ranks are there."""
-        # The signatures differ in where the group stands; by its type it is found in all of them.
+        """Issue the collective `name` once its ranks have come."""
+        # The position of the group differs between signatures, so it is found by its type.
         group = named.get("group") or next((arg for arg in args if isinstance(arg, dist.ProcessGroup)), None)
         ranks = self._ranks(group)
-        # What torch does for a rank outside of the group, nothing or an error, is left to torch.
+        # On a rank outside of the group torch does nothing or raises: left to torch.
         if dist.get_rank() not in ranks:
             return original(*args, **named)
         if len(ranks) < len(_members(group)):
             return self._of_participants(name, args, named)
         number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
-        # A meeting costs messages of all ranks. A rank that is gone is found at the next one.
+        # A meeting costs messages of all ranks. A missing rank is found at the next meeting.
         if number <= MEET_FIRST or number % MEET_EVERY == 0:
             self._meet(name, group)
         return original(*args, **named)
@@ -171,7 +172,7 @@ class RosterCollectives:
     def _of_participants(
         self, name: str, args: Sequence[object], named: dict[str, object]
     ) -> Finished | None:
-        """A collective on the world of which only the participants take part: over the roster."""
+        """Do a collective on the world over the roster, because only the participants take part."""
         tensors = [value for value in (*args, *named.values()) if isinstance(value, torch.Tensor)]
         lists = [value for value in (*args, *named.values()) if isinstance(value, list)]
         if name not in ("all_reduce", "broadcast", "all_gather") or not tensors:
@@ -189,7 +190,7 @@ class RosterCollectives:
         source = self._source(name, None, *_sources(args, named)) if name == "broadcast" else None
         values = self._gathered(name, None, tensor.detach().cpu())
         assert values is not None
-        # In the order of ranks, on all ranks: sums of floats are the same everywhere, bit for bit.
+        # All ranks sum in the order of ranks, so their results are the same, bit for bit.
         there = {rank: value for rank, value in enumerate(values) if isinstance(value, torch.Tensor)}
         with torch.no_grad():
             if name == "broadcast":
@@ -219,16 +220,18 @@ class RosterCollectives:
         self._exchange(kind, group, [])
 
     def _gathered(self, kind: str, group: object, value: object) -> list[object] | None:
-        """One value of each rank of the group, None for those that do not take part; None outside of the
-        group."""
+        """Gather one value of each rank of the group, None for ranks that do not take part.
+
+        Returns None outside of the group.
+        """
         values = self._exchange(kind, group, [value])
         if values is None:
             return None
-        there = {rank: _decode(found[0]) for rank, found in values.items()}
+        there = {rank: _decode(encoded[0]) for rank, encoded in values.items()}
         return [there.get(rank) for rank in _members(group)]
 
     def _source(self, kind: str, group: ProcessGroup | None, src: int | None, group_src: int | None) -> int:
-        """The rank that sends. BadInput on all ranks if it does not take part."""
+        """Return the rank that sends; raise BadInput on all ranks if it does not take part."""
         source = _source(group, src, group_src)
         if source not in self._ranks(group):
             raise BadInput(
@@ -243,28 +246,28 @@ class RosterCollectives:
         return tuple(sorted(_members(group)))
 
     def _exchange(self, kind: str, group: object, values: Sequence[object]) -> dict[int, list[str]] | None:
-        """The encoded values of each rank; None outside of the group.
+        """Exchange encoded values; return those of each rank, or None outside of the group.
 
-        Raises NotCarried on all ranks if one of them has a value of a kind that is not carried.
+        Raises NotCarried on all ranks if one of them has a value that is not carried.
         """
         ranks = self._ranks(group)
-        # As with the collective: a rank outside of the group passes on.
+        # As in the collective itself, a rank outside of the group does nothing.
         if dist.get_rank() not in ranks and ranks is not self.participants:
             return None
         mine: Message = {}
         try:
-            # All ranks get all values, also where one wants them: small objects, in one round.
+            # All ranks get all values, even if only one needs them: they are small, and it takes one round.
             mine["values"] = [_encode(value) for value in values]
-        except HoldfastError as error:  # the others must hear of it, too
+        except HoldfastError as error:  # all ranks must raise it
             mine |= {"refused": error.message, "pickled": _can_be_pickled(values)}
 
-        def choose(said: dict[int, Message]) -> Message:
-            refused = [message for message in said.values() if "refused" in message]
+        def choose(messages: dict[int, Message]) -> Message:
+            refused = [message for message in messages.values() if "refused" in message]
             if refused:
-                # What the collective itself can't send either must not leave the others in it.
+                # If one rank can't pickle its value, no rank may issue the collective itself.
                 worst = min(refused, key=lambda message: message["pickled"])
                 return {"refused": worst["refused"], "pickled": worst["pickled"]}
-            return {"values": {str(rank): message["values"] for rank, message in said.items()}}
+            return {"values": {str(rank): message["values"] for rank, message in messages.items()}}
 
         call = begin_call(participants=ranks, timeout=self.timeout, stall_timeout=self.stall_timeout)
         place = f"guard://{self.title}|{self.call}|{kind}"
@@ -275,11 +278,11 @@ class RosterCollectives:
             )
             refused.by_collective = answer["pickled"] and len(ranks) == len(_members(group))
             raise refused
-        return {int(rank): found for rank, found in answer["values"].items()}
+        return {int(rank): encoded for rank, encoded in answer["values"].items()}
 
 
 def _can_be_pickled(values: Sequence[object]) -> bool:
-    """Would the collective itself find nothing to refuse in what this rank sends?"""
+    """Return whether the collective itself could send these values."""
     try:
         pickle.dumps(values)
     except Exception:  # whatever a class of the framework raises
@@ -288,7 +291,7 @@ def _can_be_pickled(values: Sequence[object]) -> bool:
 
 
 def _members(group: object) -> list[int]:
-    """The ranks of a group, in its order; none of one that this rank is not in."""
+    """Return the ranks of a group, in its order; none if this rank is not in it."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         return []
     return dist.get_process_group_ranks(group or dist.group.WORLD)  # type: ignore[arg-type]
@@ -301,16 +304,16 @@ def _source(group: ProcessGroup | None, src: int | None, group_src: int | None) 
 
 
 def _sources(args: Sequence[object], named: dict[str, object]) -> tuple[int | None, int | None]:
-    """`src` and `group_src` of a broadcast."""
+    """Return `src` and `group_src` of a broadcast."""
     positional = next((arg for arg in args if isinstance(arg, int) and not isinstance(arg, bool)), None)
     src, group_src = named.get("src", positional), named.get("group_src")
     return (src if isinstance(src, int) else None), (group_src if isinstance(group_src, int) else None)
 
 
 def _encode(value: object) -> str:
-    """Raises BadInput also for what could be sent and not be received: nothing is executed to receive it."""
-    # Decoded at once, by the sender: a refusal here reaches all ranks in the same round, while one at a
-    # receiver would leave the others with a value.
+    """Encode a value; raise BadInput also for one that a receiver would refuse, to execute no code."""
+    # The sender decodes, too: all ranks learn of its refusal in the same round. If a receiver refused, the
+    # others would go on with a value.
     data = objects.encode(value, "what a collective carries")
     try:
         objects.decode(data, "what a collective carries")

@@ -1,4 +1,4 @@
-"""What `install` was asked for: deadlines, who takes part, and which parts are on."""
+"""The settings of `install`: deadlines, participants, and which parts are on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Settings:
     nearest_rng: bool = False
 
     def is_on(self, part: str) -> bool:
-        """Is a part of `Replacement` switched on?"""
+        """Return whether a part (`Replacement.part`) is switched on."""
         return {
             "checkpoints": self.checkpoints,
             "huggingface": self.huggingface,
@@ -47,9 +47,9 @@ class Settings:
         }[part]
 
     def ranks(self) -> tuple[int, ...] | None:
-        """The ranks that take part, ascending; None for all.
+        """Return the ranks that take part, ascending; None for all.
 
-        Where nobody has said, megatron-core's groups tell, if they were made over a part of the world.
+        Without `participants`, these are the ranks of megatron-core's groups, if those leave out some ranks.
         """
         given = self.participants
         if given is None:
@@ -58,28 +58,28 @@ class Settings:
             given = dist.get_process_group_ranks(given)
         elif callable(given):
             given = given()
-        found = check_participants(given)
-        return None if found is None else tuple(sorted(found))
+        participants = check_participants(given)
+        return None if participants is None else tuple(sorted(participants))
 
 
 def _of_megatron() -> tuple[int, ...] | None:
-    """The ranks over which megatron-core has made its groups, if those are not all; None if not known.
+    """Return the ranks of megatron-core's groups; None if these are all ranks, or not known.
 
-    A rank knows its own model-parallel and data-parallel groups. The layout is a grid whose axes have
-    strides, so any rank of it is this rank's place moved along both.
+    A rank knows its own model-parallel and data-parallel groups. The layout is a regular grid, so every rank
+    in it is this rank, shifted along both.
     """
-    # Only looked up: a program without megatron-core must not import it for this.
+    # Only looked up, because a program without megatron-core must not import it for this.
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None or not dist.is_initialized() or not state.model_parallel_is_initialized():
         return None
     try:
         model = dist.get_process_group_ranks(state.get_model_parallel_group())
         data = dist.get_process_group_ranks(state.get_data_parallel_group(with_context_parallel=True))
-    except (AssertionError, KeyError, ValueError):  # a rank that is in no group of Megatron's
+    except (AssertionError, KeyError, ValueError):  # this rank is in no group of Megatron's
         return None
     here = dist.get_rank()
     ranks = tuple(sorted({one + other - here for one in model for other in data}))
     whole = len(ranks) == dist.get_world_size()
-    # Sums that repeat, or leave the world: this is no grid, and nothing is known.
+    # If sums repeat, or lie outside of the world, the layout is no regular grid, and nothing is known.
     regular = len(ranks) == len(model) * len(data) and ranks[0] >= 0 and ranks[-1] < dist.get_world_size()
     return None if whole or not regular else ranks

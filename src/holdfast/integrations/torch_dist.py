@@ -1,8 +1,7 @@
-"""Checkpoints of torch DCP and megatron-core (`torch_dist`) to Holdfast's format and back.
+"""Conversion of torch DCP's and megatron-core's checkpoints (`torch_dist`) to Holdfast's format and back.
 
-Neither direction holds more than one chunk in memory. Importing copies bytes from where they lie, checks the
-CRC-32 that each archive carries, and executes nothing. What is exported, stock torch DCP and stock
-megatron-core load.
+Neither direction holds more than one chunk in memory. An import copies the stored bytes, checks the CRC-32 of
+each archive, and executes nothing. Stock torch DCP and stock megatron-core load an export.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOL
 from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations import dcp_metadata as metadata
 from holdfast.integrations.dcp_metadata import Described, Stored, stored_at
+from holdfast.integrations.reporting import Progress, quiet
 from holdfast.io.index_file import open_index
 from holdfast.io.open_checkpoint import TorchDist, open_source
 from holdfast.io.raw_read import read_all, read_box
@@ -48,32 +48,22 @@ from holdfast.store.local import open_store
 from holdfast.values import Buffer
 
 PER_FILE = 4 << 30
-"""Bytes after which an export begins another data file."""
+"""Bytes in a data file after which an export begins the next one."""
 CHECKED_AT_ONCE = 8 << 20
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes of the whole."""
-
-
-def _quiet(done: int, total: int) -> None:
-    pass
+"""Bytes of a chunk that are read at a time to check its CRC."""
 
 
 class _FileMemory:
-    """A chunk of a torch_dist file as what a save writes: read when it is asked for."""
+    """A chunk of a torch_dist file as the source of a save, which reads it when it writes."""
 
-    # So that a save calls `gather`: there is no memory to write from.
+    # 0, so that a save calls `gather`: there is no memory to write from.
     address = 0
 
     def __init__(
         self, reader: Reader, member: torch_dist.Member, box: Box, name: str, moved: Callable[[int], None]
     ) -> None:
-        self._reader, self._member, self._shape, self._name, self._moved = (
-            reader,
-            member,
-            box.shape,
-            name,
-            moved,
-        )
+        self._reader, self._member, self._shape = reader, member, box.shape
+        self._name, self._moved = name, moved
         self._itemsize = member.nbytes // max(box.volume, 1)
         self._crc, self._next = 0, 0
 
@@ -83,23 +73,23 @@ class _FileMemory:
             self._check_all()
         start = contiguous_at(self._shape, box)
         if start is None:
-            # A box with gaps (a column panel) takes the whole chunk: one chunk is what is held in memory.
+            # A box with gaps (some columns) needs the whole chunk, which may be held in memory.
             whole = np.frombuffer(self._reader.read(self._member.position, self._member.nbytes), np.uint8)
             view[:] = whole.reshape(*self._shape, self._itemsize)[box.slices()].tobytes()
         else:
-            at = start * self._itemsize
-            if self._reader.read_into(self._member.position + at, [view]) != len(view):
+            offset = start * self._itemsize
+            if self._reader.read_into(self._member.position + offset, [view]) != len(view):
                 raise CorruptCheckpoint(f"The file that holds {self._name!r} ends too early.")
-            self._check(at, view)
+            self._check(offset, view)
         self._moved(len(view))
 
     def _in_order(self, box: Box) -> bool:
-        """Is a chunk being read from front to back? Panels of columns are not."""
+        """Return whether a box continues a read from front to back."""
         start = contiguous_at(self._shape, box)
         return start is not None and start * self._itemsize == self._next
 
     def _check_all(self) -> None:
-        """The CRC of the whole chunk, before a part of it is read out of order."""
+        """Check the CRC of the whole chunk, before a part of it is read out of order."""
         if self._next == self._member.nbytes or not self._member.whole:
             return
         crc = 0
@@ -109,22 +99,22 @@ class _FileMemory:
         self._next = self._member.nbytes
         self._refuse_damage(crc)
 
-    def _check(self, at: int, view: memoryview) -> None:
-        """The CRC over a chunk that is read from front to back."""
-        # A CRC can only be carried on: parts that come in another order, or of a member that several
-        # tensors share, go unchecked.
-        if at != self._next or not self._member.whole:
+    def _check(self, offset: int, view: memoryview) -> None:
+        """Continue the CRC of a chunk that is read from front to back, and check it at the end."""
+        # A CRC can only be continued: parts in another order, or of a member that several tensors share, are
+        # not checked.
+        if offset != self._next or not self._member.whole:
             return
-        self._crc, self._next = zlib.crc32(view, self._crc), at + len(view)
-        # 0 stands for none: torch can be told not to compute them.
+        self._crc, self._next = zlib.crc32(view, self._crc), offset + len(view)
         if self._next == self._member.nbytes:
             self._refuse_damage(self._crc)
 
     def _refuse_damage(self, crc: int) -> None:
+        # A stored CRC of 0 means none: torch has an option not to compute them.
         if self._member.crc not in (0, crc):
             raise CorruptCheckpoint(
-                f"{self._name!r} is damaged in the checkpoint to be imported: its bytes do not match their "
-                f"CRC-32.",
+                f"{self._name!r} is damaged in the checkpoint to be imported: "
+                f"its bytes do not match their CRC-32.",
                 details={"tensor": self._name},
             )
 
@@ -138,17 +128,17 @@ def import_torch_dist(
     *,
     step: int | None = None,
     options: Options | None = None,
-    progress: Progress = _quiet,
+    progress: Progress = quiet,
 ) -> SaveReport:
-    """Make a Holdfast checkpoint of a torch DCP or megatron-core `torch_dist` one.
+    """Convert a torch DCP or megatron-core `torch_dist` checkpoint to a Holdfast one.
 
     source: the folder with `.metadata`. out: a folder that does not exist or is empty.
-    Raises BadInput, NotCommitted, CorruptCheckpoint (which file, what), StorageError.
+    Raises BadInput, NotCommitted, CorruptCheckpoint (with the tensor or file), StorageError.
     """
     store, folder = open_store(source), Path(os.fspath(source))
-    # Before the source is read, which may take long.
+    # Before the source is read, which may take a long time.
     _refuse_what_is_there(out, "an import")
-    # Open until the save has ended: chunks are read when they are written.
+    # Open until the save has ended, because a chunk is read when it is written.
     with open_source(store) as opened:
         if not isinstance(opened, TorchDist):
             raise BadInput(f"{store.url} is a Holdfast checkpoint already.")
@@ -165,7 +155,7 @@ def import_torch_dist(
                 if entry.kind == OBJECT:
                     with bounded_memory(f"The object {entry.name!r} of {opened.where}"):
                         data = objects.TORCH + _intact(reader.read(chunk.start, chunk.length), entry.name)
-                    # Only megatron-core wraps them so. Its configuration tells its folders from DCP's.
+                    # megatron-core keeps each object in a list. Only its folders have a configuration.
                     if SHARD in entry.name and (folder / CONFIG).exists():
                         data = _unwrapped(data, entry.name)
                     name = COMMON if entry.name == COMMON_SHARD else entry.name
@@ -185,7 +175,7 @@ def import_torch_dist(
         request = SaveRequest(
             store=open_store(out),
             collect=collect,
-            # One process alone: nobody waits for it, and terabytes may take days.
+            # One process alone: no rank waits for it, and terabytes may take days.
             call=begin_call(MemoryRoster(), timeout=7 * 86400.0, stall_timeout=3600.0),
             step=step,
             notes={"imported": "torch_dist"},
@@ -193,7 +183,7 @@ def import_torch_dist(
             options=options or Options(),
         )
         report = SaveJob(request).run()
-    # After the commit, as in a save: by this file frameworks know a distributed checkpoint.
+    # After the commit, as in a save: frameworks recognise a distributed checkpoint by this file.
     if (folder / CONFIG).exists():
         replace_file(open_store(out), CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     return report
@@ -208,18 +198,18 @@ def _refuse_what_is_there(out: str | os.PathLike[str], what: str) -> None:
 
 
 def _unwrapped(data: bytes, name: str) -> bytes:
-    """A ShardedObject without the list of one in which megatron-core keeps it."""
+    """Take a ShardedObject out of the list of one in which megatron-core stores it."""
     with allowing(_safe_types()):
-        held = objects.decode(data, name)
-        if not isinstance(held, list) or len(held) != 1:
+        values = objects.decode(data, name)
+        if not isinstance(values, list) or len(values) != 1:
             raise CorruptCheckpoint(
                 f"{name!r} is not a list of one, as megatron-core stores what is sharded."
             )
-        return objects.encode(held[0], name)
+        return objects.encode(values[0], name)
 
 
 def _intact(data: bytes, name: str) -> bytes:
-    """An archive of torch.save, if the CRCs of all its members are right."""
+    """Return an archive of torch.save; raise CorruptCheckpoint if the CRC of a member does not match."""
     try:
         damaged = Archive(lambda start, length: data[start : start + length], 0, len(data)).damaged()
     except BadArchive as error:
@@ -230,17 +220,16 @@ def _intact(data: bytes, name: str) -> bytes:
 
 
 def _ignore(value: object) -> None:
-    """Nothing is loaded into a checkpoint that is converted."""
+    """Ignore a loaded value: a conversion loads nothing."""
 
 
 def export_torch_dist(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], *, progress: Progress = _quiet
+    source: str | os.PathLike[str], out: str | os.PathLike[str], *, progress: Progress = quiet
 ) -> int:
-    """Make a `torch_dist` checkpoint of a Holdfast one; returns the bytes written.
+    """Convert a Holdfast checkpoint to a `torch_dist` one; return the bytes written.
 
-    out: a folder that does not exist or is empty. `.metadata` is written last. With common state in it (it
-        was saved by
-    `holdfast.integrations.megatron`), stock megatron-core loads it; torch DCP loads any.
+    out: a folder that does not exist or is empty. `.metadata` is written last. Stock torch DCP loads any
+        export; stock megatron-core loads those with common state, which `holdfast.megatron.save` stores.
     """
     folder = Path(os.fspath(out))
     _refuse_what_is_there(out, "an export")
@@ -251,7 +240,7 @@ def export_torch_dist(
         folder.mkdir(parents=True, exist_ok=True)
         writer = _Writer(folder)
         described = _export(store, columns, where, writer, progress)
-        # Synced before `.metadata` names it: who finds that file finds all data.
+        # Synced before `.metadata` names it: a reader that finds that file finds all data.
         writer.close()
         if COMMON in columns.names:
             (folder / CONFIG).write_text(
@@ -263,7 +252,7 @@ def export_torch_dist(
 
 
 def _export(store: Store, columns: Columns, where: str, writer: _Writer, progress: Progress) -> Described:
-    """Write everything but `.metadata`; what that is to say of it."""
+    """Write everything but `.metadata`; return the descriptions for it."""
     described: Described = {}
     done, total, first = 0, int(columns.chunk_bytes().sum()), 0
     for row, name in enumerate(columns.names):
@@ -282,7 +271,7 @@ def _export(store: Store, columns: Columns, where: str, writer: _Writer, progres
             chunks = []
             for chunk in range(first, last):
                 ndim = int(columns.ndim[row])
-                # Chunk by chunk, so that no more than one is in memory.
+                # One at a time, so that no more than one chunk is in memory.
                 box = Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))
                 content = read_box(store, one, box, where)
                 writer.add(dcp.MetadataIndex(name, box.offset), _archive(_tensor(content, dtype, box.shape)))
@@ -296,9 +285,9 @@ def _export(store: Store, columns: Columns, where: str, writer: _Writer, progres
 
 
 def _safe_types() -> tuple[Allowed, ...]:
-    """Megatron's enumerations, if it is installed; common state saved by it may have them."""
+    """Return megatron-core's enumerations, which common state may contain; none if it is not installed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what megatron-core says of CUDA extensions that it does not find
+        warnings.simplefilter("ignore")  # megatron-core warns of CUDA extensions that are missing
         try:
             from holdfast.integrations.megatron.mcore import safe_types
         except ImportError:
@@ -307,7 +296,7 @@ def _safe_types() -> tuple[Allowed, ...]:
 
 
 class _Writer:
-    """Archives one after another into `.distcp` files."""
+    """Writes archives one after another into `.distcp` files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number, self.written = folder, 0, 0
@@ -320,10 +309,10 @@ class _Writer:
             path = self.folder / f"__0_{self.number}.distcp"
             self._file = open(path, "xb")  # noqa: SIM115 (closed by close)
             self.number += 1
-        at = self._file.tell()
+        start = self._file.tell()
         self._file.write(archive)
         self.written += len(archive)
-        self.stored[key] = stored_at(f"__0_{self.number - 1}.distcp", at, len(archive))
+        self.stored[key] = stored_at(f"__0_{self.number - 1}.distcp", start, len(archive))
 
     def close(self) -> None:
         if self._file is not None:
@@ -346,7 +335,7 @@ def _tensor(data: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
 
 
 def _one(columns: Columns, row: int, first: int, last: int) -> Columns:
-    """One tensor of columns, as columns."""
+    """Select one tensor, with chunks [first, last), as columns of its own."""
     low = int(columns.digest_end[first - 1]) if first else 0
     part = slice(first, last)
     return Columns(

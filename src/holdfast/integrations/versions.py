@@ -1,5 +1,5 @@
-"""The frameworks that `install` knows, by their distributions, and the versions that were tried. No torch
-here: `holdfast doctor` asks."""
+"""The frameworks that `install` knows, by their distributions, and the versions that were tested. It must not
+import torch, because `holdfast doctor` uses it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "nemo-rl": (),
     "torchtitan": ("0.3.0",),
 }
-"""Name on PyPI, and the versions whose own functions the tests call (docs/megatron.md says how)."""
+"""Name on PyPI, and the versions whose functions the tests call (docs/megatron.md says how)."""
 
 
 def version_of(distribution: str) -> str:
-    """The version that is installed; empty if there is none, or no such distribution."""
+    """Return the installed version; empty if there is none."""
     try:
         return importlib.metadata.version(distribution) if distribution else ""
     except importlib.metadata.PackageNotFoundError:
@@ -25,6 +25,6 @@ def version_of(distribution: str) -> str:
 
 
 def found_frameworks() -> list[tuple[str, str, tuple[str, ...]]]:
-    """(name, version that is installed, versions that were tried) of each that is there."""
-    found = [(name, version_of(name), tested) for name, tested in DISTRIBUTIONS.items()]
-    return [(name, version, tested) for name, version, tested in found if version]
+    """List (name, installed version, tested versions) of the installed frameworks."""
+    frameworks = [(name, version_of(name), tested) for name, tested in DISTRIBUTIONS.items()]
+    return [(name, version, tested) for name, version, tested in frameworks if version]

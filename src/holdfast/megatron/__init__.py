@@ -1,9 +1,9 @@
-"""Megatron-core's checkpoint calls, without a collective:
+"""megatron-core's checkpoint functions, without a collective:
 `from holdfast import megatron as dist_checkpointing`.
 
-`save`, `load` and the `load_*` functions take what `megatron.core.dist_checkpointing` takes.
+`save`, `load` and the `load_*` functions have the arguments of `megatron.core.dist_checkpointing`.
 `optimizer_state_dict` describes a DistributedOptimizer so that it loads in any other layout, and
-`load_optimizer_state_dict` gives it back; `holdfast.install()` puts all of them where frameworks call.
+`load_optimizer_state_dict` loads it. `holdfast.install()` replaces megatron-core's functions by these.
 """
 
 from holdfast.integrations.megatron.checkpointing import load, load_plain_tensors, save

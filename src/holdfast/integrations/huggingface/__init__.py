@@ -1,5 +1,4 @@
-"""Models as Hugging Face publishes them: export, and what a tensor is made of.
+"""Models as Hugging Face publishes them: import, export, and which tensors map to which.
 
-Loading them needs nothing of this room: `loading.published` does it. `holdfast.huggingface` is what users
-import.
+`loading.published` loads them, and uses nothing from here. Users import `holdfast.huggingface`.
 """

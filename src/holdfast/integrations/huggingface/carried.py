@@ -1,4 +1,4 @@
-"""What goes with the weights of a published model: configuration, tokenizer, code."""
+"""Files that are copied with the weights of a published model: configuration, tokenizer, code."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _ENDINGS = (".json", ".txt", ".model", ".py", ".jinja", ".md", ".tiktoken")
 
 
 def is_carried(name: str) -> bool:
-    """Is a file of a published model's folder copied with its weights?"""
+    """Return whether a file of a published model's folder is copied with its weights."""
     return name.endswith(_ENDINGS) and name != hf.WEIGHTS_INDEX and not name.startswith(".")
 
 
 def carry(base: Store, out: Store, without: str = "") -> None:
-    """Copy what goes with the weights. without: a key of `config.json` that is left out."""
+    """Copy the files that go with the weights. without: a key of `config.json` that is left out."""
     for name, data in _carried(base, without):
         replace_file(out, name, data)
 
 
 def refuse_changed(base: Store, out: Store, without: str = "") -> None:
-    """Refuse a folder in which a file would be replaced by one of another content."""
+    """Raise BadInput if `carry` would replace a file by another content."""
     there = set(out.list()) if out.stat() is not None else set()
     for name, data in _carried(base, without):
         if name in there and read_file(out, name, hf.WEIGHTS_INDEX_BYTES) != data:

@@ -1,4 +1,4 @@
-"""What a tensor of megatron-core's is made of, in words."""
+"""Which published tensors a tensor of megatron-core's is made of, in words."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from holdfast.views.mapping import WAYS, Rule
 
 
 def families() -> dict[str, str]:
-    """The model types that Holdfast knows, as `config.json` has them, and which models those are."""
-    return {kind: found.about for kind, found in sorted(tables.families().items())}
+    """Return the supported model types, as in `config.json`, with the models that they cover."""
+    return {kind: family.about for kind, family in sorted(tables.families().items())}
 
 
 def explain(model_type: str, name: str) -> str:
-    """Say which published tensors a tensor of megatron-core's is made of, and how.
+    """Describe which published tensors a tensor of megatron-core's is made of, and how.
 
         >>> print(holdfast.huggingface.explain("qwen3_moe", "decoder.layers.0.mlp.router.weight"))
         decoder.layers.0.mlp.router.weight is model.layers.0.mlp.gate.weight
@@ -24,23 +24,23 @@ def explain(model_type: str, name: str) -> str:
     Raises BadInput for a model type or a name that no table has.
     """
     family = tables.family_of(model_type)
-    found = family.find(name)
-    if found is None:
+    match = family.find(name)
+    if match is None:
         near = nearest(name, family.names())
         raise BadInput(
             f"The family {family.name!r} has no {name!r}.", hint=f"The nearest is {near!r}." if near else ""
         )
-    entry, numbers, _ = found
+    entry, numbers, _ = match
     places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
     places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
 
-    def said(rule: Rule) -> str:
+    def published_names(rule: Rule) -> str:
         return ", ".join((entry.prefix + published).format(**places) for published in rule.names)
 
     rule, other = entry.rule, entry.rule.otherwise
-    text = f"{name} is {said(rule)}"
+    text = f"{name} is {published_names(rule)}"
     if other is not None:
-        text += f" (or {said(other)}, if the model has no such tensor)"
+        text += f" (or {published_names(other)}, if the model has no such tensor)"
     for way in dict.fromkeys((rule.way, other.way if other is not None else "same")):
         if way != "same":
             text += f"\n{way}: {' '.join((WAYS[way].__doc__ or '').split())}"

@@ -1,8 +1,8 @@
-"""Weights of a checkpoint as a folder that transformers loads.
+"""Export of a checkpoint's weights to a folder that transformers loads.
 
-Every published tensor is put together of boxes of the checkpoint's tensors, a slab at a time. A file has its
-final name once it is whole, and the weights' index is written last: a folder that was left behind by a kill
-is none that transformers takes for a model, and a rerun goes on with what is there.
+Every published tensor is assembled from boxes of the checkpoint's tensors, one slab at a time. A file gets
+its final name once it is complete, and the weights' index is written last. So transformers does not take the
+folder of a killed export for a model, and a rerun keeps the files that are complete.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ from holdfast.integrations.huggingface.published_tensors import (
     published_tensors,
     share_among_files,
 )
+from holdfast.integrations.reporting import Progress, quiet
 from holdfast.io.hugging_face import read_config
 from holdfast.io.index_file import open_index
 from holdfast.layout.box import Box
@@ -51,28 +52,26 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SLAB = 64 << 20
-"""Bytes of weights that are put together at a time."""
+"""Bytes of weights that are assembled at a time."""
 _ALIGN = 16
 FILE_BYTES = 5_000_000_000
-"""Of weights in a file, as transformers shards them."""
+"""The most bytes of weights in a file, as transformers shards them."""
 _PARTIAL = re.compile(r"\.model[^/]*\.safetensors\.[0-9a-f]{8}\.partial")
 _MODEL = re.compile(r"model.*\.safetensors")
 """Names of files with a model's weights; an adapter's begin otherwise."""
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes of the whole."""
 
 
 class ExportReport(msgspec.Struct, frozen=True):
-    """What an export wrote."""
+    """The result of an export."""
 
     path: str
     step: int | None
     tensors: int
     bytes_written: int
-    """Of weights, by this call; files that an earlier one had finished are not counted."""
+    """Bytes of weights that this call wrote; files that an earlier one had finished are not counted."""
     files: int
     missing: tuple[str, ...] = ()
-    """Names of the folder `like` that the checkpoint has nothing for (strict=False)."""
+    """Tensors of the folder `like` that the checkpoint does not have (strict=False)."""
 
 
 def export_huggingface(
@@ -91,30 +90,30 @@ def export_huggingface(
     stall_timeout: float = 120.0,
     roster: Roster | None = None,
 ) -> ExportReport:
-    """Make a folder that transformers loads, of the weights in a Holdfast checkpoint of megatron-core's.
+    """Export the weights of a Holdfast checkpoint of megatron-core's to a folder that transformers loads.
 
-    In a job all participants call it: each writes some of the files, whole, and none enters a collective.
+    In a job all participants call it. Each writes some of the files completely; there is no collective.
 
     source: a committed checkpoint; optimizer state in it is not read.
-    out: a new folder, or one that an export of the same checkpoint has left unfinished.
+    out: a new folder, or one in which an export of the same checkpoint was interrupted.
     like: the folder of the published model, whose configuration, tokenizer and code are copied. If it holds
-        weights, the exported names and shapes must be those.
+        weights, the exported names and shapes must be the same.
     dtype: of floating-point weights, such as "bfloat16"; None: as they are stored.
-    file_bytes: of weights in a file at most.
-    strict: names in `like` that the checkpoint has nothing for are an error; else they are left out and
-        reported.
+    file_bytes: the most bytes of weights in a file.
+    strict: raise an error for tensors of `like` that the checkpoint does not have; otherwise they are left
+        out and reported.
     progress: called with the bytes that this rank has done, and the bytes of all its files.
     participants: ranks of the default process group that take part, ascending or not; default all. Other
         ranks must not call.
     process_group: the same, as a group of torch.distributed.
     no_dist: this process exports alone, whether or not torch.distributed is initialised.
-    timeout: seconds from this call until it fails, however well it goes.
+    timeout: seconds from this call until it fails, even if it makes progress.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
     roster: a coordination store to use in place of torch.distributed's.
 
-    Raises BadInput for arguments, an unknown family and weights that no table knows, MissingTensors and
-    CoverageError for what is not all there, NotCommitted and CorruptCheckpoint for the checkpoint,
-    StorageError, RankFailed and DeadlineExceeded for other ranks.
+    Raises BadInput for arguments, an unknown family and unknown weights, MissingTensors and CoverageError for
+    missing tensors or parts of them, NotCommitted and CorruptCheckpoint for the checkpoint, StorageError, and
+    RankFailed and DeadlineExceeded for other ranks.
     """
     if file_bytes < 1:
         raise BadInput(f"file_bytes must be at least 1, not {file_bytes}.")
@@ -134,21 +133,16 @@ def export_huggingface(
         dtype=dtype,
         file_bytes=file_bytes,
         strict=strict,
-        progress=progress or _quiet,
+        progress=progress or quiet,
     ).run()
-
-
-def _quiet(done: int, total: int) -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest:
-    """An export of this rank: what it was asked for. The first fields are the arguments of
-    `export_huggingface`.
+    """The arguments of an export on this rank; the first fields are those of `export_huggingface`.
 
-    in_framework: weights only, in the place of what the folder holds of others. Configuration and tokenizer
-        are the framework's to write, and layers that predict further tokens need not be there.
+    in_framework: write only weights, and replace other weights in the folder. The framework writes
+        configuration and tokenizer, and layers for multi-token prediction may be missing.
     """
 
     store: Store
@@ -158,11 +152,11 @@ class ExportRequest:
     dtype: str | None = None
     file_bytes: int = FILE_BYTES
     strict: bool = True
-    progress: Progress = _quiet
+    progress: Progress = quiet
     in_framework: bool = False
 
     def run(self) -> ExportReport:
-        """Export. Raises the error that all ranks raise."""
+        """Run the export. Raises the same error on all ranks."""
         export = _Export(self)
 
         def plan() -> None:
@@ -179,11 +173,11 @@ class ExportRequest:
 
 
 def view_of_published(base: LocalStore) -> View:
-    """A published folder as megatron-core names and shapes it, by its configuration alone."""
+    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
     config = read_config(base)
     if config is None:
         raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
-    # The language model alone is not what the configuration of one with several kinds of input describes.
+    # inner=False: the configuration of a multimodal model describes more than its language model.
     return view_of(config, f"{base.url}/{hf.CONFIG}", inner=False)
 
 
@@ -196,7 +190,7 @@ class _Export(CollectiveTask):
         super().__init__(f"export to {request.out.url}", request.out.url, request.call)
         self.store, self.base, self.out = request.store, request.base, request.out
         self.trouble: HoldfastError | None = None
-        """What planning met; all ranks hear of it."""
+        """The error of planning; all ranks raise it."""
         self._call, self._progress = request.call, request.progress
         self._in_framework = request.in_framework
         self._files: list[tuple[str, list[PublishedTensor]]] = []
@@ -205,7 +199,7 @@ class _Export(CollectiveTask):
         self._slab = torch.empty(0, dtype=torch.uint8)
 
     def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
-        """Note what is to be written: all of it, of which this rank does its share."""
+        """Set the files of all ranks; this rank writes its share of them."""
         self._files, self._missing = files, tuple(missing)
         self._identity = index.identity
         step = index.about.get("step")
@@ -217,30 +211,30 @@ class _Export(CollectiveTask):
             self._refuse_others()
 
     def report(self) -> ExportReport:
-        """What was done."""
+        """Return the report of a finished export."""
         tensors = sum(len(part) for _, part in self._files)
         return ExportReport(self.out.url, self._step, tensors, self._written, len(self._files), self._missing)
 
-    # -- what the protocol asks -------------------------------------------------------------------
+    # -- called by the protocol ---------------------------------------------------------------------
 
     def contribute(self) -> Message:
         if self.trouble is not None:
             raise self.trouble
         return {"identity": self._identity, "files": [name for name, _ in self._files]}
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        first, mine = next(iter(said.items()))
-        for rank, other in said.items():
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        first, mine = next(iter(contributions.items()))
+        for rank, other in contributions.items():
             if other != mine:
                 raise BadInput(
                     f"Rank {rank} exports another checkpoint, or into other files, than rank {first}.",
                     rank=rank,
                     hint="Give the same arguments on all ranks, and no checkpoint that is being replaced.",
                 )
-        # Between what all ranks have said and the first byte that one of them writes.
+        # After all ranks have contributed, and before any of them writes.
         if self._in_framework:
             self._remove_others()
-        return {rank: {} for rank in said}
+        return {rank: {} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
         with open_index(self.store) as self._index:
@@ -251,7 +245,7 @@ class _Export(CollectiveTask):
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:
-        """Once all files are there: what makes a model of them, the weights' index last."""
+        """Complete the model once all files are written; the weights' index comes last."""
         for name, tensors in self._files:
             if not self._is_finished(name, tensors):
                 raise BadInput(f"{self.out.url}/{name} was changed or removed by somebody else meanwhile.")
@@ -259,9 +253,9 @@ class _Export(CollectiveTask):
             if _PARTIAL.fullmatch(name):
                 self.out.delete(name)
         if not self._in_framework:
-            # Weights are written as they are, so nothing is said of scales.
+            # Weights are written without quantization, so the configuration must not describe one.
             carry(self.base, self.out, without="quantization_config")
-        if len(self._files) > 1:  # one file needs none
+        if len(self._files) > 1:  # a single file needs no index
             where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
             total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
             value = {"metadata": {"total_size": total}, "weight_map": where}
@@ -277,7 +271,7 @@ class _Export(CollectiveTask):
         return self._files[ranks.index(self._call.rank) :: len(ranks)]
 
     def _refuse_others(self) -> None:
-        """Refuse a folder that holds anything but files of this export."""
+        """Raise BadInput if the folder holds another model, or a finished export."""
         files = dict(self._files)
         names = self.out.list()
         for name in hf.weights_files(names):
@@ -292,28 +286,28 @@ class _Export(CollectiveTask):
             raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
 
     def _remove_others(self) -> None:
-        """Remove the weights of an earlier model, their index first: half of them are no model."""
+        """Remove the weights of an earlier model, their index first: an incomplete model must not load."""
         names = self.out.list()
         for name in (hf.WEIGHTS_INDEX, *filter(_MODEL.fullmatch, names)):
             if name in names:
                 self.out.delete(name)
 
     def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
-        """One file, unless an earlier export has finished it."""
+        """Write one file, unless an earlier export has finished it."""
         header = self._header(tensors)
         if self._is_finished(name, tensors):
             self._advance(sum(tensor.nbytes for tensor in tensors))
             return
-        # A name of its own: a rank that was given up may still write, or another export.
+        # A unique name, because another export, or a rank that was given up, may still write.
         hidden = f".{name}.{secrets.token_hex(4)}.partial"
         file = self.out.create(hidden)
         try:
             file.write_at(0, [header])
-            at = len(header)
+            offset = len(header)
             for buffers in self._slabs(tensors):
-                file.write_at(at, buffers)
+                file.write_at(offset, buffers)
                 size = sum(map(len, buffers))
-                at += size
+                offset += size
                 self._written += size
                 self._advance(size)
         except BaseException:
@@ -333,14 +327,14 @@ class _Export(CollectiveTask):
         for tensor in tensors:
             rows.append((tensor.name, DTYPES[tensor.code].tag, tensor.shape, start, start + tensor.nbytes))
             start += tensor.nbytes
-        # What the parts are made of, too: a rerun with another configuration must not go on with these files.
+        # Also a digest of the pieces: a rerun with another configuration must not keep these files.
         made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
         return encode_header(
             rows, {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
         )
 
     def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
-        """Is a file there that this export would write? Its header says of which checkpoint it is."""
+        """Return whether a file is already as this export would write it; its header names the checkpoint."""
         header = self._header(tensors)
         entry = self.out.stat(name)
         if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
@@ -352,7 +346,7 @@ class _Export(CollectiveTask):
             reader.close()
 
     def _slabs(self, tensors: Sequence[PublishedTensor]) -> Iterator[list[memoryview]]:
-        """The bytes of tensors one after another: several small ones at a time, or a part of a large one."""
+        """Yield the bytes of tensors in order: several small tensors at a time, or a part of a large one."""
         batch: list[tuple[PublishedTensor, Box]] = []
         size = 0
         for tensor in tensors:
@@ -367,25 +361,25 @@ class _Export(CollectiveTask):
             yield self._read(batch)
 
     def _target(self, tensor: PublishedTensor, part: Box, before: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Memory for a part behind those `before`; always the same, as fresh memory costs like a copy."""
+        """Return memory for a part, after `before`; reused, because new memory costs as much as a copy."""
         dtype = DTYPES[tensor.code]
         start = sum(_aligned(other.nbytes) for other in before)
         stop = start + part.volume * dtype.size
         if len(self._slab) < stop:
-            if before:  # many small ones, whose gaps add up
+            if before:  # many small parts, whose alignment gaps add up
                 return torch.empty(part.shape, dtype=getattr(torch, dtype.name))
             self._slab = torch.empty(max(stop, SLAB), dtype=torch.uint8)
         return self._slab[start:stop].view(getattr(torch, dtype.name)).view(part.shape)
 
     def _read(self, batch: Sequence[tuple[PublishedTensor, Box]]) -> list[memoryview]:
-        """The parts of published tensors, put together."""
+        """Read and assemble parts of published tensors."""
         table = ShardTable()
         buffers: list[torch.Tensor] = []
         for tensor, part in batch:
             target = self._target(tensor, part, buffers)
             buffers.append(target)
             for spec, segment in tensor.pieces:
-                # `part` cuts the first axis only, which no split concerns.
+                # `part` cuts only the first axis, and `segment.split` concerns only the last one.
                 cut = Box(
                     (*part.offset[:1], *(0,) * (len(segment.whole) - 1)),
                     (*part.shape[:1], *segment.whole[1:]),
@@ -400,7 +394,7 @@ def _aligned(size: int) -> int:
 
 
 def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Tensor, part: Box) -> None:
-    """What a segment gives to a part of the published tensor, whose elements are to be put into `target`."""
+    """Add the rows of a segment in a part of the published tensor; `target` is the memory of the part."""
     ours = segment.ours(part)
     if ours is None:
         return
@@ -412,7 +406,7 @@ def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Te
 
 
 def _parts(tensor: PublishedTensor) -> Iterator[Box]:
-    """A tensor in parts along its first axis, each of at most `SLAB` bytes if a row is no larger."""
+    """Split a tensor along its first axis into parts of at most `SLAB` bytes, or of one row."""
     if not tensor.shape:
         yield Box((), ())
         return

@@ -1,13 +1,13 @@
-"""A published model as a Holdfast checkpoint: the same tensors under the same names, with digests.
+"""Import of a published model to a Holdfast checkpoint: the same tensors under the same names, with digests.
 
-It loads like the folder that it was made of, into megatron-core's names and shapes in any layout.
+The checkpoint loads like the folder of the model, into megatron-core's names and shapes in any layout.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 from holdfast.format import hugging_face as hf
 from holdfast.format.names import IMPORTED_MODEL, INDEX
 from holdfast.integrations.huggingface.carried import carry, is_carried, refuse_changed
+from holdfast.integrations.reporting import Progress, quiet
 from holdfast.io.hugging_face import HuggingFaceFolder
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES, TensorSpec
@@ -36,9 +37,6 @@ from holdfast.values import Buffer, Json
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes of the whole."""
-
 
 def import_huggingface(
     source: str | os.PathLike[str],
@@ -54,20 +52,20 @@ def import_huggingface(
     stall_timeout: float = 120.0,
     roster: Roster | None = None,
 ) -> SaveReport:
-    """Make a Holdfast checkpoint of a model that Hugging Face publishes.
+    """Convert a model that Hugging Face publishes to a Holdfast checkpoint.
 
-    Names, shapes and elements stay as they are; what was without digests has some then. Configuration,
-    tokenizer and code are copied. In a job all participants call it, and each writes some of the tensors.
+    Names, shapes and elements stay as they are; digests are added. Configuration, tokenizer and code are
+    copied. In a job all participants call it, and each writes some of the tensors.
 
-    source: the folder of the model. out: a folder that does not exist, is empty, or that an import of this
-        model has left unfinished; such an import begins anew.
-    step: to note in the checkpoint.
-    options: `Options(fingerprint=True)` notes fingerprints, too.
+    source: the folder of the model. out: a folder that does not exist, is empty, or in which an import of
+        this model was interrupted; the import then starts again.
+    step: the step to note in the checkpoint.
+    options: `Options(fingerprint=True)` also notes fingerprints.
     progress: called with the bytes that this rank has done, and all of its bytes.
     participants, process_group, no_dist, timeout, stall_timeout, roster: as in `export`.
 
-    Raises BadInput for the folders, CorruptCheckpoint for what is in `source`, StorageError, RankFailed and
-    DeadlineExceeded for other ranks.
+    Raises BadInput for the folders, CorruptCheckpoint for damage in `source`, StorageError, and RankFailed
+    and DeadlineExceeded for other ranks.
     """
     call = begin_call(
         roster,
@@ -79,22 +77,22 @@ def import_huggingface(
     )
     base, target = open_store(source), open_store(out)
     with ExitStack() as opened:
-        found: list[HuggingFaceFolder] = []
-        # All ranks compare what they see before one of them writes: hosts may have other versions.
-        trouble = read_state(lambda: found.append(_folder(base)), call.rank)
-        told = [found[0].identity_of_files() if found else "", str(trouble or "")]
+        folders: list[HuggingFaceFolder] = []
+        # All ranks compare their versions of the model before one of them writes: hosts may differ.
+        trouble = read_state(lambda: folders.append(_folder(base)), call.rank)
+        report = [folders[0].identity_of_files() if folders else "", str(trouble or "")]
         agree(
-            f"choice of the model to import from {base.url}", f"import|{target.url}", _one_model, call, told
+            f"choice of the model to import from {base.url}", f"import|{target.url}", _one_model, call, report
         )
 
         def collect(rank: int) -> Flat:
             if rank == call.participants[0]:
                 _refuse_others(target, base)
-                # Before the index, without which nothing takes the folder for a checkpoint.
+                # Before the index, which makes the folder a checkpoint.
                 carry(base, target)
-            files = opened.enter_context(closing(_Files(base, progress or _quiet)))
+            files = opened.enter_context(closing(_Files(base, progress or quiet)))
             mine = call.participants.index(rank)
-            return Flat(_leaves(found[0], files, mine, len(call.participants)))
+            return Flat(_leaves(folders[0], files, mine, len(call.participants)))
 
         request = SaveRequest(
             store=target,
@@ -108,20 +106,16 @@ def import_huggingface(
         return SaveJob(request).run()
 
 
-def _quiet(done: int, total: int) -> None:
-    pass
-
-
 def _folder(base: Store) -> HuggingFaceFolder:
     if not HuggingFaceFolder.is_one(base):
         raise BadInput(f"{base.url} is no folder of a published model: it has no {hf.WEIGHTS_INDEX}.")
     return HuggingFaceFolder(base)
 
 
-def _one_model(heard: dict[int, Json]) -> str:
-    """The model that all ranks see."""
-    first, (identity, _) = next(iter(heard.items()))
-    for rank, (other, trouble) in heard.items():
+def _one_model(reports: dict[int, Json]) -> str:
+    """Return the identity of the model; raise BadInput if ranks see different ones, or can't read it."""
+    first, (identity, _) = next(iter(reports.items()))
+    for rank, (other, trouble) in reports.items():
         if trouble:
             raise BadInput(f"Rank {rank} can't read the model: {trouble}", rank=rank)
         if other != identity:
@@ -134,7 +128,7 @@ def _one_model(heard: dict[int, Json]) -> str:
 
 
 def _refuse_others(target: Store, base: Store) -> None:
-    """Refuse a folder that holds anything but what an import of this model has left."""
+    """Raise BadInput if the folder holds anything but the rest of an interrupted import of this model."""
     names = target.list() if target.stat() is not None else []
     if INDEX in names:
         raise BadInput(f"{target.url} holds a checkpoint already; an import goes into a new folder.")
@@ -146,7 +140,7 @@ def _refuse_others(target: Store, base: Store) -> None:
 
 
 def _leaves(folder: HuggingFaceFolder, files: _Files, mine: int, ranks: int) -> list[Leaf]:
-    """A rank's part of the tensors: about as many bytes as every other rank's, in the order of the files."""
+    """List a rank's share of the tensors, in the order of the files; shares have about the same bytes."""
     places = [place for name in folder.names() if (place := folder.place(name)) is not None]
     places.sort(key=lambda place: (place.file, place.position))
     specs = [TensorSpec(place.name, place.code, place.shape) for place in places]
@@ -168,7 +162,7 @@ def _ignore(value: object) -> None:
 
 
 class _Files:
-    """Files of the folder, one of them open at a time; and how much of them was read."""
+    """Files of the folder, one open at a time; counts the bytes that were read."""
 
     def __init__(self, store: Store, progress: Progress) -> None:
         self._store, self._progress = store, progress
@@ -177,7 +171,7 @@ class _Files:
         self._done = self.total = 0
 
     def read_into(self, name: str, position: int, view: memoryview) -> None:
-        # One at a time, as the threads of a save would else close each other's files.
+        # One thread at a time, because the threads of a save would close each other's files.
         with self._lock:
             if self._open is None or self._open[0] != name:
                 self.close()
@@ -194,9 +188,9 @@ class _Files:
 
 
 class _FileMemory:
-    """A tensor in a file as what a save writes: read when it is asked for."""
+    """A tensor in a file as the source of a save, which reads it when it writes."""
 
-    # So that a save calls `gather`: there is no memory to write from.
+    # 0, so that a save calls `gather`: there is no memory to write from.
     address = 0
 
     def __init__(self, files: _Files, place: hf.Place, box: Box, itemsize: int) -> None:
@@ -208,12 +202,12 @@ class _FileMemory:
         if start is not None:
             self._files.read_into(self._place.file, self._place.position + start * self._itemsize, view)
             return
-        # A column panel: row by row of its last axis.
+        # A box with gaps: read one run along the last axis at a time.
         done, width = 0, box.shape[-1] * self._itemsize
         for row in np.ndindex(*box.shape[:-1]):
-            offset = tuple(a + b for a, b in zip(row, box.offset, strict=False))
-            at = int(np.ravel_multi_index((*offset, box.offset[-1]), self._shape)) * self._itemsize
-            self._files.read_into(self._place.file, self._place.position + at, view[done : done + width])
+            index = tuple(a + b for a, b in zip(row, box.offset, strict=False))
+            offset = int(np.ravel_multi_index((*index, box.offset[-1]), self._shape)) * self._itemsize
+            self._files.read_into(self._place.file, self._place.position + offset, view[done : done + width])
             done += width
 
     def scatter(self, box: Box, data: Buffer, shape: tuple[int, ...], inside: Box) -> None:

@@ -1,8 +1,8 @@
-"""Weights between a published folder and the live model of a framework, without a collective.
+"""Loading published weights into a framework's live model and exporting them, without a collective.
 
-`fill` reads a folder into the weights that a rank holds. `export` saves them, and makes a folder of what was
-saved. Both first agree whether the framework's own function is to do it: ranks that decided differently would
-wait for each other.
+`fill` reads a folder into the weights that a rank holds. `export` saves them, and exports what was saved. In
+both, ranks first agree whether to leave the call to the framework's own function: ranks that decided
+differently would wait for each other.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ from holdfast.views.family import View
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
-"""What says that the model, or the folder, is not as the tables have it. All ranks raise the same."""
+"""Errors that mean: the model or the folder does not match the tables. All ranks raise the same."""
 
 
 class _Describes(Protocol):
-    """A model of megatron-core's."""
+    """A model of megatron-core, as it is used here."""
 
     def sharded_state_dict(self, *, metadata: mcore.StateDict) -> mcore.StateDict: ...
 
 
 class Left(Exception):
-    """Why something is left to the framework."""
+    """Raised with the reason why a call is left to the framework."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a live model, and the published folder that they are, or were, loaded from.
+    """The weights of a live model, and the published folder that they are (or were) loaded from.
 
-    chunks: the parts of the model that this rank has, one for each virtual pipeline stage; wrappers around
-        them are taken off.
+    chunks: the parts of the model on this rank, one for each virtual pipeline stage; they may have wrappers.
     folder: a path.
-    without: names of parameters that are left as they are.
+    without: names of parameters that are not loaded.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -66,11 +65,11 @@ class Weights:
     without: tuple[str, ...] = ()
 
     def modules(self) -> list[torch.nn.Module]:
-        """The parts of the model without wrappers."""
+        """Return the parts of the model without wrappers."""
         return [unwrapped(chunk) for chunk in self.chunks]
 
     def describe(self) -> mcore.StateDict:
-        """The sharded state dict, by chunk, of weights alone."""
+        """Return the sharded state dict of the weights alone, by chunk."""
         metadata = {
             "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True),
             "singleton_local_shards": False,
@@ -79,7 +78,7 @@ class Weights:
             f"model{number}": {
                 name: value
                 for name, value in module.sharded_state_dict(metadata=metadata).items()
-                # Kernels of Transformer Engine keep it; no published model has it.
+                # Transformer Engine adds `_extra_state`; published models do not have it.
                 if "_extra_state" not in name and name not in self.without
             }
             for number, module in enumerate(cast("list[_Describes]", self.modules()))
@@ -87,24 +86,24 @@ class Weights:
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """A model without what wraps it for training: DDP, Float16Module."""
+    """Remove the wrappers for training (DDP, Float16Module) from a model."""
     while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
         module = inner
     return module
 
 
 def fill(asked: Weights | Left, place: str, call: Call) -> None:
-    """Read the published folder into the model, each rank what it holds.
+    """Read the published folder into the model; each rank reads the weights that it holds.
 
-    asked: Left if this rank knows already that it can't do it.
-    place: what all ranks call the load, whatever they find the folder under.
+    asked: Left if this rank knows already that Holdfast can't do it.
+    place: the name of the load, the same on all ranks even if their paths of the folder differ.
 
-    Raises Left on all ranks if the framework's function is to do it, else what `holdfast.megatron.load`
-    raises.
+    Raises Left on all ranks if the framework's function must do it, otherwise the errors of
+    `holdfast.megatron.load`.
     """
     with _left_if_not_ours():
         weights = _agree(asked, place, call, to_load=True)
-        # As any load of megatron-core's: in place, but for fused tensors, which factories put together.
+        # In place, except for fused tensors, which megatron-core's factories put together.
         loaded = load_state(
             open_store(weights.folder),
             weights.describe(),
@@ -126,17 +125,18 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
 def export(
     asked: Weights | Left, out: str, call: Call, *, file_bytes: int = FILE_BYTES, strict: bool = True
 ) -> ExportReport:
-    """Make published weights of a live model in `out`, in the place of those that are there.
+    """Export a live model as published weights to `out`, and replace the weights that are there.
 
-    The weights are saved beside `out` first, once, and this is removed at the end. Configuration and
-    tokenizer are the framework's to write.
+    The weights are first saved once beside `out`, in a folder that is removed at the end. The framework
+    writes configuration and tokenizer.
 
-    asked: Left if this rank knows already that it can't do it.
-    file_bytes: of weights in a file at most.
-    strict: weights of the published model that the live one has none of are an error, but for layers that
-        predict further tokens.
+    asked: Left if this rank knows already that Holdfast can't do it.
+    file_bytes: the most bytes of weights in a file.
+    strict: raise an error for weights of the published model that the live one does not have, except for
+        layers for multi-token prediction.
 
-    Raises Left on all ranks if the framework's function is to do it, else what a save and an export raise.
+    Raises Left on all ranks if the framework's function must do it, otherwise the errors of a save and an
+    export.
     """
     target = Path(out).absolute()
     between = target.parent / f".{target.name}.weights"
@@ -154,7 +154,7 @@ def export(
                 in_framework=True,
             ).run()
         finally:
-            # The export ends on all ranks once none of them reads any more.
+            # The export ends only after all ranks have read what they need.
             if call.rank == call.participants[0]:
                 shutil.rmtree(between, ignore_errors=True)
 
@@ -168,15 +168,15 @@ def _left_if_not_ours() -> Iterator[None]:
 
 
 def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
-    """Raise Left on all ranks if one of them can't do it."""
+    """Return the weights; raise Left on all ranks if one of them can't do it."""
     why = str(asked) if isinstance(asked, Left) else _why_not(asked, place, call, to_load)
     folder = "" if isinstance(asked, Left) else asked.folder
 
-    def choose(heard: dict[int, Json]) -> str:
-        for rank, (reason, _) in heard.items():
+    def choose(reports: dict[int, Json]) -> str:
+        for rank, (reason, _) in reports.items():
             if reason:
                 return f"{reason} (rank {rank})"
-        folders = sorted({found for _, found in heard.values()})
+        folders = sorted({path for _, path in reports.values()})
         return f"ranks find the model in different folders: {listed(folders)}" if len(folders) > 1 else ""
 
     title = f"choice of who {'loads' if to_load else 'exports to'} {place}"
@@ -187,7 +187,7 @@ def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weig
 
 
 def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
-    """What this rank can't do; "" if it can do all."""
+    """Return why this rank can't do it; "" if it can."""
     views: list[View] = []
     state: mcore.StateDict = {}
 
@@ -198,8 +198,8 @@ def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
         state.update(own_containers(weights.describe()))
         mcore.apply_factories(state)
 
-    # Before any protocol, which bounds all that comes later: here `within` bounds what storage may take. The
-    # model is described on this thread, whose current device is the model's.
+    # The protocol bounds everything after it; before it, `within` bounds the time for storage. The model is
+    # described on this thread, because its current device is the model's.
     limit = min(call.deadline.left(), call.stall_timeout)
     trouble = (
         _strange(weights.modules())
@@ -210,19 +210,19 @@ def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
 
 
 def _strange(modules: Sequence[torch.nn.Module]) -> str:
-    """What is no model of megatron-core's, or has weights in another form than their elements."""
+    """Return why Holdfast can't handle a model: not megatron-core's, or with quantized weights; else ""."""
     for module in modules:
         if not callable(getattr(module, "sharded_state_dict", None)):
             return f"{type(module).__name__} has no sharded_state_dict()"
         for name, value in module.named_parameters():
-            # A subclass holds something else: 8 bits, or a part of the elements.
+            # A subclass of Tensor may hold 8-bit values, or only a part of the elements.
             if type(value.data) is not torch.Tensor or value.dtype not in _FLOATS:
                 return f"{name!r} is {value.dtype} in a {type(value.data).__name__}"
     return ""
 
 
 def _misfit(view: View, state: mcore.StateDict) -> str:
-    """What of a sharded state dict the published model does not have, or has in another shape."""
+    """Return which tensors the published model lacks, or has in another shape; "" if none."""
     tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
     unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
     if unknown:

@@ -1,10 +1,10 @@
-"""Where frameworks load and save published weights, and what `install` puts there.
+"""Replacements for the frameworks' functions that load and save published weights.
 
-Each of these functions gets weights into the model, or out of it, by collectives that every rank must enter.
-What stands in for it reads and writes through Holdfast (`live`). What Holdfast has no table for, and what it
-does not do (adapters, 8 bits), is left to the function itself; a warning says so.
+The originals load or save by collectives that every rank must enter; the replacements read and write through
+Holdfast (`live`). Models without a table, and features that Holdfast lacks (adapters, 8 bits), are left to
+the original, with a warning.
 
-Nothing of a framework, and no megatron-core, is imported here.
+This module imports neither a framework nor megatron-core.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 _OUTPUT = "output_layer.weight"
 Arguments = Mapping[str, Any]
-"""Of one call of a framework's function, by name, with defaults."""
+"""The arguments of one call of a framework's function, by name, with defaults."""
 
 
 def mbridge(settings: Settings) -> Iterator[Replacement]:
-    """mbridge, verl's `vanilla_mbridge`."""
+    """Yield the replacements for mbridge, verl's `vanilla_mbridge`."""
     module = "mbridge.core.bridge"
     load = _Load("weights_path", _of_mbridge)
     save = _Save("weights_path", _of_mbridge_loaded, options=_strictness, after=_mbridge_config)
@@ -45,7 +45,7 @@ def mbridge(settings: Settings) -> Iterator[Replacement]:
 
 
 def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
-    """Megatron-Bridge, which NeMo RL and verl call; the first is what all of its loads come to."""
+    """Yield those for Megatron-Bridge, which NeMo RL and verl call; all of its loads call the first one."""
     module = "megatron.bridge.models.conversion"
     load = _Load("hf_pretrained", _of_bridge, name=_name_of_pretrained, after=_bridge_chunks)
     save = _Save("path", _of_bridge_pretrained, options=_strictness)
@@ -56,30 +56,29 @@ def megatron_bridge(settings: Settings) -> Iterator[Replacement]:
 
 
 def mcore_bridge(settings: Settings) -> Iterator[Replacement]:
-    """mcore-bridge, which ms-swift calls, through a function of its own around the save. Its load waits for
-    nobody, and stays."""
+    """Yield those for mcore-bridge, which ms-swift calls. Its load waits for no other rank, and stays."""
     save = _Save("output_dir", _of_mcore_bridge, options=_file_size)
     name = "GPTBridge.save_weights"
     yield Replacement("mcore_bridge.bridge.gpt_bridge", name, "huggingface", save.make(settings))
 
 
 def _live() -> ModuleType:
-    """Imports megatron-core, which whoever calls these functions has done."""
+    """Import `live`, and with it megatron-core, which callers of these functions have imported already."""
     return import_module("holdfast.integrations.huggingface.live")
 
 
 @dataclass(frozen=True)
 class _Load:
-    """A function that loads published weights into a model."""
+    """The replacement of a function that loads published weights into a model."""
 
     place: str
-    """Its argument that all ranks give alike: what is loaded."""
+    """The argument that names what is loaded; the same on all ranks."""
     read: Callable[[Arguments], Weights]
-    """What it was asked for; raises Left for what Holdfast does not do."""
+    """Reads the arguments; raises Left for what Holdfast does not do."""
     name: Callable[[object], str] = str
-    """That argument as text."""
+    """Turns that argument into text."""
     after: Callable[[Arguments, Call], object] = lambda given, call: None
-    """What else it does; gives what it returns."""
+    """Does the rest of the original's work, and returns its result."""
 
     def make(self, settings: Settings) -> Make:
         return _standing_in(settings, self._do)
@@ -91,13 +90,13 @@ class _Load:
 
 @dataclass(frozen=True)
 class _Save:
-    """A function that saves a model as published weights."""
+    """The replacement of a function that saves a model as published weights."""
 
     out: str
-    """Its argument: the folder."""
+    """The argument that is the folder."""
     read: Callable[[Arguments], Weights]
     options: Callable[[Arguments], dict[str, Any]] = lambda given: {}
-    """Arguments of `live.export`."""
+    """Returns further arguments for `live.export`."""
     after: Callable[[Arguments, Call], object] = lambda given, call: None
 
     def make(self, settings: Settings) -> Make:
@@ -135,13 +134,13 @@ def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) ->
         def call(*args: object, **named: object) -> object:
             try:
                 bound = signature.bind(*args, **named)
-            except TypeError:  # the function itself says what is wrong with its arguments
+            except TypeError:  # the original raises the error for its arguments
                 return original(*args, **named)
             if not _has_groups():
                 return original(*args, **named)
             bound.apply_defaults()
             begun = begin_call(
-                # Asked at each call: groups may be made long after install().
+                # Asked at each call, because groups may be made long after install().
                 participants=settings.ranks(),
                 timeout=settings.timeout,
                 stall_timeout=settings.stall_timeout,
@@ -161,18 +160,18 @@ def _standing_in(settings: Settings, do: Callable[[Arguments, Call], object]) ->
 
 
 def _strictness(given: Arguments) -> dict[str, Any]:
-    """Some versions have no such argument."""
+    """Return `strict`, which some versions do not have, for `live.export`."""
     return {"strict": bool(given.get("strict", True))}
 
 
 def _has_groups() -> bool:
-    """Has megatron-core made its groups? Where a program makes others, who takes part is not known."""
+    """Return whether megatron-core has made its groups; for others, the participants are not known."""
     state = sys.modules.get("megatron.core.parallel_state")
     return state is not None and bool(state.model_parallel_is_initialized())
 
 
 def _output_of_values(chunks: list[Any]) -> tuple[str, ...]:
-    """The output of a model of values, which has one row. Stock leaves it as it is."""
+    """Return the output layer's name if it has one row (a value model); stock code does not load it."""
     weights = [dict(_live().unwrapped(chunk).named_parameters()) for chunk in chunks]
     return (_OUTPUT,) if any(_OUTPUT in own and own[_OUTPUT].shape[0] == 1 for own in weights) else ()
 
@@ -183,9 +182,9 @@ def _output_of_values(chunks: list[Any]) -> tuple[str, ...]:
 def _of_mbridge(given: Arguments) -> Weights:
     live, bridge, chunks = _live(), given["self"], given["models"]
     path = given["weights_path"]
-    # mbridge finds the hub's cache by its own means.
+    # mbridge finds the folder in the hub's cache itself.
     folder = path if os.path.isdir(path) else bridge._get_actual_hf_path(path)
-    # As stock: a later save takes names of files from it.
+    # As stock does: a later save takes file names from it.
     bridge.safetensor_io = bridge._get_safetensor_io(folder)
     return live.Weights(chunks, folder, _output_of_values(chunks))  # type: ignore[no-any-return]
 
@@ -209,7 +208,7 @@ def _mbridge_config(given: Arguments, call: Call) -> None:
 def _of_bridge(given: Arguments) -> Weights:
     live, chunks = _live(), _bridge_chunks(given)
     mismatched = given.get("allowed_mismatched_params") or []
-    if mismatched not in ([], [_OUTPUT]):  # verl gives this for a model of values
+    if mismatched not in ([], [_OUTPUT]):  # verl gives the latter for a value model
         raise live.Left(f"allowed_mismatched_params={mismatched} was given")
     if getattr(given["self"], "export_weight_dtype", "bf16") == "fp8":
         raise live.Left("export_weight_dtype is fp8")
@@ -230,7 +229,7 @@ def _of_bridge_pretrained(given: Arguments) -> Weights:
 
 
 def _bridge_chunks(given: Arguments, call: Call | None = None) -> list[Any]:
-    """What it is given to fill, and gives back."""
+    """Return the model chunks to fill, which the original also returns."""
     model = given["megatron_model"]
     return model if isinstance(model, list) else [model]
 
@@ -240,7 +239,7 @@ def _name_of_pretrained(pretrained: object) -> str:
 
 
 def _folder_of_pretrained(pretrained: object) -> str:
-    """Where it reads weights from; of a model on the hub, the folder in the cache."""
+    """Return the folder of the weights; for a model on the hub, the folder in the cache."""
     state = import_module("megatron.bridge.models.hf_pretrained.state")
     source = getattr(getattr(pretrained, "state", None), "source", None)
     if not isinstance(source, state.SafeTensorsStateSource):
@@ -255,10 +254,10 @@ _SIZE = re.compile(r"(\d+)(?:GB)?")
 
 def _of_mcore_bridge(given: Arguments) -> Weights:
     live, bridge, models = _live(), given["self"], given["mg_models"]
-    for name in ("peft_format", "converter", "save_missing_weights"):  # what is read or written is another
+    for name in ("peft_format", "converter", "save_missing_weights"):  # these change what is written
         if given.get(name):
             raise live.Left(f"{name} was given")
-    # Of a model that was loaded from a checkpoint, the configuration says where it was published.
+    # For a model that was loaded from a checkpoint, the configuration names the published folder.
     folder = getattr(bridge, "_source_model_dir", None) or bridge.config.hf_config.name_or_path
     if not folder or not os.path.isdir(folder):
         raise live.Left("the folder of the published model is not known")

@@ -1,5 +1,5 @@
-"""What an export writes: the published tensors that a checkpoint's weights make up, whether that is all of
-the model, and which file each goes into."""
+"""The plan of an export: which published tensors the checkpoint's weights give, which are missing, and which
+file each goes into."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from holdfast.views.family import View
 from holdfast.views.mapping import Segment
 
 WRITTEN_AS = ("bfloat16", "float16", "float32")
-"""What weights may be converted to."""
+"""Dtypes that weights may be converted to."""
 _PARTS = re.compile(r"(\d+)")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class Piece(NamedTuple):
-    """A segment of one of the checkpoint's tensors."""
+    """A part of a published tensor: a segment of one of the checkpoint's tensors."""
 
     spec: TensorSpec
     segment: Segment
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class PublishedTensor:
-    """A published tensor, and what it is made of."""
+    """A published tensor, and the pieces that it is made of."""
 
     name: str
     code: int
@@ -50,9 +50,9 @@ class PublishedTensor:
 
 
 def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | None) -> list[PublishedTensor]:
-    """The published tensors that the checkpoint's weights make up, in the natural order of their names.
+    """List the published tensors that the checkpoint's weights give, in the natural order of their names.
 
-    base: the published folder. A name that it has stays as it is.
+    base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
     """
     published = set()
     if HuggingFaceFolder.is_one(base):
@@ -72,7 +72,7 @@ def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | N
             "exported; another model needs another like=.",
             details={"unknown": unknown[:100]},
         )
-    found: dict[str, PublishedTensor] = {}
+    by_name: dict[str, PublishedTensor] = {}
     for row, name in enumerate(columns.names):
         if columns.kind[row] != TENSOR:
             continue
@@ -89,16 +89,16 @@ def published_tensors(index: Index, view: View, base: LocalStore, dtype: str | N
         )
         for segment in segments:
             code = _code(spec, dtype)
-            tensor = found.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
+            tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
             tensor.pieces.append(Piece(spec, segment))
-    tensors = sorted(found.values(), key=lambda tensor: _natural(tensor.name))
+    tensors = sorted(by_name.values(), key=lambda tensor: _natural(tensor.name))
     for tensor in tensors:
         _check_covered(tensor, index.where)
     return tensors
 
 
 def _refuse_quantised(index: Index, name: str, dtype: str, base: LocalStore) -> None:
-    """Elements that mean something with scales only: the exported configuration says nothing of these."""
+    """Raise BadInput for quantised elements: an export writes neither scales nor their configuration."""
     if dtype not in (*WRITTEN_AS, "float64") and "quantization_config" in (read_config(base) or {}):
         raise BadInput(
             f"{index.where} holds {name!r} in {dtype}, and {base.url} is quantised: such weights are not "
@@ -109,31 +109,31 @@ def _refuse_quantised(index: Index, name: str, dtype: str, base: LocalStore) -> 
 
 
 def _as_it_is(spec: TensorSpec) -> Segment:
-    """A tensor that has its published name already: of an import, or of transformers' own modules."""
+    """Map a tensor to itself: it has its published name already (an import, or transformers' modules)."""
     axes = tuple(range(len(spec.shape)))
     return Segment(whole(spec.shape), spec.name, (0,) * len(axes), axes, spec.shape)
 
 
 def _code(spec: TensorSpec, dtype: str | None) -> int:
-    """The dtype that weights are written in."""
+    """Return the code of the dtype in which a tensor is written."""
     name = DTYPES[spec.dtype].name
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
     if hf.CODE_OF_TAG.get(DTYPES[spec.dtype].tag) != spec.dtype or DTYPES[spec.dtype].extra != 1:
         raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
-    # A router's bias decides between experts by small differences; transformers keeps it as it is, too.
+    # A router's bias selects experts by small differences; transformers does not convert it either.
     if dtype is None or name not in WRITTEN_AS or spec.name.endswith("expert_bias"):
         return spec.dtype
     return CODE_OF[dtype]
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """Layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
 
 
 def _check_covered(tensor: PublishedTensor, where: str) -> None:
-    """Each element comes from exactly one place."""
+    """Raise CoverageError unless each element comes from exactly one piece."""
     first = tensor.pieces[0].segment
     if any(piece.segment.whole != first.whole for piece in tensor.pieces):
         raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
@@ -156,9 +156,10 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
 def missing_tensors(
     tensors: Sequence[PublishedTensor], base: LocalStore, strict: bool, layers: int | None = None
 ) -> list[str]:
-    """With the names and shapes of the folder that the model came from, if it has weights.
+    """List the tensors of the published folder that the checkpoint does not have; compare names and shapes.
 
-    layers: how many the model has, if layers behind them, which predict further tokens, may be missing.
+    strict: raise MissingTensors for them, and BadInput for a folder without weights.
+    layers: the number of the model's layers, if later ones, for multi-token prediction, may be missing.
     """
     if not HuggingFaceFolder.is_one(base):
         if strict:
@@ -195,15 +196,15 @@ def missing_tensors(
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a published tensor is of; -1 if it is of none."""
-    found = _LAYER.search(name)
-    return int(found[1]) if found else -1
+    """Return the layer number in a published tensor's name; -1 if there is none."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else -1
 
 
 def share_among_files(
     tensors: Sequence[PublishedTensor], limit: int
 ) -> list[tuple[str, list[PublishedTensor]]]:
-    """Which tensors go into which file, named as transformers does."""
+    """Distribute tensors over files, which are named as transformers does."""
     parts: list[list[PublishedTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -214,4 +215,6 @@ def share_among_files(
         size += tensor.nbytes
     if len(parts) == 1:
         return [(hf.WEIGHTS, parts[0])]
-    return [(f"model-{at:05d}-of-{len(parts):05d}.safetensors", part) for at, part in enumerate(parts, 1)]
+    return [
+        (f"model-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, 1)
+    ]

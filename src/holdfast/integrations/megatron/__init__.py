@@ -1,5 +1,4 @@
-"""megatron-core's checkpoint calls without a collective, and `install()`, which puts them where frameworks
-call.
+"""megatron-core's checkpoint functions without a collective, and what `install()` replaces in it.
 
-Users import `holdfast.megatron`. Every name of megatron-core that is used stands in `mcore`.
+Users import `holdfast.megatron`. `mcore` has every name of megatron-core that Holdfast uses.
 """

@@ -24,6 +24,7 @@ from holdfast.integrations.megatron.per_rank import is_per_rank, nearest
 from holdfast.integrations.megatron.queue import Committed
 from holdfast.integrations.megatron.saving import State, own_containers, read_state_dict
 from holdfast.integrations.megatron.shards import take_data, to_load
+from holdfast.integrations.reporting import warn_once
 from holdfast.io.open_checkpoint import open_own, open_source
 from holdfast.layout.tensor import listed
 from holdfast.loading.job import LoadRequest
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 log = logging.getLogger("holdfast")
-_warned: set[str] = set()
 
 
 @raising(of_megatron)
@@ -71,21 +71,21 @@ def save(
     """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
 
     The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and
-    LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies
-    decide how stock megatron-core writes; here there is one way. Coverage is always checked, every byte has a
-    digest, and what is saved is durable when this returns. From `participants` on, the arguments are those of
-    `holdfast.save`.
+    LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies,
+    which select a writer in stock megatron-core, have no effect. Coverage is always checked, every byte has a
+    digest, and the checkpoint is durable when this returns. From `participants` on, the arguments are those
+    of `holdfast.save`.
 
-    async_sharded_save: copy the state and save it in the background. The request that is returned is
-        finalized once the save is committed; what goes wrong is raised then, on all ranks. Saves in a row are
-        written in order, and none waits for those before it.
-    host_memory_budget: bytes that the copies of such saves may take together on this rank.
+    async_sharded_save: copy the state and save it in the background. The returned request is finalized once
+        the save is committed; errors are raised then, on all ranks. Several saves are written in order, and
+        starting one does not wait for those before it.
+    host_memory_budget: bytes of host memory that the copies of such saves may take together on this rank.
 
     Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
     """
     _note_strategies(sharded_strategy, common_strategy, async_strategy)
     store = open_store(os.fspath(checkpoint_dir))
-    # megatron-core's arguments have no step; the folder's name mostly has.
+    # megatron-core's arguments have no step, but the folder's name mostly has one.
     step = step_of(Path(checkpoint_dir).name)
     begin = partial(
         begin_call,
@@ -111,7 +111,7 @@ def save(
             step=step,
             expected=expected,
             options=options or Options(),
-            # After the commit: by its file frameworks take the folder for a checkpoint.
+            # After the commit, because frameworks take a folder with this file for a checkpoint.
             after=lambda: mark(store),
         )
 
@@ -123,7 +123,7 @@ def save(
         lambda: make(begin().lane(LANE)), store.url, step, host_memory_budget
     )
     title = f"choice of the call that finalizes the save of {store.url}"
-    # On a lane of its own, because it goes on in the background while training makes other calls.
+    # On a lane of its own, because it runs in the background while training makes other calls.
     consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin().lane("finalize"))
     return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
 
@@ -148,14 +148,14 @@ def load(
 ) -> Any:
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
 
-    Tensors are read into the memory that the state dict's ShardedTensors have, from any layout, converted to
-    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` ones, which load, too, carry no
-    digests.
+    Tensors are read from any layout into the memory of the state dict's ShardedTensors, and converted to
+    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` checkpoints also load, but have
+    no digests.
 
     nearest_rng: where the layout that saved had no rank at this rank's place, take the state of random
-        generators (`rng_state`) of the nearest one; without it such a load fails, and says so.
-    strict: a `StrictHandling` or its value. Unexpected keys are those this rank asks for and the checkpoint
-        lacks; missing ones are in the checkpoint and no participant asks for them.
+        generators (`rng_state`) of the nearest one; otherwise such a load fails with MissingTensors.
+    strict: a `StrictHandling` or its value. Unexpected keys are those that this rank asks for and the
+        checkpoint does not have; missing keys are in the checkpoint, and no participant asks for them.
 
     Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple
     of it, the missing and the unexpected keys. Raises `HoldfastError`s.
@@ -185,14 +185,14 @@ def load_state(
     options: Options | None = None,
     nearest_rng: bool = False,
 ) -> Any:
-    """`load` from a store."""
+    """Load from a store; otherwise as `load`."""
     request = _Request(store, mcore.parse_strict_flag(strict), nearest_rng)
     rank, limit = call.rank, min(call.deadline.left(), call.stall_timeout)
-    # Before the protocol, which bounds all that comes later: here `within` bounds what storage may take.
+    # The protocol bounds everything after it; before it, `within` bounds the time for storage.
     trouble = read_state(lambda: request.take_apart(sharded_state_dict), rank) or read_state(
         lambda: within(limit, f"looking into {store.url}", request.look), rank
     )
-    # Also of a rank in trouble: the others wait for what it asks for, and hear of the trouble in the load.
+    # Also on a rank with an error: the others wait for its keys here, and get the error in the load.
     missing = request.missing(call)
     common: list[mcore.StateDict] = []
 
@@ -201,7 +201,7 @@ def load_state(
             raise trouble
         request.refuse(missing)
         leaves = to_load(request.asked, request.unexpected, request.is_stock, request.stored_as)
-        # Optional: stock megatron-core keeps it in a file of its own, which `look` has read.
+        # Optional: stock megatron-core stores common state in a file of its own, which `look` has read.
         return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
 
     with allowing(mcore.safe_types()):
@@ -227,31 +227,31 @@ def load_state(
 
 
 BUCKETS = ".optimizer.distributed.dp_group_idx_"
-"""In the keys by which megatron-core describes an optimizer's buckets as they lie."""
+"""Part of the keys in megatron-core's dp_reshardable description of an optimizer, bucket by bucket."""
 
 
 class _Request:
-    """What one rank asks of a checkpoint, taken apart as megatron-core does and put together again."""
+    """The state dict that one rank loads, taken apart and put together again as in megatron-core."""
 
     def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool) -> None:
         self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
         self.stored_as: dict[str, str] = {}
-        """What a rank's object is called in the checkpoint, where another layout has saved it."""
+        """The stored name for a key or a rank's object, where it differs."""
         self.asked: list[mcore.ShardedTensor] = []
         self.unexpected: set[str] = set()
-        """Keys that are asked for and not there, where the mode wants to know."""
+        """Keys that are asked for and not in the checkpoint; filled only if the mode needs them."""
         self.is_stock = False
-        """Is the checkpoint megatron-core's own, in which each object is in a list of one?"""
+        """Is the checkpoint stock megatron-core's, with each object in a list of one?"""
         self.common: mcore.StateDict = {}
-        """Its common state, if it is."""
+        """The common state of a stock checkpoint."""
         self._have: set[str] = set()
         self._steps: object = None
-        """What its index notes of optimizers' steps."""
+        """The note of optimizers' steps in the index."""
 
     def take_apart(self, sharded_state_dict: mcore.StateDict) -> None:
-        # As stock does: what is loaded must not be quantized before the main parameters are set from it.
+        # As stock does: loaded values must not be quantized before the main parameters are set from them.
         mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
-        # A copy of the containers: what follows changes them in place.
+        # A copy of the containers, because the calls below change them in place.
         state = own_containers(sharded_state_dict)
         self._factories, _ = mcore.extract_matching_values(
             state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
@@ -263,14 +263,14 @@ class _Request:
         self.asked = list(mcore.nested_values(self._state))
 
     def look(self) -> None:
-        """Into the checkpoint, at what must be known before it is read."""
+        """Read from the checkpoint what must be known before the load."""
         try:
             with open_own(self.store) as index:
                 notes = index.about.get("notes")
                 self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
                 per_rank = [item for item in self.asked if is_per_rank(item)]
                 buckets = [item.key for item in self.asked if BUCKETS in f".{item.key}"]
-                # Of an imported checkpoint they are there.
+                # An imported checkpoint may have them.
                 if buckets and not set(buckets) & {_key(name) for name in index.names()}:
                     raise BadInput(
                         f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
@@ -280,7 +280,7 @@ class _Request:
                     )
                 if per_rank:
                     self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
-        # No index of ours: megatron-core's own checkpoint, or nothing, which the load will say.
+        # No index of ours: stock megatron-core's checkpoint, or nothing, for which the load raises.
         except NotCommitted:
             self.is_stock = is_stock(self.store)
             self.common = read_common(self.store)
@@ -292,8 +292,8 @@ class _Request:
             self.unexpected = {item.key for item in self.asked if self._stored(item) not in self._have}
 
     def _look_into_chains(self) -> None:
-        """Stock has put the number of an optimizer in its chain before the names of its state, unless it was
-        told `chained_optim_avoid_prefix`. A parameter is in one of them only."""
+        """Find stored names with the prefix `chained_<number>.`, which stock writes for a chain of optimizers
+        without `chained_optim_avoid_prefix`. A parameter is in only one optimizer of the chain."""
         asked = {item.key for item in self.asked if item.key.startswith("optimizer.")}
         if not asked:
             return
@@ -303,28 +303,28 @@ class _Request:
         self.stored_as |= {key: chained[key] for key in (asked - names) & chained.keys()}
 
     def _stored(self, item: mcore.ShardedTensor) -> str:
-        """The key in the checkpoint of what is asked for."""
+        """Return the key under which the checkpoint has an item."""
         key: str = item.key
         return self.stored_as.get(key, key)
 
     def missing(self, call: Call) -> set[str]:
-        """The keys that nobody asks for, where the mode wants to know."""
+        """Return the keys that no rank asks for, if the mode needs them."""
         if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
             return set()
 
-        def unasked(said: dict[int, list[str]]) -> list[str]:
-            return sorted(self._have.difference(*said.values()))
+        def unasked(asked: dict[int, list[str]]) -> list[str]:
+            return sorted(self._have.difference(*asked.values()))
 
         title = f"comparison of the keys in {self.store.url}"
-        # Only those that are there, as the answer is what of these nobody asks for.
+        # Only keys of the checkpoint: others can't be missing.
         mine = sorted({self._stored(item) for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
         return set(agree(title, place, unasked, call, mine))
 
     def refuse(self, missing: set[str]) -> None:
-        """Raise or log the differences, as the mode wants."""
+        """Raise or log the differences, as the mode says."""
         strict = mcore.StrictHandling
-        said = [
+        differences = [
             f"{len(names)} {what}: {listed(sorted(names))}"
             for names, what in (
                 (self.unexpected, "are asked for and not in the checkpoint"),
@@ -332,14 +332,14 @@ class _Request:
             )
             if names
         ]
-        if not said or self.mode not in (
+        if not differences or self.mode not in (
             strict.RAISE_UNEXPECTED,
             strict.RAISE_ALL,
             strict.LOG_UNEXPECTED,
             strict.LOG_ALL,
         ):
             return
-        text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(said)}."
+        text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(differences)}."
         if self.mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
             log.warning(text)
             return
@@ -348,7 +348,7 @@ class _Request:
         )
 
     def give(self, loaded: mcore.StateDict) -> mcore.StateDict:
-        """The whole state dict: common state, local objects, and what was loaded."""
+        """Merge common state, local objects and loaded values into the whole state dict."""
 
         def is_unexpected(value: mcore.ShardedTensor) -> bool:
             return value.key in self.unexpected
@@ -358,8 +358,8 @@ class _Request:
             self._factories, is_unexpected, return_lists_as_dicts=True
         )
         mcore.dict_list_map_inplace(take_data, state)
-        # In megatron-core's order: common state is what the rest is merged into, and factories come last,
-        # because they put together what was loaded in parts.
+        # In megatron-core's order: the rest is merged into common state, and factories come last, because
+        # they join what was loaded in parts.
         steps.complete(loaded, self._steps)
         mcore.merge(loaded, self._local)
         mcore.merge(loaded, state)
@@ -369,41 +369,34 @@ class _Request:
 
 @raising(of_megatron)
 def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> mcore.StateDict:
-    """Every tensor of a checkpoint, whole, by key. `how`: as for `load`."""
+    """Load every tensor of a checkpoint, whole, by key. how: as for `load`."""
     loaded: mcore.StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
     return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
 
 
 def _key(name: str) -> str:
-    """The key of a ShardedObject from its unique one; other names are keys already."""
+    """Return the key of a ShardedObject from its unique name; other names are keys already."""
     return name.partition(SHARD)[0]
 
 
 def _note_strategies(*strategies: object) -> None:
-    """Say once of each strategy that is not megatron-core's own that it has no effect, and of what one asks
-    for."""
+    """Warn once of each strategy that is not megatron-core's own, and of each hint: they have no effect."""
     for strategy in strategies:
         kind = type(strategy)
-        # Stock's strategies are passed by every framework, and say nothing of what the caller wants.
+        # Every framework passes stock strategies, which do not express a wish of the caller.
         known = (
             strategy is None
             or isinstance(strategy, str | tuple)
             or kind.__module__.startswith("megatron.core")
         )
         if not known:
-            _warn_once(
+            warn_once(
                 f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
                 f"in one way."
             )
-        inner = getattr(strategy, "base_strategy", strategy)  # FullyParallelSaveStrategyWrapper has it in it
+        inner = getattr(strategy, "base_strategy", strategy)  # inside FullyParallelSaveStrategyWrapper
         hint = getattr(inner, "separation_hint", None)
         if hint is not None:
-            _warn_once(
+            warn_once(
                 f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
             )
-
-
-def _warn_once(text: str) -> None:
-    if text not in _warned:
-        _warned.add(text)
-        log.warning("%s", text)

@@ -1,10 +1,10 @@
-"""Do all ranks have the same common state? megatron-core broadcasts it and warns; here ranks tell digests.
+"""Comparison of common state between ranks, by digests. (megatron-core broadcasts the state, and warns.)
 
-Common state is stored once, from the lowest participant; what another rank has under the same keys is lost.
-So with `validate_access_integrity` each rank digests its own, as a tree: a node's digest is that of its
-children's. It tells, with what it has written, a cut through the tree: the leaves, or nodes above them where
-there are too many. The committer compares with its own tree, and warns in megatron-core's words. No rank
-waits for this, and no save fails by it.
+Common state is stored once, from the lowest participant; different values on other ranks are lost. So with
+`validate_access_integrity` each rank digests its own as a tree: a node's digest covers the digests of its
+children. With its report on what it has written, it sends a cut through the tree: the leaves, or nodes above
+them where there are too many. The committer compares the cut with its own tree, and warns in megatron-core's
+words. No rank waits for this, and no save fails because of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from holdfast.format.digest import digest
+from holdfast.integrations.reporting import warn_once
 from holdfast.values import Buffer
 
 if TYPE_CHECKING:
@@ -29,25 +30,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast")
 MOST_NODES = 1 << 20
-"""In the cuts of all ranks together: some ten megabytes of messages in the largest world."""
+"""The most nodes in the cuts of all ranks together: some ten megabytes of messages in the largest world."""
 MOST_KEYS, MOST_WARNINGS = 20, 10
 Path = tuple[str, ...]
 _PLAIN = (bool, int, float, str, bytes, type(None))
-_noted: set[str] = set()
 
 
 class Node(NamedTuple):
-    """A value of the common state: what identifies it, and what it consists of if it is a dict or a list."""
+    """A value of the common state: its digest, and its parts if it is a dict or a list."""
 
     digest: str
     children: dict[str, Node]
 
 
 def tree(value: object) -> Node:
-    """The digests of a value and of all parts of it. Dicts are equal in any order of their keys, and a list
-    equals a tuple."""
+    """Digest a value and all its parts. The order of keys does not matter, and a list equals a tuple."""
     if isinstance(value, dict):
-        # repr, so that 1 and "1" stay two keys, and keys of several types can be sorted.
+        # repr, so that 1 and "1" stay two keys, and keys of different types can be sorted.
         children = {repr(key): tree(part) for key, part in value.items()}
         return Node(_digest("dict", *(f"{key}={children[key].digest}" for key in sorted(children))), children)
     if isinstance(value, list | tuple) and not _is_long(value):
@@ -57,17 +56,17 @@ def tree(value: object) -> Node:
 
 
 def _is_long(values: Sequence[object]) -> bool:
-    """Are these so many plain values that they are one leaf together?"""
+    """Return whether these are so many plain values that they make one leaf."""
     return len(values) > 1024 and all(type(value) in _PLAIN for value in values)
 
 
 def _digest(kind: str, *parts: str) -> str:
-    # 32 bits: this warns and decides nothing, and messages of 10,000 ranks are half as long.
+    # 32 bits are enough for a warning, and make the messages of 10,000 ranks half as long.
     return f"{digest(chr(0).join((kind, *parts)).encode(errors='surrogatepass')) & 0xFFFFFFFF:08x}"
 
 
 def _leaf(value: object) -> str:
-    """Numbers that are equal have one digest, whatever their type."""
+    """Digest a value without parts; equal numbers have the same digest, whatever their type."""
     if isinstance(value, enum.Enum):
         return _digest("enum", type(value).__qualname__, value.name)
     if isinstance(value, int | float):
@@ -101,26 +100,23 @@ def _bytes(data: Buffer) -> str:
 
 
 def _other(value: object) -> str:
-    """By what it says of itself, unless that names a place in memory, which differs on every rank."""
+    """Digest a value by its repr, or by its type alone if the repr has an address in memory."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     text = repr(value)
-    # A repr is deterministic for what is made of plain values; an address differs in each process.
     if " at 0x" not in text:
         return _digest(kind, text)
-    if kind not in _noted:
-        _noted.add(kind)
-        log.warning("What is a %s in the common state is not compared between ranks.", kind)
+    warn_once(f"What is a {kind} in the common state is not compared between ranks.")
     return _digest(kind)
 
 
 def cut(root: Node, most: int) -> dict[Path, str]:
-    """Nodes of a tree that stand for all of it: its leaves, or nodes above them where that were more than
-    `most`."""
+    """Return the digests of nodes that cover a tree: its leaves, or nodes above them so that there are at
+    most `most`."""
     done: dict[Path, str] = {}
     level: list[tuple[Path, Node]] = [((), root)]
     while level:
         below: list[tuple[Path, Node]] = []
-        # Level by level: a large subtree must not use up the entries of its neighbours.
+        # Level by level, so that a large subtree does not use up the entries of its neighbours.
         for number, (path, node) in enumerate(level, 1):
             others = len(done) + len(level) - number + len(below)  # at least one entry for each
             if node.children and others + len(node.children) <= most:
@@ -132,7 +128,7 @@ def cut(root: Node, most: int) -> dict[Path, str]:
 
 
 class Difference(NamedTuple):
-    """Where the common state of another rank is not that of this one."""
+    """The paths at which the common state of another rank differs from this one's."""
 
     here: tuple[Path, ...]
     there: tuple[Path, ...]
@@ -140,7 +136,7 @@ class Difference(NamedTuple):
 
 
 def difference(own: Node, theirs: Mapping[Path, str]) -> Difference:
-    """Compare with the cut of another rank's tree."""
+    """Compare a tree with the cut of another rank's tree."""
     inner: dict[Path, set[str]] = {}
     for path in theirs:
         for depth in range(len(path)):
@@ -151,7 +147,7 @@ def difference(own: Node, theirs: Mapping[Path, str]) -> Difference:
     left: list[tuple[Path, Node]] = [((), own)]
     while left:
         path, node = left.pop()
-        # The other's cut goes on below this node; where it ends, digests are compared.
+        # The other rank's cut goes on below this node; where it ends, digests are compared.
         if path in inner:
             if not node.children and node.digest != _EMPTY:
                 unequal.append(path)
@@ -171,72 +167,74 @@ _EMPTY = tree({}).digest
 
 
 class Comparison:
-    """The comparison of a save: each rank reads and says, the committer compares."""
+    """The comparison in a save: each rank reads and encodes its cut, and the committer compares."""
 
     def __init__(self, preprocess: Callable[[mcore.StateDict], object] | None = None) -> None:
         self._preprocess = preprocess
         self._tree: Node | None = None
-        self._said = ""
+        self._cut = ""
+        """This rank's cut, encoded; empty if there is nothing to compare."""
 
     def read(self, common: mcore.StateDict, ranks: int, normalize: Callable[[object], object]) -> None:
-        """Take in this rank's common state. `ranks` is how many there are, `normalize` what is left of it to
-        compare."""
-        # Outside of the `try`: it is the user's, and what it raises fails the save on all ranks.
+        """Digest this rank's common state.
+
+        ranks: their number. normalize: removes what may differ between ranks.
+        """
+        # Outside of the `try`: this is the user's function, and its error fails the save on all ranks.
         state = self._preprocess(common) if self._preprocess is not None else common
         try:
             self._tree = tree(normalize(state))
-            # The committer hears the cuts of all ranks: the more there are, the fewer nodes each may name.
-            found = cut(self._tree, max(16, min(1024, MOST_NODES // ranks)))
-            data = msgspec.json.encode([list(found), "".join(found.values())])
-            self._said = base64.b64encode(zlib.compress(data)).decode()
+            # The committer gets the cuts of all ranks: the more ranks, the fewer nodes in each cut.
+            nodes = cut(self._tree, max(16, min(1024, MOST_NODES // ranks)))
+            data = msgspec.json.encode([list(nodes), "".join(nodes.values())])
+            self._cut = base64.b64encode(zlib.compress(data)).decode()
         except Exception as error:  # a repr that raises, a dict that contains itself
             log.warning(
                 "The common state can't be compared between ranks: %s: %s", type(error).__name__, error
             )
 
     def say(self) -> str:
-        """What the committer is to hear of this rank's; empty if there is nothing to compare."""
-        return self._said
+        """Return this rank's cut for the committer; empty if there is nothing to compare."""
+        return self._cut
 
-    def compare(self, said: Mapping[int, str]) -> None:
-        """On the committer: warn of every difference."""
+    def compare(self, cuts: Mapping[int, str]) -> None:
+        """Warn of every difference; only on the committer. cuts: by rank, as `say` returns them."""
         try:
-            self._compare(said)
+            self._compare(cuts)
         except Exception as error:
             log.warning("The common state of ranks can't be compared: %s: %s", type(error).__name__, error)
 
-    def _compare(self, said: Mapping[int, str]) -> None:
+    def _compare(self, cuts: Mapping[int, str]) -> None:
         differing: dict[str, list[int]] = {}
-        for rank, text in said.items():
-            # Ranks that differ mostly say the same. Each text is decoded and compared once.
-            if text and text != self._said:
+        for rank, text in cuts.items():
+            # Ranks that differ mostly have the same cut, so each text is decoded and compared once.
+            if text and text != self._cut:
                 differing.setdefault(text, []).append(rank)
         if self._tree is None or not differing:
             return
         ranks_of: dict[Difference, list[int]] = {}
         for text, ranks in differing.items():
-            ranks_of.setdefault(difference(self._tree, _heard(text)), []).extend(ranks)
-        found = sorted((sorted(ranks), what) for what, ranks in ranks_of.items() if any(what))
-        for ranks, what in found[:MOST_WARNINGS]:
-            log.warning("%s", _sentence(ranks, min(said), what))
-        if len(found) > MOST_WARNINGS:
-            others = sum(len(ranks) for ranks, _ in found[MOST_WARNINGS:])
+            ranks_of.setdefault(difference(self._tree, _decode_cut(text)), []).extend(ranks)
+        differences = sorted((sorted(ranks), what) for what, ranks in ranks_of.items() if any(what))
+        for ranks, what in differences[:MOST_WARNINGS]:
+            log.warning("%s", _sentence(ranks, min(cuts), what))
+        if len(differences) > MOST_WARNINGS:
+            others = sum(len(ranks) for ranks, _ in differences[MOST_WARNINGS:])
             log.warning("Common state of %d other ranks differs in other ways.", others)
 
 
-def _heard(text: str) -> dict[Path, str]:
+def _decode_cut(text: str) -> dict[Path, str]:
     paths, digests = msgspec.json.decode(zlib.decompress(base64.b64decode(text)))
-    return {tuple(path): digests[8 * at : 8 * at + 8] for at, path in enumerate(paths)}
+    return {tuple(path): digests[8 * index : 8 * index + 8] for index, path in enumerate(paths)}
 
 
 def _sentence(ranks: list[int], lead: int, what: Difference) -> str:
-    """megatron-core's, for several ranks at a time."""
+    """Format megatron-core's warning, for several ranks at a time."""
     who = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} others" if len(ranks) > 8 else "")
     return (
-        f"Rank{'s' if len(ranks) > 1 else ''} {who} common state dict differs from rank {lead} common state "
-        f"dict. "
-        f"Keys only on rank {lead}: {_keys(what.here)}, Keys only on {who}: {_keys(what.there)}, "
-        f"Mismatched keys: {_keys(what.unequal)}"
+        f"Rank{'s' if len(ranks) > 1 else ''} {who} common state dict differs from "
+        f"rank {lead} common state dict. Keys only on rank {lead}: {_keys(what.here)}, "
+        f"Keys only on {who}: {_keys(what.there)}, Mismatched keys: {_keys(what.unequal)}"
     )
 
 

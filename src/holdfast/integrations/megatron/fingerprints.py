@@ -28,10 +28,10 @@ def fingerprint(
 ) -> dict[str, Fingerprint]:
     """Take the fingerprints of all weights of a model, in whatever layout the ranks have it.
 
-    As `holdfast.fingerprint`, of a sharded state dict: `holdfast.same(fingerprint(...), folder)` then says
-    whether the model on these ranks is that of a checkpoint, or of a folder that Hugging Face publishes.
+    As `holdfast.fingerprint`, for a sharded state dict. `holdfast.same(fingerprint(...), folder)` compares
+    the model on these ranks with a checkpoint, or with a folder that Hugging Face publishes.
 
-    sharded_state_dict: of the model, as `save` takes it.
+    sharded_state_dict: the model's, as `save` takes it.
     participants, process_group: the ranks that take part; default all.
     timeout, stall_timeout: seconds, as in `save`.
     roster: a coordination store to use in place of torch.distributed's.

@@ -1,5 +1,5 @@
-"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, kept in
-step."""
+"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, which
+names the newest committed one."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ log = logging.getLogger("holdfast")
 class Checkpoints(RunFolder):
     """The iterations of one run, `run/iter_0000010/` and so on, as Megatron-LM names them.
 
-    After each commit, and never before, `latest_checkpointed_iteration.txt` is written: it names the newest
-    iteration that is committed. `keep` is how many committed iterations stay (None: all). The other arguments
-    are those of `holdfast.Checkpoints`.
+    Only after a commit, `latest_checkpointed_iteration.txt` is written: it names the newest committed
+    iteration. `keep` is the number of committed iterations that stay (None: all). The other arguments are
+    those of `holdfast.Checkpoints`.
     """
 
     megatron = True
@@ -43,12 +43,10 @@ class Checkpoints(RunFolder):
         *,
         content_metadata: mcore.StateDict | None = None,
     ) -> Pending | None:
-        """Save an iteration: copy its state, and go on. `committed()` of what this returns waits until it is
-        durable.
+        """Save an iteration: copy its state, and return. `committed()` of the result waits for the commit.
 
-        What holds for `holdfast.Checkpoints.save` holds here: at most `in_flight` saves are under way.
+        As in `holdfast.Checkpoints.save`, at most `in_flight` saves run at a time.
         """
-
         iteration = whole_step(iteration)
 
         def make(call: Call) -> SaveJob:
@@ -73,10 +71,10 @@ class Checkpoints(RunFolder):
         strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
         fallback: bool = True,
     ) -> Any:
-        """Load the newest committed iteration, or the one given: what `load` returns, None if there is none.
+        """Load the newest committed iteration, or the given one; return as `load`, or None if there is none.
 
-        All ranks load the same one. One that turns out to be damaged is passed over for the one before it,
-        with a warning, unless `fallback=False` or an iteration was named.
+        All ranks load the same one. If it is damaged, the one before it is loaded, with a warning, unless
+        `fallback=False` or an iteration was given.
         """
         return self._load(
             lambda store, call: load_state(store, sharded_state_dict, strict, call, self._options),
@@ -93,11 +91,11 @@ class Checkpoints(RunFolder):
         dtype: str | None = None,
         strict: bool = True,
     ) -> ExportReport:
-        """Make a folder that transformers loads, of an iteration's weights. All ranks call it: each writes
-        some of the files, whole; nothing is gathered, and no collective is entered.
+        """Export an iteration's weights to a folder that transformers loads.
 
-        Waits for saves under way first, of which the iteration may be one. out, like, dtype, strict, and what
-        is raised: as in `holdfast.huggingface.export`.
+        All ranks call it. Each writes some of the files completely; there is no gathering and no collective.
+        Waits first for saves that still run, which may include this iteration. Arguments and errors: as in
+        `holdfast.huggingface.export`.
         """
         iteration = whole_step(iteration)
         self._settle()
@@ -111,11 +109,11 @@ class Checkpoints(RunFolder):
         ).run()
 
     def _committed(self, iteration: int) -> None:
-        # The tracker comes last: it must never name what frameworks do not take for a checkpoint.
+        # The tracker comes last: it must only name folders that frameworks take for a checkpoint.
         mark(self._folder(iteration))
         self._retire(iteration)
         with self.tidying:
-            # Not simply this one: with several saves in flight a newer one may have been committed before it.
+            # Not always this one: with several saves in flight, a newer one may have been committed before.
             newest = max(committed_steps(self.store), default=iteration)
             try:
                 replace_file(self.store, TRACKER, str(newest).encode())

@@ -1,7 +1,7 @@
-"""Every name of megatron-core that Holdfast uses, in one place; those it does not publish are marked.
+"""All names of megatron-core that Holdfast uses, in one place; private ones are marked.
 
-Tried with 0.16.1 (docs/megatron.md says which others). What is missing in another version fails here, at
-import, with the name that is missing, not in the middle of a save.
+Tested with 0.16.1 (docs/megatron.md lists others). If a version lacks a name, the import of this module fails
+and names it, instead of a save in the middle.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ except ImportError:  # before 0.14
 
 
 StateDict: TypeAlias = dict[str, Any]
-"""A state dict, sharded or not, or a part of one: whatever a framework puts into nested dicts and lists."""
+"""A state dict, sharded or not, or a part of one: nested dicts and lists with a framework's values."""
 ByOptimizer: TypeAlias = dict[Any, Any]
-"""The state of a ChainedOptimizer: that of its optimizers by their numbers, beside entries by name."""
+"""The state of a ChainedOptimizer: its optimizers' states by number, and other entries by name."""
 CONTENT_METADATA = "content_metadata"
 SHARDING_TYPE = "distrib_optim_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -75,8 +75,8 @@ FSDP_DTENSOR = "fsdp_dtensor"
 
 
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Global ranks of this rank's data-parallel group (with context parallel) and of its expert one, in the
-    order of their replica numbers; empty where Megatron's own groups are not set up."""
+    """Return the global ranks of this rank's data-parallel group (with context parallel) and of its expert
+    one, in the order of their replica numbers; empty where Megatron's own groups are not set up."""
     return (
         _copies(functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
         _copies(functools.partial(parallel_state.get_expert_data_parallel_group)),
@@ -84,9 +84,9 @@ def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _copies(find: functools.partial[ProcessGroup]) -> tuple[int, ...]:
-    """The ranks over which the copies of a tensor are numbered; none where that depends on the tensor.
+    """Return the ranks over which copies of a tensor are numbered; none where that depends on the tensor.
 
-    Since 0.19 weights may be cut over a part of the data-parallel group (generalized tensor parallelism):
+    Since 0.19 weights may be sharded over a part of the data-parallel group (generalized tensor parallelism):
     their copies are numbered over the rest of it, those of other tensors over all of it.
     """
     ranks = _ranks(find)
@@ -99,7 +99,7 @@ def _copies(find: functools.partial[ProcessGroup]) -> tuple[int, ...]:
 def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
     from torch.distributed import get_process_group_ranks
 
-    # Megatron's own groups need not be set up: its models and optimizers take others as arguments.
+    # Megatron's own groups may not be set up: its models and optimizers take others as arguments.
     if not parallel_state.is_initialized():
         return ()
     try:
@@ -110,17 +110,17 @@ def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
 
 @functools.cache
 def safe_types(stock: bool = False) -> tuple[Allowed, ...]:
-    """Megatron's enumerations, which its `args` hold; an object that has them loads. What is allowed is to
-    look a member up.
+    """Return megatron-core's enumerations, which its `args` contain, as types that an object may use. Loading
+    only looks a member up.
 
-    stock: also the names of the optimizers that stock megatron-core keeps in the parameter groups of an
-        offloaded one; nothing can be made of them.
+    stock: also the names of torch's optimizers, which stock megatron-core stores in the parameter groups of
+        an offloaded optimizer; loading can't create one.
     """
     from megatron.core import enums
     from megatron.core.transformer import enums as transformer_enums
 
-    found = [*vars(enums).values(), *vars(transformer_enums).values()]
-    kinds = {kind for kind in found if isinstance(kind, type) and issubclass(kind, enum.Enum)}
+    members = [*vars(enums).values(), *vars(transformer_enums).values()]
+    kinds = {kind for kind in members if isinstance(kind, type) and issubclass(kind, enum.Enum)}
     allowed: list[Allowed] = [
         (functools.partial(_member, kind), f"{kind.__module__}.{kind.__qualname__}") for kind in kinds
     ]
@@ -140,7 +140,7 @@ def _refuse(name: str, *args: object) -> None:
 
 
 def load_strategies() -> tuple[object, object]:
-    """megatron-core's own strategies for loading what is sharded and what is not."""
+    """Return megatron-core's own strategies for loading sharded and common state."""
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -151,7 +151,7 @@ def load_strategies() -> tuple[object, object]:
 
 
 def local_ranges(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Parameter, int, int]]:
-    """(model parameter, start, stop): the flat range of each parameter whose state this rank has."""
+    """List (model parameter, start, stop): the flat range of each parameter whose state this rank has."""
     return [
         (param, ranges["param"].start, ranges["param"].end)
         for buffer in optimizer.gbuf_ranges
@@ -162,7 +162,7 @@ def local_ranges(optimizer: DistributedOptimizer) -> list[tuple[torch.nn.Paramet
 
 
 def parameter_state(optimizer: DistributedOptimizer, param: torch.nn.Parameter) -> StateDict:
-    """`param`, `exp_avg`, `exp_avg_sq` ... of a model parameter, flat; views or copies."""
+    """Return `param`, `exp_avg`, `exp_avg_sq` ... of a model parameter, flat; views or copies."""
     return dict(optimizer._get_main_param_and_optimizer_states(param))
 
 
@@ -174,14 +174,16 @@ def set_parameter_state(
 
 
 def counts_per_parameter() -> bool:
-    """Does the inner optimizer count its steps in the state of each parameter, as PyTorch's Adam does? Those
-    of Transformer Engine and Apex count in their parameter groups; megatron-core uses them wherever one of
-    them is installed."""
+    """Return whether the inner optimizer counts steps in the state of each parameter, as PyTorch's Adam does.
+
+    Those of Transformer Engine and Apex count in their parameter groups. megatron-core uses them if one is
+    installed.
+    """
     return not distrib_optimizer.HAVE_APEX_OR_TE
 
 
 def state_without_parameters(optimizer: DistributedOptimizer) -> StateDict:
-    """`state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
+    """Return `state_dict()` of a DistributedOptimizer that has no parameters on this rank."""
     inner = optimizer.optimizer.state_dict()
     state: StateDict = {"optimizer": {key: value for key, value in inner.items() if key != "state"}}
     if optimizer.grad_scaler:
@@ -190,21 +192,21 @@ def state_without_parameters(optimizer: DistributedOptimizer) -> StateDict:
 
 
 ORIGINAL_LOAD = original_of(DistributedOptimizer.load_state_dict)
-"""Megatron's own, also after `install()`."""
+"""Megatron's own function, also after `install()`."""
 
 
 def describes_optimizers() -> bool:
-    """Has `install` replaced how a DistributedOptimizer describes its state?"""
+    """Return whether `install` has replaced DistributedOptimizer.sharded_state_dict."""
     return original_of(DistributedOptimizer.sharded_state_dict) is not DistributedOptimizer.sharded_state_dict
 
 
 def has_master_weights(optimizer: DistributedOptimizer) -> bool:
-    """Does the inner optimizer keep the main parameters, and not megatron-core?"""
+    """Return whether the inner optimizer keeps the main parameters, instead of megatron-core."""
     return bool(getattr(optimizer.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
 
 def is_offloaded(optimizer: DistributedOptimizer) -> bool:
-    """Is it a HybridDeviceOptimizer, whose parts have their own copies of the state?"""
+    """Return whether it has a HybridDeviceOptimizer, whose parts have their own copies of the state."""
     return hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers")
 
 
@@ -219,7 +221,7 @@ def synchronize_steps(chained: ChainedOptimizer) -> None:
 
 
 def holders(optimizer: DistributedOptimizer) -> tuple[int, ...]:
-    """Global ranks over which a DistributedOptimizer has cut its state."""
+    """Return the global ranks over which a DistributedOptimizer shards its state."""
     from torch.distributed import get_process_group_ranks
 
     return tuple(get_process_group_ranks(optimizer.data_parallel_group))

@@ -1,5 +1,4 @@
-"""What a folder says of the checkpoint in it, ours or megatron-core's own: common state, metadata, and what
-it is."""
+"""Common state, metadata and format of the checkpoint in a folder, ours or stock megatron-core's."""
 
 from __future__ import annotations
 
@@ -38,26 +37,25 @@ log = logging.getLogger("holdfast")
 
 @raising(of_megatron)
 def load_common_state_dict(checkpoint_dir: str | os.PathLike[str]) -> mcore.StateDict:
-    """Everything in a checkpoint that isn't sharded; reads that object alone, and waits for nobody."""
+    """Read everything in a checkpoint that isn't sharded; reads no other data, and waits for no rank."""
     return read_common(open_store(os.fspath(checkpoint_dir)))
 
 
 def read_common(store: Store) -> mcore.StateDict:
-    # Three places, by version: ours, stock's file of its own, and stock's object since 0.19.
+    # In one of three places: our object, stock's own file, or stock's object since 0.19.
     with allowing(mcore.safe_types(stock=True)):
-        found = read_object(store, COMMON)
-        if found is None and (data := read_file(store, COMMON_FILE)) is not None:
-            found = objects.decode(objects.TORCH + data, COMMON_FILE)  # stock megatron-core's
-        elif found is None and isinstance(held := read_object(store, COMMON_SHARD), list):
-            found = held[0]  # stock megatron-core's since 0.19
-    return found if isinstance(found, dict) else {}
+        common = read_object(store, COMMON)
+        if common is None and (data := read_file(store, COMMON_FILE)) is not None:
+            common = objects.decode(objects.TORCH + data, COMMON_FILE)
+        elif common is None and isinstance(shard := read_object(store, COMMON_SHARD), list):
+            common = shard[0]
+    return common if isinstance(common, dict) else {}
 
 
 def is_stock(store: Store) -> bool:
     config = read_file(store, CONFIG)
-    with suppress(
-        ValueError, AttributeError, RecursionError
-    ):  # what is no JSON object is no configuration of megatron-core's
+    # megatron-core's configuration is a JSON object; anything else is not its own.
+    with suppress(ValueError, AttributeError, RecursionError):
         return config is not None and json.loads(config).get("sharded_backend") == "torch_dist"
     return False
 
@@ -68,7 +66,7 @@ def load_content_metadata(
     *,
     preloaded_state_dict: mcore.StateDict | None = None,
 ) -> mcore.StateDict | None:
-    """What `save` was given as content_metadata, or None; of a checkpoint or of its common state."""
+    """Return the content_metadata that `save` was given, or None; from a folder, or from its common state."""
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise BadInput("Give checkpoint_dir or preloaded_state_dict.")
@@ -80,7 +78,7 @@ def load_content_metadata(
 def load_tensors_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None
 ) -> mcore.StateDict:
-    """Every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
+    """Return every tensor of a checkpoint as an unsharded ShardedTensor without data, by key."""
     return {
         key: item
         for key, item in load_sharded_metadata(checkpoint_dir).items()
@@ -92,40 +90,41 @@ def load_tensors_metadata(
 def load_sharded_metadata(
     checkpoint_dir: str | os.PathLike[str], sharded_strategy: object = None, common_strategy: object = None
 ) -> mcore.StateDict:
-    """`load_tensors_metadata`, and every ShardedObject."""
-    found: mcore.StateDict = {}
+    """Return what `load_tensors_metadata` returns, and every ShardedObject."""
+    entries: mcore.StateDict = {}
     with open_source(open_store(os.fspath(checkpoint_dir))) as index:
         columns = index.select()
     for row, name in enumerate(columns.names):
         if int(columns.kind[row]) == OBJECT:
             if SHARD in name:
-                found[name] = mcore.ShardedObject.empty_from_unique_key(name)
+                entries[name] = mcore.ShardedObject.empty_from_unique_key(name)
             continue
         dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
-        # On the meta device: a checkpoint's tensors would not fit into one process.
+        # On the meta device, because a checkpoint's tensors may not fit into one process.
         data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
-        found[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
-    return found
+        entries[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
+    return entries
 
 
 def check_is_distributed_checkpoint(checkpoint_dir: str | os.PathLike[str]) -> bool:
-    """Is there a committed Holdfast checkpoint, or one that stock megatron-core knows?
+    """Return whether the folder has a committed Holdfast checkpoint, or one that stock megatron-core knows.
 
-    One beside which `.metadata` stands is torch DCP's: frameworks tell their two formats apart by this.
+    A Holdfast checkpoint with `.metadata` was saved through DCP's functions, and does not count: frameworks
+    distinguish their two formats by this.
     """
     if not checkpoint_dir:
         return False
-    # The index, not a configuration, is what makes a folder a checkpoint of ours.
+    # The index, not the configuration, makes a folder a checkpoint of ours.
     if Path(checkpoint_dir, INDEX).exists():
         return not Path(checkpoint_dir, METADATA).exists()
     config = mcore.maybe_load_config(os.fspath(checkpoint_dir))
-    # Our configuration alone is no checkpoint: its index is gone.
+    # Our configuration without an index is no checkpoint.
     return config is not None and config.sharded_backend != HOLDFAST_CONFIG["sharded_backend"]
 
 
 def mark(store: Store) -> None:
-    """After the commit: by this file frameworks know a distributed checkpoint. Holdfast itself looks for the
-    index."""
+    """Write the file by which frameworks recognise a distributed checkpoint, after the commit; warn if that
+    fails. Holdfast itself looks for the index."""
     try:
         replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
     except HoldfastError as error:

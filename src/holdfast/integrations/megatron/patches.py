@@ -1,8 +1,8 @@
-"""What of megatron-core `install` replaces: its save and load, its optimizers' state dicts, its queue of
-asynchronous saves, the making of its process groups, and Megatron-FSDP's descriptions of uneven tensors.
+"""Replacements for functions of megatron-core: save and load, optimizers' state dicts, the queue of
+asynchronous saves, `initialize_model_parallel`, and Megatron-FSDP's description of uneven tensors.
 
-verl, Megatron-LM, Megatron-Bridge and ms-swift all call through these. Nothing of megatron-core is imported
-here: what stands in for a function imports what it needs when it is called.
+verl, Megatron-LM, Megatron-Bridge and ms-swift all call these functions. This module does not import
+megatron-core: a replacement imports what it needs when it is called.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 Function = Callable[..., object]
 _sessions: list[Session] = []
-"""The one of this process, if it has one."""
+"""The session of this process, if it has one."""
 _STOCK_OPTIMIZER_FORMATS = (
     "dp_reshardable",
     "fully_sharded_bucket_space",
@@ -37,7 +37,7 @@ _STOCK_OPTIMIZER_FORMATS = (
     "fully_sharded_model_space",
     "fsdp_dtensor",
 )
-"""Descriptions of optimizer state that a stock checkpoint may need to be loaded."""
+"""Formats of optimizer state that only stock's description can load."""
 _CORE = "megatron.core.dist_checkpointing"
 QUEUE = f"{_CORE}.strategies.async_utils"
 """The module of AsyncCallsQueue."""
@@ -52,16 +52,16 @@ _PREPARE = (
     ("megatron.training.checkpointing", "preprocess_fsdp_dtensor_state_dict"),
     ("swift.megatron.utils.megatron_fsdp_checkpoint", "_preprocess_state_dict"),
 )
-"""Functions of (configuration, state, model)."""
+"""Functions with the arguments (configuration, state, model)."""
 _here = threading.local()
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    """Everything that is replaced, whichever part of it is switched on."""
+    """Yield all replacements, of all parts of `install`."""
     how = {"timeout": settings.timeout, "stall_timeout": settings.stall_timeout}
 
     def bound(name: str, **more: object) -> Make:
-        # A lambda: who takes part is asked at each call, as groups are made after install().
+        # A lambda, because participants are asked for at each call: groups are made after install().
         return _standing_in("checkpointing", name, lambda: {**how, "participants": settings.ranks(), **more})
 
     serialization = f"{_CORE}.serialization"
@@ -101,17 +101,17 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
 
 
 def _ours(module: str) -> ModuleType:
-    """A module of this package, which imports megatron-core."""
+    """Import a module of this package, and with it megatron-core."""
     return import_module(f"holdfast.integrations.megatron.{module}")
 
 
 def _standing_in(module: str, name: str, more: Callable[[], dict[str, object]] = dict) -> Make:
-    """Our function of that name, with arguments that the caller has not given."""
+    """Make a function that calls ours of that name, and adds `more` to the arguments."""
 
     def make(original: Function) -> Function:
         @wraps(original)
         def call(*args: object, **named: object) -> object:
-            # What the caller has given goes before what `install` was given.
+            # The caller's arguments take precedence over those of `install`.
             return getattr(_ours(module), name)(*args, **{**more(), **named})
 
         return call
@@ -131,15 +131,15 @@ def _queue(name: str) -> Make:
 
 
 def _opened(original: Function, settings: Settings) -> Function:
-    """`initialize_model_parallel`, and after it all groups are warm and watched."""
+    """Make `initialize_model_parallel` that also warms up all groups, and starts the session."""
 
     @wraps(original)
     def initialize_model_parallel(*args: object, **named: object) -> None:
         original(*args, **named)
-        # Asked only now, after the original: without `participants=` megatron-core's new groups tell.
+        # Asked after the original, because without `participants=` the new groups give the ranks.
         if settings.ranks() is not None:
-            _warm_up_some(settings)
-        # A process has one session. A framework may call this again, for groups that it makes anew.
+            _warn_without_session(settings)
+        # A process has one session, but a framework may call this again to make new groups.
         elif settings.session and not _sessions:
             made = Session(
                 timeout=settings.timeout,
@@ -161,8 +161,8 @@ def _opened(original: Function, settings: Settings) -> Function:
     return initialize_model_parallel
 
 
-def _warm_up_some(settings: Settings) -> None:
-    """Only some ranks train: a session and the warm-up of all groups would wait for the others."""
+def _warn_without_session(settings: Settings) -> None:
+    """Warn that only some ranks train: a session and a warm-up of all groups would wait for the others."""
     log.warning(
         "install(): %d of %d ranks train, so there is no session, and groups are not warmed up. "
         "Call holdfast.warm_up(groups) on the ranks that are in them.",
@@ -172,8 +172,8 @@ def _warm_up_some(settings: Settings) -> None:
 
 
 def _strategies(original: Function) -> Function:
-    """Frameworks ask for the strategy that loads a folder before they call `load`. For a folder of
-    Holdfast's, for which megatron-core has none, its own stands in; nobody uses it."""
+    """Make a function that returns strategies also for a Holdfast folder: some frameworks ask for them
+    before they call `load`. megatron-core has none for it, so its own are returned; they are not used."""
 
     @wraps(original)
     def verify_checkpoint_and_load_strategy(checkpoint_dir: str, *args: object, **named: object) -> object:
@@ -187,7 +187,7 @@ def _strategies(original: Function) -> Function:
 
 
 def _describe(original: Function) -> Function:
-    """sharded_state_dict of an optimizer: ours, unless a stock checkpoint has it otherwise."""
+    """Make an optimizer's `sharded_state_dict`: ours, or stock's to load a format that only stock writes."""
 
     @wraps(original)
     def sharded_state_dict(
@@ -198,11 +198,11 @@ def _describe(original: Function) -> Function:
         metadata: dict[str, object] | None = None,
         **named: object,
     ) -> object:
-        # Ours describes every save but Megatron-FSDP's. What stock saved in a form of its own needs stock's
-        # description to be loaded.
+        # Ours describes every save except Megatron-FSDP's. State in a format of stock's own loads only with
+        # stock's description.
         wanted = sharding_type or (metadata or {}).get(_ours("mcore").SHARDING_TYPE)
         if wanted == "fsdp_dtensor" or (is_loading and wanted in _STOCK_OPTIMIZER_FORMATS):
-            # Only if it was given: a chain hands it on to optimizers that have no such argument.
+            # Only if it was given: a chain passes it to optimizers that do not have this argument.
             if sharding_type is not None:
                 named["sharding_type"] = sharding_type
             return original(self, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
@@ -212,7 +212,7 @@ def _describe(original: Function) -> Function:
 
 
 def _give_back(original: Function) -> Function:
-    """load_state_dict of an optimizer: ours for what `_describe` made, else Megatron's."""
+    """Make an optimizer's `load_state_dict`: ours for what `_describe` made, otherwise Megatron's."""
 
     @wraps(original)
     def load_state_dict(self: object, state_dict: object) -> None:
@@ -226,10 +226,10 @@ def _give_back(original: Function) -> Function:
 
 
 def _split(name: str) -> Make:
-    """Megatron-FSDP's splitting of fused parameters, by what this rank knows.
+    """Make Megatron-FSDP's function that splits fused parameters: ours, without a collective.
 
-    A parameter that never got a gradient has no optimizer state on some ranks; stock's ranks then issue
-    different collectives. Here such ranks fill in zeros, which is what that state is.
+    A parameter that never got a gradient has no optimizer state on some ranks; with stock code, ranks then
+    issue different collectives. Here such ranks add zeros, which is the value of that state.
     """
 
     def make(original: Function) -> Function:
@@ -243,7 +243,7 @@ def _split(name: str) -> Make:
         ) -> object:
             fsdp = import_module("holdfast.integrations.megatron_fsdp")
             if isinstance(optimizer_state_dict, dict) and "state" in optimizer_state_dict:
-                # Before the split, so that what is filled in is cut like the rest.
+                # Before the split, so that the added state is split, too.
                 fsdp.fill_missing_states(model, optimizer_state_dict)
             return getattr(fsdp, name)(model, model_state_dict, optimizer_state_dict, *args, **named)
 
@@ -253,8 +253,8 @@ def _split(name: str) -> Make:
 
 
 def _uneven(original: Function) -> Function:
-    """Where uneven DTensors lie, in a save or load that Holdfast does: their parameters tell. Elsewhere
-    stock, whose chunk metadata torch DCP needs."""
+    """Make the function that sets chunk metadata: ours in a save or load by Holdfast, with the model's
+    parameters; elsewhere stock's, because torch DCP needs its metadata."""
 
     @wraps(original)
     def preprocess_state_dict_for_uneven_dtensor(
@@ -270,8 +270,8 @@ def _uneven(original: Function) -> Function:
 
 
 def _with_model(original: Function) -> Function:
-    """What prepares an fsdp_dtensor state has the model in hand; what it calls to describe tensors is not
-    given it."""
+    """Make the function that prepares an fsdp_dtensor state, and keep its model for `_uneven`, which stock
+    code calls without the model."""
 
     @wraps(original)
     def prepare(cfg: object, state_dict: object, model: object, *args: object, **named: object) -> object:

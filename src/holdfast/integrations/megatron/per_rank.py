@@ -1,7 +1,7 @@
-"""State of random generators, which belongs to a rank of the layout that saved it, in another layout.
+"""Loading the state of random generators, which belongs to one rank, into another layout.
 
-A ShardedObject of such state is named by its place in the grid of pipeline and tensor ranks
-(`rng_state/shard_0.1_2.2`: place 0.1 in a grid of 2 x 2). Another grid has other places.
+A ShardedObject of such state is named by its coordinates in the grid of pipeline and tensor ranks
+(`rng_state/shard_0.1_2.2`: coordinates 0.1 in a grid of 2 x 2). Another grid has other coordinates.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from holdfast.integrations.megatron import mcore
 
 log = logging.getLogger("holdfast")
 PER_RANK = ("rng_state", "rerun_state_machine_state")
-"""Keys of the objects that every rank has of its own, in megatron-core's frameworks."""
+"""Keys of objects that differ on every rank, in megatron-core's frameworks."""
 Place = tuple[int, ...]
 
 
 def is_per_rank(item: object) -> bool:
-    """Is it the own object of a rank?"""
+    """Return whether an item is an object that differs on every rank."""
     return isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
 
 
 def nearest(
     items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
 ) -> dict[str, str]:
-    """For each object that the checkpoint `where` lacks, the stored name of the nearest rank's.
+    """Map each object that the checkpoint `where` does not have to the stored name of the nearest rank's.
 
-    names: all names in the checkpoint. Raises MissingTensors if that is not `allowed`.
+    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`.
     """
     items = list(items)
     stored: dict[str, dict[str, tuple[Place, Place]]] = {}
     keys = {item.key for item in items}
     for name in names:
-        key, found, rest = name.partition(SHARD)
-        if found and key in keys:
+        key, separator, rest = name.partition(SHARD)
+        if separator and key in keys:
             offset, _, shape = rest.partition("_")
             stored.setdefault(key, {})[name] = (_place(offset), _place(shape))
     chosen: dict[str, str] = {}
     for item in items:
         there = stored.get(item.key, {})
         if not there or item.unique_key in there:
-            continue  # it is as it was, or the checkpoint has no such state at all
+            continue  # the layout is the same here, or the checkpoint has no such state at all
         if not allowed:
             raise MissingTensors(
                 f"{where} was saved in another layout, and has no {item.key} of this rank's place: "
@@ -53,7 +53,7 @@ def nearest(
                 details={"missing": [item.unique_key]},
             )
         goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
-        # By name where two are as near, so that a repeated load takes the same.
+        # By name if two are equally near, so that a repeated load takes the same one.
         chosen[item.unique_key] = min(
             there, key=lambda name: (_distance(goal, _relative(*there[name])), name)
         )
@@ -71,10 +71,10 @@ def _place(text: str) -> Place:
 
 
 def _relative(offset: Place, shape: Place) -> tuple[float, ...]:
-    """A place in a grid as fractions of its sides."""
-    return tuple(at / max(size, 1) for at, size in zip(offset, shape, strict=True))
+    """Return coordinates in a grid as fractions of its sides."""
+    return tuple(coordinate / max(size, 1) for coordinate, size in zip(offset, shape, strict=True))
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Between places in grids that may have different numbers of dimensions; the leading ones count."""
+    """Return the distance of two places; if the grids differ in dimensions, the leading ones count."""
     return sum(abs(a - b) for a, b in zip(one, other, strict=False))

@@ -1,6 +1,6 @@
-"""megatron-core's AsyncCallsQueue for saves of Holdfast, without the all_reduce at every step by which stock
-asks all ranks whether they are done: a rank looks at itself, and once the save is committed they agree on one
-call, in the background."""
+"""megatron-core's AsyncCallsQueue for saves of Holdfast, without stock's all_reduce at every step, which asks
+all ranks whether they are done. Here each rank asks only itself, and once the save is committed, ranks agree
+in the background on the call that finalizes it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from holdfast.protocol.consensus import StepConsensus
 
 
 class Committed:
-    """The first finalize function of a request: waits until the save is committed, and raises its error.
+    """The first finalize function of a request: it waits until the save is committed, and raises its error.
 
-    The stock queue calls it, too; so a request is right there as well, if with stock's all_reduce.
+    The stock queue calls it, too, so a request also works there, with stock's all_reduce.
     """
 
     def __init__(self, pending: Pending, consensus: StepConsensus) -> None:
@@ -31,12 +31,12 @@ class Committed:
             note_committed(self.pending.committed().path)
 
     def is_due(self, no_dist: bool) -> bool:
-        """Is it time to finalize? At the same call on all ranks, as finalize functions of frameworks have
-        barriers."""
+        """Return whether to finalize now. The answer is True at the same call on all ranks, because finalize
+        functions of frameworks have barriers."""
         return self.pending.done() if no_dist else self._consensus.reached()
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """What the stock queue asks of a caller, if it is put back while a request of ours is in it."""
+        """Answer the stock queue, which asks if `uninstall` put it back while it has our request."""
         return blocking or self.is_due(no_dist)
 
 
@@ -49,7 +49,7 @@ class _Call(NamedTuple):
 
 
 def _ours(request: mcore.AsyncRequest) -> Committed | None:
-    """What Holdfast put into a request, if it is one of its own."""
+    """Return Holdfast's finalize function in a request; None for a request of megatron-core's own."""
     first = request.finalize_fns[0] if request.finalize_fns else None
     return first if isinstance(first, Committed) else None
 
@@ -61,7 +61,7 @@ def schedule(original: Callable[..., int]) -> Callable[..., int]:
         if ours is None:
             return original(self, async_request)
         self.call_idx += 1
-        # Nothing is started: the save is under way since the request was made.
+        # Nothing to start: the save runs since the request was made.
         self.async_calls.append(_Call(self.call_idx, ours, async_request.freeze()))
         return int(self.call_idx)
 
@@ -73,21 +73,21 @@ def finalize(original: Callable[..., list[int]]) -> Callable[..., list[int]]:
     def maybe_finalize_async_calls(
         self: mcore.AsyncCallsQueue, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        found: list[int] = []
+        finalized: list[int] = []
         while self.async_calls:
             save = _ours(self.async_calls[0].async_request)
             if save is None:
-                # A request of megatron-core's own is the oldest: stock finalizes it, and what follows.
-                return found + original(self, blocking, no_dist)
+                # The oldest request is megatron-core's own: stock finalizes it, and those after it.
+                return finalized + original(self, blocking, no_dist)
             if not (blocking or save.is_due(no_dist)):
                 break
-            # Taken out before: a request that raises must not be met again by the next call.
+            # Removed first, so that a request that raises is not finalized again by the next call.
             number, _, request = self.async_calls.popleft()
-            # By its folder, so that a request that failed on one rank leaves the next in step.
+            # Named by its folder, so that after a failure on one rank all ranks still meet in the next one.
             with telling_apart(save.pending.path):
                 for finish in request.finalize_fns:
                     finish()
-            found.append(number)
-        return found
+            finalized.append(number)
+        return finalized
 
     return maybe_finalize_async_calls

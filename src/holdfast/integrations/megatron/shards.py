@@ -1,18 +1,17 @@
-"""Megatron's sharded state as leaves of a Holdfast state, and what was loaded back in its place.
+"""Megatron's sharded state as leaves of a Holdfast state, for saves and loads.
 
-A `ShardedTensor` names a global tensor by its key; its offset and shape, with the prepended axes (layer,
-expert) as axes of length one, are a box of it.
+A `ShardedTensor` names a global tensor by its key. Its offset and shape, with the prepended axes (layer,
+expert) as axes of length one, are a box of that tensor.
 
-Who writes a box. Each rank decides alone, so the rule must give the same answer on all ranks that hold a
-copy; the main replica in particular cannot see whether there are others. Its own numbers do not tell: under
+Which rank writes a box. Each rank decides alone, so the rule must give the same answer on all ranks that hold
+a copy, and the main replica cannot see whether there are others. Its replica_id alone does not say: under
 FSDP2 each data-parallel rank is the main replica of a slice, and a user may describe a tensor on the main
-rank only. megatron-core describes a parameter on every rank of its data-parallel group, numbered (0, 0, i) in
-the group's order. So copies (0, 0, i) of a parameter share the writing (`plan/replicas.py`). Anything else is
-written by the main replica, and by no other copy:
-buffers (a router's expert bias), detached parameters, FSDP2's slices, optimizer state, what isn't cut
-regularly (an optimizer's buckets), tensors that megatron-core numbers over another group. Tensor- and
-pipeline-parallel copies never write. Both halves of the rule look at the same facts, which the code that made
-the state dict set alike on all ranks.
+rank only. But megatron-core describes a parameter on every rank of its data-parallel group, numbered
+(0, 0, i) in the group's order. So the copies (0, 0, i) of a parameter share the writing (`plan/replicas.py`).
+Everything else is written by the main replica alone: buffers (a router's expert bias), detached parameters,
+FSDP2's slices, optimizer state, tensors that are not sharded regularly (an optimizer's buckets), and tensors
+that megatron-core numbers over another group. Tensor- and pipeline-parallel copies never write. Both parts of
+the rule use the same facts, which the code that made the state dict sets alike on all ranks.
 """
 
 from __future__ import annotations
@@ -35,22 +34,22 @@ _SOLE = (0, 1)
 
 
 class _Group:
-    """Ranks that hold copies, in the order of their replica numbers; none: not known."""
+    """Ranks that hold copies, in the order of their replica numbers; empty if not known."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...], participants: tuple[int, ...]) -> None:
         self.ranks = ranks
         self.number = ranks.index(rank) if rank in ranks else None
         """This rank's replica number."""
         present = set(participants)
-        # Numbered anew among those that take part: others write nothing.
+        # Renumbered among the participants, because other ranks write nothing.
         sharing = [other for other in ranks if other in present]
         self.share = (sharing.index(rank), len(sharing)) if rank in sharing else _SOLE
         self.is_first = not self.share[0]
-        """Is this rank the first that takes part?"""
+        """Is this rank the first participant of the group?"""
 
 
 class Copies:
-    """Which of the data-parallel copies of a tensor this rank is."""
+    """Decides which copies of tensors this rank writes."""
 
     def __init__(self, rank: int, participants: tuple[int, ...]) -> None:
         self.rank, self.participants = rank, participants
@@ -59,71 +58,69 @@ class Copies:
         self._unknown = _Group(rank, (), ())
 
     def replica(self, tensor: mcore.ShardedTensor) -> tuple[int, int] | None:
-        """(index, count) of this rank among those that share the writing, None if it writes nothing of the
-        tensor."""
-        said = tensor.replica_id
-        # A plain number doesn't say over which ranks it counts: the main replica alone writes.
-        if isinstance(said, int) or not said:
-            return _SOLE if mcore.is_main_replica(said) else None
-        *others, number = said
+        """Return (index, count) of this rank among those that share the writing; None if it does not."""
+        replica_id = tensor.replica_id
+        # A plain number doesn't say over which ranks it counts, so the main replica alone writes.
+        if isinstance(replica_id, int) or not replica_id:
+            return _SOLE if mcore.is_main_replica(replica_id) else None
+        *others, number = replica_id
         # A tensor- or pipeline-parallel copy.
         if any(others):
             return None
         group = self._group(tensor)
-        # Numbered over some other group, of which this rank knows nothing.
+        # Numbered over another group, which this rank does not know.
         if group.number != number:
             return _SOLE if number == 0 else None
         if _is_parameter(tensor.data):
             return group.share
-        return _SOLE if group.is_first else None  # the main replica, or who stands for it if it takes no part
+        return _SOLE if group.is_first else None  # the main replica, or the first participant in its place
 
     def writes_state(self, tensor: mcore.ShardedTensor, holders: Collection[int]) -> bool:
-        """Does this rank write the optimizer state of a model tensor, whose shards over `holders` it has one
-        of?
+        """Return whether this rank writes its shard of the optimizer state of a model tensor.
 
-        The tensor may have copies outside of the optimizer's group (another instance of it; tensor-parallel
-        ranks that hold an expert whole): of all groups of holders the one with the main replica writes.
+        holders: the ranks over which the optimizer shards the state. The tensor may have copies outside of
+        them (another instance of the optimizer; tensor-parallel ranks that hold a whole expert): of all such
+        groups, the one with the main replica writes.
         """
-        said = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id, 0, 0)
-        if any(said[:-1]):
+        replica_id = tensor.replica_id if isinstance(tensor.replica_id, tuple) else (tensor.replica_id, 0, 0)
+        if any(replica_id[:-1]):
             return False
         group = self._group(tensor)
-        if group.number is None or group.number != said[-1]:
-            return True  # its groups are not known; the commit finds out if another rank writes it, too
+        if group.number is None or group.number != replica_id[-1]:
+            return True  # its groups are not known; the commit fails if another rank writes it, too
         return group.ranks[0] in holders
 
     def _group(self, tensor: mcore.ShardedTensor) -> _Group:
-        # No regular grid, or an optimizer's state: whether there are other copies is not known.
+        # For an irregular grid or optimizer state, it is not known whether there are other copies.
         if tensor.axis_fragmentations is None or _is_optimizer(tensor.key):
             return self._unknown
-        # An expert layer that is described alone has no prefix.
+        # The key of an expert layer that is described alone has no prefix.
         return self._expert if ".experts." in f".{tensor.key}" else self._dense
 
 
 def _is_parameter(data: object) -> bool:
-    """Is it a parameter, or a view of one (a part of a fused weight)?"""
+    """Return whether data is a parameter, or a view of one (a part of a fused weight)."""
     return isinstance(data, torch.nn.Parameter) or isinstance(
         getattr(data, "_base", None), torch.nn.Parameter
     )
 
 
 def _is_optimizer(key: str) -> bool:
-    """State that megatron-core's own optimizers describe, of which other copies need not be there."""
+    """Return whether it is state of megatron-core's own optimizers, which may have no other copies."""
     return key.startswith(("optimizer.", "chained_"))
 
 
 def to_save(
     sharded: Iterable[mcore.ShardedTensor | mcore.ShardedObject], common: Mapping[str, object], copies: Copies
 ) -> list[Leaf]:
-    """What this rank contributes to a save; `sharded` are ShardedTensors and ShardedObjects."""
+    """Make the leaves that this rank contributes to a save."""
     leaves: list[Leaf] = []
-    known: dict[
-        tuple[object, ...], tuple[TensorSpec, Dims]
-    ] = {}  # one for the thousands of experts under one key
+    # One spec for the thousands of experts under one key.
+    known: dict[tuple[object, ...], tuple[TensorSpec, Dims]] = {}
     for item in sharded:
         if isinstance(item, mcore.ShardedObject):
             if mcore.is_main_replica(item.replica_id):
-                # Private: no other rank saves it, so none has to be asked.
+                # Private: no other rank saves it, so ranks need not compare it.
                 leaves.append(Leaf(item.unique_key, item.data, _ignore, private=True))
             continue
         replica = copies.replica(item)
@@ -140,10 +137,10 @@ def to_load(
     stock: bool = False,
     stored_as: Mapping[str, str] | None = None,
 ) -> list[Leaf]:
-    """What this rank asks for: every copy reads for itself. Keys in `skip` are left out.
+    """Make the leaves that this rank loads; every copy reads for itself. Keys in `skip` are left out.
 
-    stock: the checkpoint is megatron-core's own, in which each object is in a list of one.
-    stored_as: the names of objects and tensors that the checkpoint has under another one.
+    stock: the checkpoint is stock megatron-core's, with each object in a list of one.
+    stored_as: the stored names of objects and tensors, where they differ.
     """
     leaves: list[Leaf] = []
     for item in sharded:
@@ -153,7 +150,7 @@ def to_load(
             name = (stored_as or {}).get(item.unique_key, item.unique_key)
             leaves.append(Leaf(name, None, _into(item, stock), private=True))
             continue
-        # Allocates only where the caller has given no memory, as `load_plain_tensors` does.
+        # Allocates only if the caller has given no memory, as in `load_plain_tensors`.
         item.init_data("cpu")
         value = shard(item, (0, 1))
         name = (stored_as or {}).get(item.key, item.key)
@@ -166,10 +163,9 @@ def _part(
     replica: tuple[int, int],
     known: dict[tuple[object, ...], tuple[TensorSpec, Dims]],
 ) -> Part:
-    """A ShardedTensor as what is written of it; `known` are the specs and the shapes of boxes made
-    already."""
+    """Turn a ShardedTensor into what this rank writes of it. known: specs and box shapes made so far."""
     data, lead = _data(tensor), tensor.prepend_axis_num
-    # What a spec is made of: of thousands of experts under one key only the first is looked at closely.
+    # Everything that a spec depends on: of thousands of experts under one key, only the first is checked.
     mark = (tensor.key, data.dtype, data.device.type, tensor.global_shape, data.shape)
     if mark not in known:
         known[mark] = spec_of(tensor.key, data, tensor.global_shape), (*(1,) * lead, *data.shape)
@@ -178,7 +174,7 @@ def _part(
 
 
 def shard(tensor: mcore.ShardedTensor, replica: tuple[int, int]) -> Shard:
-    """A ShardedTensor as a `Shard` over the same memory."""
+    """Turn a ShardedTensor into a `Shard` over the same memory."""
     data = _data(tensor)
     return Shard(data[(None,) * tensor.prepend_axis_num], tensor.global_shape, tensor.global_offset, replica)
 
@@ -192,13 +188,13 @@ def _data(tensor: mcore.ShardedTensor) -> torch.Tensor:
 
 
 def take_data(item: mcore.ShardedTensor | mcore.ShardedObject) -> object:
-    """What a ShardedTensor or ShardedObject holds once it was loaded."""
+    """Return the data of a loaded ShardedTensor or ShardedObject."""
     data = item.data
     return data.detach() if isinstance(data, torch.Tensor) else data
 
 
 def _ignore(value: object) -> None:
-    """Tensors are filled in place."""
+    """Ignore a loaded value: tensors are filled in place."""
 
 
 def _into(item: mcore.ShardedTensor | mcore.ShardedObject, stock: bool) -> Callable[[Any], None]:
