@@ -21,13 +21,17 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "holdfast.run.checkpoints"]
+BASE = ("torch", "torch.distributed", "torch.distributed.tensor", "holdfast.run.checkpoints")
+PRELOAD = [*BASE]
+_servers: dict[str, forkserver.ForkServer] = {}
+"""Forkservers beside the usual one, by what they have imported."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,10 @@ class Result:
 class ProcessWorld:
     """`size` ranks, each a process; see the module."""
 
-    def __init__(self, size: int, *, store_host: str = "launcher", env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, *, store_host: str = "launcher", env: dict[str, str] | None = None, preload: str = ""
+    ) -> None:
+        """preload: a module of `tests.support.preloads`; ranks find imported what it imports."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if store_host not in ("launcher", "rank 0"):
@@ -81,7 +88,8 @@ class ProcessWorld:
                 args=(rank, size, port, self._port_file, self._stacks, theirs, dict(env or {})),
                 daemon=True,
             )
-            process.start()
+            with _forked_after(preload):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
@@ -190,6 +198,24 @@ class ProcessWorld:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _forked_after(preload: str) -> Iterator[None]:
+    """Inside, processes start from the forkserver that has imported this module of `preloads`."""
+    if not preload:
+        yield
+        return
+    if preload not in _servers:
+        _servers[preload] = forkserver.ForkServer()
+        _servers[preload].set_forkserver_preload([*BASE, f"tests.support.preloads.{preload}"])
+    # `multiprocessing` knows one forkserver; its processes ask this function of the module for a new one.
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _servers[preload].connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = usual
 
 
 def _serve(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
-import os, signal, threading, time
+import os, signal, sys, threading, time
 import holdfast
 from holdfast.roster.memory import MemoryRoster
 
@@ -20,7 +22,7 @@ def flood():
 for thread in [threading.Thread(target=flood) for _ in range(3)]:
     thread.start()
 try:
-    for _ in range(40):
+    for _ in range(int(sys.argv[1])):
         with holdfast.Preemption(budget=20, roster=MemoryRoster()) as preemption:
             ends = time.monotonic() + 20
             while not preemption.should_stop() and time.monotonic() < ends:
@@ -32,8 +34,22 @@ print("through")
 """
 
 
-def test_a_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
+def flood(loops: int) -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", PROGRAM, str(loops)],
+        capture_output=True,
+        text=True,
+        timeout=6.0 * loops,
+        check=False,
     )
     assert (ended.returncode, ended.stdout) == (0, "through\n"), ended.stderr
+
+
+def test_a_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
+    flood(6)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_long_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
+    flood(120)

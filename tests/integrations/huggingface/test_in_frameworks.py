@@ -26,6 +26,8 @@ EVERY = [
     )
     for name, package in FRAMEWORKS.items()
 ]
+IN_VERL = {"mbridge": "mbridge_in_verl", "megatron-bridge": ""}
+"""What ranks find imported that install before they import the framework."""
 LAYOUT = Layout(tp=2, pp=2, ep=2)
 
 
@@ -34,6 +36,10 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("published") / "model"
     publish(TINY["qwen3_moe"], folder)
     return folder
+
+
+def preload_of(framework: str) -> str:
+    return framework.replace("-", "_")
 
 
 def assert_same_model(folder: Path, published: Path) -> None:
@@ -54,7 +60,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
 ) -> None:
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     shutil.copytree(published, ours)  # an earlier model, in more files
-    with ProcessWorld(4) as world:
+    with ProcessWorld(4, preload=preload_of(framework)) as world:
         found = world.run(
             jobs.load_and_save, framework, str(published), LAYOUT, str(stock), str(ours), timeout=200
         )
@@ -79,7 +85,7 @@ def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp
     out = str(tmp_path / "out") if framework == "mcore-bridge" else ""
     said = {}
     for installed in (False, True):
-        with ProcessWorld(4) as world:
+        with ProcessWorld(4, preload=preload_of(framework)) as world:
             said[installed] = world.run(
                 jobs.go_without, framework, str(published), LAYOUT, out, 3, installed, timeout=200
             )
@@ -100,7 +106,7 @@ def test_what_there_is_no_table_for_is_left_to_the_framework(
     shutil.copytree(published, model)
     shutil.copytree(published, other)
     edit_config(other, model_type="unheard_of")
-    with ProcessWorld(4) as world:
+    with ProcessWorld(4, preload=preload_of(framework)) as world:
         said = world.run(jobs.left, framework, str(model), str(other), LAYOUT, timeout=200)
     assert all(len(lines) <= 2 for lines in said)
     assert said[1] == said[2] == said[3] == []
@@ -165,7 +171,7 @@ def test_an_import_in_the_world_of_the_report(published: Path, tmp_path: Path) -
 @pytest.mark.parametrize("framework", EVERY[:2])
 def test_verl_saves_and_loads_published_weights(framework: str, published: Path, tmp_path: Path) -> None:
     steps = tmp_path / "global_step_1" / "actor"
-    with ProcessWorld(4) as world:
+    with ProcessWorld(4, preload=IN_VERL[framework]) as world:
         found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(steps), None, timeout=200)
     assert found == [("saved", [])] * 4
     assert_same_model(steps / "model" / "huggingface", published)
@@ -173,7 +179,7 @@ def test_verl_saves_and_loads_published_weights(framework: str, published: Path,
 
 @pytest.mark.parametrize("framework", EVERY[:2])
 def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
-    with ProcessWorld(4) as world:
+    with ProcessWorld(4, preload=IN_VERL[framework]) as world:
         found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=200)
     for rank in (0, 2, 3):
         assert "rank 1" in found[rank][0]
@@ -181,6 +187,6 @@ def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_p
 
 @pytest.mark.parametrize("framework", EVERY[:1])
 def test_a_critic_keeps_its_output(framework: str, published: Path) -> None:
-    with ProcessWorld(4) as world:
+    with ProcessWorld(4, preload="mbridge") as world:
         found = world.run(jobs.values, str(published), LAYOUT, timeout=100)
     assert found == [([], [], 0.0)] * 4
