@@ -117,8 +117,8 @@ class _Teller:
                 # The next answer overwrites this one, perhaps before it was read. So an answer also names
                 # earlier tickets.
                 heard = [*heard, question.ticket][-KEPT:]
-                at = "; ".join(filter(None, (has_ended(), where_threads_are(self.caller))))
-                client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, at[:LONGEST])))
+                stacks = "; ".join(filter(None, (has_ended(), where_threads_are(self.caller))))
+                client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, stacks[:LONGEST])))
 
     def end(self) -> None:
         """End the thread: this process lets go of the message store, or ends. (A thread that comes back from
@@ -142,19 +142,19 @@ class _Teller:
 
     def _say_end(self, ends: float) -> None:
         rank, base = self.base.rank, self.base
-        told = [rank] if rank else list(range(base.world_size))
-        told = _there(base, told)
-        for other in told:
+        listening = [rank] if rank else list(range(base.world_size))
+        listening = _there(base, listening)
+        for other in listening:
             base.put(_question_key(other), msgspec.to_builtins(Question(ends=True)))
-        while told and time.monotonic() < ends:  # what they are asking must be answered first
+        while listening and time.monotonic() < ends:  # what they are asking must be answered first
             time.sleep(0.01)
-            told = _there(base, told)
+            listening = _there(base, listening)
 
 
 def _there(base: Wakeable, ranks: list[int]) -> list[int]:
     """Those of some ranks whose threads are there."""
-    found = base.get([_answer_key(rank) for rank in ranks])
-    return [rank for rank, message in zip(ranks, found, strict=True) if message is not None]
+    messages = base.get([_answer_key(rank) for rank in ranks])
+    return [rank for rank, message in zip(ranks, messages, strict=True) if message is not None]
 
 
 _tellers: dict[Wakeable, _Teller] = {}
@@ -230,7 +230,7 @@ class Inquiry:
     def answers(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
         """Where those are who were asked and have answered; waits for the rest, at most `patience` seconds
         and until `PATIENCE` after the last question."""
-        found = {rank: self._near[rank] for rank in ranks if rank in self._near}
+        locations = {rank: self._near[rank] for rank in ranks if rank in self._near}
         waiting = [rank for rank in ranks if rank in self._tickets]
         ends = min(self._until, time.monotonic() + patience)
         while waiting and self._roster is not None and isinstance(self._roster, Wakeable):
@@ -239,12 +239,12 @@ class Inquiry:
                 for rank, message in zip(waiting, messages, strict=True):
                     answer = _read(message, Answer)
                     if answer is not None and self._tickets[rank] in answer.tickets:
-                        found[rank] = answer.at[:LONGEST]
-            waiting = [rank for rank in waiting if rank not in found]
+                        locations[rank] = answer.at[:LONGEST]
+            waiting = [rank for rank in waiting if rank not in locations]
             if time.monotonic() >= ends:
                 break
             time.sleep(0.02)
-        return found
+        return locations
 
 
 def _is_end(message: Message | None) -> bool:

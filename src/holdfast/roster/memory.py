@@ -47,8 +47,8 @@ class MemoryRoster:
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
         with self.board.changed:
-            found = [self.board.messages.get(key) for key in keys]
-        return [None if data is None else decode(data, key) for key, data in zip(keys, found, strict=True)]
+            encoded = [self.board.messages.get(key) for key in keys]
+        return [None if data is None else decode(data, key) for key, data in zip(keys, encoded, strict=True)]
 
     def claim(self, key: str, message: Message) -> Message:
         with self.board.changed:

@@ -80,14 +80,14 @@ def describe(rank: int, message: Message | None, wall: float, note: str = "", ke
     operations: dict[str, Message] = message.get("operations") or {}
     # A rank that is not in `key` is quoted with the operation that it began last.
     doing = operations.get(key) or next(reversed(operations.values()), None)
-    said = doing or message.get("last") or {}
-    phase = f"{said.get('title', '')}: {said.get('phase', '')}" if said else "idle"
+    operation = doing or message.get("last") or {}
+    phase = f"{operation.get('title', '')}: {operation.get('phase', '')}" if operation else "idle"
     since = max(0.0, wall - float(message.get("wall", 0.0)))
     return RankInfo(
         rank,
         str(message.get("host", "")),
         int(message.get("pid", 0)),
-        phase if doing or not said else f"idle since {phase}",
+        phase if doing or not operation else f"idle since {phase}",
         round(since, 2),
         "; ".join(part for part in (note, str((doing or {}).get("doing", ""))) if part),
     )
@@ -239,8 +239,8 @@ class Beacon:
                 # The beat looks for the outcome as well: it goes on where the protocol's own thread is stuck.
                 with self._changed:
                     unseen = [presence for presence in self._beating() if not presence.noticed.is_set()]
-                found = client.get([str(presence.watched) for presence in unseen])
-                for presence, message in zip(unseen, found, strict=True):
+                messages = client.get([str(presence.watched) for presence in unseen])
+                for presence, message in zip(unseen, messages, strict=True):
                     if message is not None:
                         presence.seen = message
                         presence.noticed.set()

@@ -38,8 +38,7 @@ class Seal:
                 f"The message {key!r} in the message store does not carry this job's seal, so it was not "
                 f"read.",
                 hint="Something else writes into the store of this job: another job on the same port, "
-                "another value of "
-                "HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
+                "another value of HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
             )
         return data
 

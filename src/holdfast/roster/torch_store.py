@@ -143,12 +143,12 @@ class TorchRoster:
         names = [self._prefix + key for key in keys]
         with _reachable("reading"):
             # The committer asks for 64 reports or 256 presences at once: a round trip each would add up.
-            found = (self._all_at_once(names) if len(names) > _FEW else None) or [
+            sealed = (self._all_at_once(names) if len(names) > _FEW else None) or [
                 self._store.compare_set(name, _NOTHING, _NOTHING) for name in names
             ]
         return [
             None if data == _NOTHING.encode() else self._read(name, data)
-            for name, data in zip(names, found, strict=True)
+            for name, data in zip(names, sealed, strict=True)
         ]
 
     def _all_at_once(self, names: list[str]) -> list[bytes] | None:

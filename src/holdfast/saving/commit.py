@@ -41,14 +41,14 @@ def versions() -> dict[str, str]:
     """What wrote a checkpoint; for people."""
     from importlib.metadata import version  # slow to import, and only a save wants it
 
-    found = {"python": platform.python_version(), "holdfast": __version__}
+    packages = {"python": platform.python_version(), "holdfast": __version__}
     for name in ("torch", "numpy"):
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except Exception:
             # A package without metadata must not fail a save over a line that only people read.
-            found[name] = "unknown"
-    return found
+            packages[name] = "unknown"
+    return packages
 
 
 @dataclass
@@ -117,8 +117,7 @@ class Commit:
             if count:
                 log.warning(
                     "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer "
-                    "stepping, and is what is "
-                    "saved the state that it changes?",
+                    "stepping, and is what is saved the state that it changes?",
                     self.title,
                     count,
                     index.about.get("step"),
@@ -129,10 +128,13 @@ class Commit:
 
     def _check_agreement(self, written: dict[int, Written]) -> None:
         lead = min(written)
-        for rank, told in sorted(written.items()):
+        for rank, message in sorted(written.items()):
             first = written[lead]
             # Ranks that save another step never even meet, as the call's signature has it. A grid shows here.
-            for what, mine, theirs in (("step", first.step, told.step), ("grid", first.grid, told.grid)):
+            for what, mine, theirs in (
+                ("step", first.step, message.step),
+                ("grid", first.grid, message.grid),
+            ):
                 if mine != theirs:
                     raise SaveFailed(
                         f"{self.title}: rank {lead} saves {what} {mine!r}, rank {rank} {theirs!r}.",
@@ -215,8 +217,7 @@ class Commit:
             f"{self.title}: storage did not tell whether the index was put in place ({reason})",
             rank=rank,
             hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` "
-            "sweeps what no index "
-            "names.",
+            "sweeps what no index names.",
         )
 
     def _is_there(self, seconds: float) -> bool | None:

@@ -182,13 +182,13 @@ class SaveJob:
         keys, specs = self._names(self._undeclared_rows())
         return RowList(keys, specs)
 
-    def assign(self, told: dict[int, RowList]) -> dict[int, Assigned]:
+    def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
         """Committer: which copy each rank holds of each row that it told of."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
         of_one: set[str] = set()
         # In the order of ranks: the lowest holder is copy 0, and errors name it first.
-        for rank, message in sorted(told.items()):
+        for rank, message in sorted(lists.items()):
             for key, spec in zip(message.keys, message.specs, strict=True):
                 owner, known = first.setdefault(key, (rank, spec))
                 if known == spec:
@@ -215,17 +215,17 @@ class SaveJob:
 
         return {
             rank: Assigned(replicas=[replica(key, rank) for key in message.keys])
-            for rank, message in told.items()
+            for rank, message in lists.items()
         }
 
     def _check_folder(self) -> None:
         """Note whether the folder is there. Raises StorageError for what nothing can be saved into."""
-        found = self.store.stat()
+        entry = self.store.stat()
         # Several ranks may note it. That does no harm: only an empty folder is ever removed.
-        if found is None:
+        if entry is None:
             self.makes_folder = True
-        elif found.kind is not Kind.FOLDER:
-            what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
+        elif entry.kind is not Kind.FOLDER:
+            what = "a link; nothing is saved behind it" if entry.kind is Kind.LINK else "a file, not a folder"
             raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
 
     def _undeclared_rows(self) -> list[int]:

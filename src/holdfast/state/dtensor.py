@@ -50,17 +50,17 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
     """The positions `[start, stop)` of a sequence of runs, merged where they touch."""
-    found: list[Run] = []
-    at = 0
+    merged: list[Run] = []
+    position = 0
     for first, length in runs:
-        low, high = max(start - at, 0), min(stop - at, length)
+        low, high = max(start - position, 0), min(stop - position, length)
         if low < high:
-            if found and found[-1][0] + found[-1][1] == first + low:
-                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            if merged and merged[-1][0] + merged[-1][1] == first + low:
+                merged[-1] = (merged[-1][0], merged[-1][1] + high - low)
             else:
-                found.append((first + low, high - low))
-        at += length
-    return found
+                merged.append((first + low, high - low))
+        position += length
+    return merged
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -108,9 +108,9 @@ def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
     parts = []
     for pick in itertools.product(*(range(len(axis)) for axis in runs)):
-        at = list(enumerate(pick))
-        box = Box(tuple(runs[d][i][0] for d, i in at), tuple(runs[d][i][1] for d, i in at))
-        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in at), box))
+        indices = list(enumerate(pick))
+        box = Box(tuple(runs[d][i][0] for d, i in indices), tuple(runs[d][i][1] for d, i in indices))
+        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in indices), box))
     begin = tuple(axis[0][0] if axis else 0 for axis in runs)
     return Pieces(tuple(start[-1] for start in starts), tuple(parts), begin, tuple(map(len, runs)))
 
@@ -191,10 +191,10 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
         )
 
     def number(axes: Sequence[int]) -> int:
-        at = 0
+        position = 0
         for axis in axes:  # coordinates as the digits of one number
-            at = at * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
-        return at
+            position = position * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
+        return position
 
     ordered = [sorted(axes, key=rank_of) for axes in inner]
     # Lane: where this rank is along all other axes that are cut. Only shards of one lane add up.
@@ -244,24 +244,26 @@ def add_dtensor(
         return
     chunks = getattr(local, CHUNKS, None)
     shape, cut = tuple(local.shape), layout.cut
-    found = pieces(spec.shape, layout.cuts)
+    expected = pieces(spec.shape, layout.cuts)
     if chunks is not None:
-        _add_told(table, spec, local, chunks(), layout, found, declared)
+        _add_told(table, spec, local, chunks(), layout, expected, declared)
     # Strided: the rows are several runs, each a box of its own.
-    elif shape == found.shape and layout.even and len(found.parts) > 1:
-        for slices, box in found.parts:
+    elif shape == expected.shape and layout.even and len(expected.parts) > 1:
+        for slices, box in expected.parts:
             table.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
-    elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
+    elif (shape == expected.shape or (0 in expected.shape and not local.numel())) and layout.even:
         # The place in the line is written down although the offset is known: a rank can't tell an even tensor
         # from an uneven one of which its own length happens to be even (docs/decisions/0010).
         late = (
-            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
+            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], expected.begin[cut[0]])
+            if cut
+            else None
         )
-        _add(table, spec, Box(found.begin, shape), declared, local, late)
+        _add(table, spec, Box(expected.begin, shape), declared, local, late)
     else:
         # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until lengths are added up.
-        axis = _open_axis(name, value, shape, found, layout)
-        begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
+        axis = _open_axis(name, value, shape, expected, layout)
+        begin = (*expected.begin[:axis], 0, *expected.begin[axis + 1 :])
         length = shape[axis] if local.numel() else 0
         _add(
             table,
@@ -288,43 +290,43 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
     # Imported here: hardly any DTensor comes this far.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    found = []
-    for at, chunk in enumerate(getattr(local, CHUNKS)()):
+    parts = []
+    for index, chunk in enumerate(getattr(local, CHUNKS)()):
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if not box.volume:
             continue
-        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, at))
+        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, index))
         if tuple(part.shape) != box.shape:
             raise BadInput(
                 f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata "
                 f"says {box.shape}."
             )
-        found.append((box, part))
-    return found
+        parts.append((box, part))
+    return parts
 
 
-def _open_axis(name: str, value: DTensor, shape: Dims, found: Pieces, layout: _Layout) -> int:
+def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout: _Layout) -> int:
     """The axis along which this rank has another length than an even cut gives, so that its offset is not
     known."""
     if layout.even and value._local_tensor.numel():
-        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False)) if a != b]
+        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, expected.shape, strict=False)) if a != b]
     else:  # several mesh dimensions cut it, or all of it is elsewhere
         several = [axis for axis in layout.cut if len(layout.cuts[axis]) > 1]
         open_axes = (several if not layout.even else []) or list(layout.cut[:1])
     strays = [
         axis
-        for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False))
+        for axis, (a, b) in enumerate(zip(shape, expected.shape, strict=False))
         if a != b and axis not in open_axes
     ]
     fits = (
-        len(shape) == len(found.shape)
+        len(shape) == len(expected.shape)
         and not strays
-        and all(n == 1 for at, n in enumerate(found.runs) if at not in open_axes)
+        and all(n == 1 for at, n in enumerate(expected.runs) if at not in open_axes)
     )
     if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} on a mesh "
-            f"of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with holdfast.Shard."
+            f"of shape {tuple(value.device_mesh.shape)} give {expected.shape}; declare it with holdfast.Shard."
         )
     return open_axes[0]
 
@@ -335,7 +337,7 @@ def _add_told(
     local: torch.Tensor,
     chunks: Sequence[ChunkStorageMetadata],
     layout: _Layout,
-    even: Pieces,
+    expected: Pieces,
     declared: Replica | None,
 ) -> None:
     """A local tensor that says itself where it lies, as torch DCP asks it."""
@@ -350,7 +352,7 @@ def _add_told(
     late = None
     if cut:
         # Told apart, because other ranks may lack the metadata and take their shards for even.
-        start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
+        start, as_cut = begin[cut[0]], layout.even and shape == expected.shape and begin == expected.begin
         late = DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
     _add(table, spec, Box(begin, shape), declared, local, late)
 

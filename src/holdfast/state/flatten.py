@@ -172,8 +172,8 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
     )
     parts: dict[int, tuple[int, int]] = {}
     names = [str(key) for key, _ in items] if by_name else []
-    for at in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
-        key, item = items[at]
+    for index in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
+        key, item = items[index]
         begin = len(leaves) - first
         if type(item) in _AS_IT_IS and type(key) is str:  # the hot path, with no call a leaf
             path = f"{name}.{key}" if name else key
@@ -181,11 +181,11 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
         else:
             _walk(item, join(name, key), _setter(mapping, key), flat, rank, private)
         if by_name:
-            parts[at] = begin, len(leaves) - first
+            parts[index] = begin, len(leaves) - first
     if by_name:
         # Back into the order of the dict: only the calls were to be in the order of names.
         taken = leaves[first:]
-        leaves[first:] = [leaf for at in range(len(items)) for leaf in taken[slice(*parts[at])]]
+        leaves[first:] = [leaf for index in range(len(items)) for leaf in taken[slice(*parts[index])]]
 
 
 def _walk_tensor(
@@ -326,11 +326,11 @@ def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:
     if content:
         _walk(content, leaf.name, _fixed, flat, rank, leaf.private)
     full = [inner for inner in flat.leaves if not is_empty(inner.value)]
-    found = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
-    if is_nested(content, leaf.value.parameter) and (found or not full):
+    selected = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
+    if is_nested(content, leaf.value.parameter) and (selected or not full):
         name = join(leaf.name, STRUCTURE)
-        found.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
-    return found
+        selected.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
+    return selected
 
 
 def build_shard_table(
@@ -339,14 +339,14 @@ def build_shard_table(
     """The leaves as shards; the second list says which leaf each row belongs to."""
     table, owner = ShardTable(rank), []
     alone = len(everyone) == 1  # nobody else can have a copy, so this is the only one
-    for at, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf.value, Rest):
             continue
         if isinstance(leaf.value, ParameterState):
             # A load makes these rows once it has seen the checkpoint's names (`loading/lazy_state.py`).
             part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
             table.extend(part)
-            owner.extend([at] * len(part))
+            owner.extend([index] * len(part))
             continue
         before = len(table)
         try:
@@ -359,7 +359,7 @@ def build_shard_table(
         except BadInput as error:
             error.rank = rank
             raise
-        owner.extend([at] * (len(table) - before))
+        owner.extend([index] * (len(table) - before))
     table.check()
     return table, owner
 

@@ -173,14 +173,14 @@ class LiveList(list[object]):
         fresh = self._fetch()
         # Groups have no names: they are known by their place, and if there are fewer now the last ones go.
         del self[len(fresh) :], self._last[len(fresh) :]
-        for at, group in enumerate(fresh):
-            if at == len(self):
+        for index, group in enumerate(fresh):
+            if index == len(self):
                 self.append({})
-            if at == len(self._last):
+            if index == len(self._last):
                 self._last.append({})
-            mine = self[at]
+            mine = self[index]
             if isinstance(mine, dict):
-                renew(mine, group, self._last[at])
+                renew(mine, group, self._last[index])
 
     def settle(self) -> None:
         """As a LiveDict's."""

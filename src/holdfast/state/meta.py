@@ -60,8 +60,8 @@ def _default_device() -> torch.device:
     if dist.is_available() and dist.is_initialized():
         kinds = [device.type for device in devices(dist.group.WORLD)]
         return _current("cpu" if "cpu" in kinds else kinds[0])
-    found = torch.get_default_device()
-    return torch.device("cpu") if found.type == "meta" else found
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
 
 
 def _current(kind: str) -> torch.device:

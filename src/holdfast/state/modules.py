@@ -44,13 +44,13 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
         return lambda name: name
 
     def clean(name: str) -> str:
-        kept, at = [], part
+        kept, owner = [], part
         for segment in name.split("."):
-            while (inner := wrappers.get(id(at))) is not None and segment != inner:
-                at = getattr(at, inner)  # taken out already
+            while (inner := wrappers.get(id(owner))) is not None and segment != inner:
+                owner = getattr(owner, inner)  # taken out already
             if inner is None:
                 kept.append(segment)
-            at = getattr(at, segment, None)  # type: ignore[assignment]
+            owner = getattr(owner, segment, None)  # type: ignore[assignment]
         return ".".join(kept)
 
     return clean
@@ -106,7 +106,7 @@ def given_of(
     parts: Sequence[torch.nn.Module], state: Mapping[str, object], strict: bool
 ) -> list[tuple[torch.nn.Module, State]]:
     """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
-    left, found = set(state), []
+    left, by_part = set(state), []
     for part in parts:
         clean, there = _clean(part), part.state_dict()
         given: State = {}
@@ -126,10 +126,10 @@ def given_of(
             # Only what lies elsewhere: a load has mostly filled the module's own tensors already.
             if not same_memory(value, present):
                 given[path] = value
-        found.append((part, given))
+        by_part.append((part, given))
     if left and strict:
         raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
-    return found
+    return by_part
 
 
 def give(part: torch.nn.Module, given: Mapping[str, object]) -> None:
@@ -184,13 +184,13 @@ class ModelView:
         self.state = LiveDict(self._fetch, self)
 
     def _fetch(self) -> State:
-        found = state_of(self._parts)
+        state = state_of(self._parts)
         if not self._without_frozen:
-            return found
+            return state
         names = names_of(self._parts)
         # Asked at each look: parameters may be frozen, or thawed, in the course of the training.
         frozen = {names[id(p)] for part in self._parts for p in part.parameters() if not p.requires_grad}
-        return {name: value for name, value in found.items() if name not in frozen}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def loaded(self) -> None:
         """Into the model what is not in place already: values that are no tensors, and what the user has put

@@ -184,14 +184,14 @@ class OptimizerView:
                 yield optimizer, group, mine
 
     def _states(self) -> dict[str, ParameterState]:
-        found = {
+        states = {
             name: self._state_of(optimizer, group, parameter)
             for optimizer, group, parameters in self._each()
             for name, parameter in parameters.items()
         }
         # States of parameters that have left the optimizer are let go, and their parameters with them.
-        self._known = {id(state.parameter): state for state in found.values()}
-        return found
+        self._known = {id(state.parameter): state for state in states.values()}
+        return states
 
     def _state_of(
         self, optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor
@@ -214,18 +214,18 @@ class OptimizerView:
     def _flat(self) -> State:
         """torch's flat layout; a state that is not there yet, or is nested, stands under its parameter's
         name."""
-        found: State = {}
+        flat: State = {}
         for optimizer, group, parameters in self._each():
             hyper = _hyper(group)
             for name, parameter in parameters.items():
-                found |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
                 there = optimizer.state.get(parameter)
                 if there and not is_nested(there, parameter):
-                    found |= {f"state.{name}.{key}": value for key, value in there.items()}
+                    flat |= {f"state.{name}.{key}": value for key, value in there.items()}
                 else:
-                    found[f"state.{name}"] = self._state_of(optimizer, group, parameter)
-        self._known = {id(v.parameter): v for v in found.values() if isinstance(v, ParameterState)}
-        return found
+                    flat[f"state.{name}"] = self._state_of(optimizer, group, parameter)
+        self._known = {id(v.parameter): v for v in flat.values() if isinstance(v, ParameterState)}
+        return flat
 
     def _rest(self) -> list[tuple[str, Rest]]:
         """What an optimizer keeps in its groups, and in states, that it does not yet have, in the flat
@@ -307,8 +307,8 @@ class _Changes:
                 optimizer.state.pop(parameter, None)
             elif not _is_same(optimizer.state.get(parameter), state):
                 optimizer.state[parameter] = state
-        for group, found in self._hypers:
-            for key, value in found.items():
+        for group, hyper in self._hypers:
+            for key, value in hyper.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
                     # A rate that is a tensor stays on its device; a load may have made it in host memory.
                     value = value.to(group[key].device)
@@ -331,10 +331,10 @@ def _now(state: StateDict | None) -> StateDict | None:
     return state
 
 
-def _one_of(found: dict[str, State]) -> State:
+def _one_of(hypers: dict[str, State]) -> State:
     """The hyperparameters that the parameters of a group had; they must be the same."""
     first: State | None = None
-    for name, hyper in found.items():
+    for name, hyper in hypers.items():
         if first is None:
             first, whose = hyper, name
         elif any(_differ(hyper.get(key), value) for key, value in first.items()):

@@ -154,13 +154,13 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state: object) -> object:
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
     if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
         return state
-    found = dict(state["state"])
+    states = dict(state["state"])
     for group, packed in zip(optimizer.param_groups, numbers, strict=True):
         for parameter, number in zip(group["params"], packed, strict=True):
-            there = found.get(number) or {}
-            found[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
+            there = states.get(number) or {}
+            states[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
     # Numbers are parameters, and each has an entry; other keys belong to none, and are taken as they are.
-    whole: State = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
+    whole: State = {**state, "state": OpenDict(states, lambda key: not key.partition(".")[0].isdecimal())}
     if has_tensors(groups):  # else they are one object
         whole["param_groups"] = [OpenDict(group) for group in groups]
     return whole
@@ -176,9 +176,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
         optimizer.load_state_dict(state)
         return
     states = {
-        number: dict(found) if isinstance(found, ParameterState) else found
-        for number, found in state["state"].items()
-        if not isinstance(found, ParameterState) or found
+        number: dict(entry) if isinstance(entry, ParameterState) else entry
+        for number, entry in state["state"].items()
+        if not isinstance(entry, ParameterState) or entry
     }
     groups = [dict(group) for group in state["param_groups"]]
     optimizer.load_state_dict({**state, "state": states, "param_groups": groups})

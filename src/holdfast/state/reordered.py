@@ -13,8 +13,8 @@ def as_published(ours: torch.Tensor, axes: Sequence[int], dims: int) -> torch.Te
 
     dims: how many axes the published tensor has.
     """
-    kept = [at for at, axis in enumerate(axes) if axis >= 0]
-    view = ours.view([ours.shape[at] for at in kept]) if len(kept) < len(axes) else ours
+    kept = [our_axis for our_axis, axis in enumerate(axes) if axis >= 0]
+    view = ours.view([ours.shape[our_axis] for our_axis in kept]) if len(kept) < len(axes) else ours
     view = view.permute(sorted(range(len(kept)), key=lambda at: axes[kept[at]]))
     for axis in sorted(set(range(dims)) - set(axes)):
         view = view.unsqueeze(axis)
@@ -29,7 +29,7 @@ def as_ours(published: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         view = view.squeeze(axis)
     left = [axis for axis in range(published.ndim) if axis not in fixed]
     view = view.permute([left.index(axis) for axis in axes if axis >= 0])
-    for at, axis in enumerate(axes):
+    for our_axis, axis in enumerate(axes):
         if axis < 0:
-            view = view.unsqueeze(at)
+            view = view.unsqueeze(our_axis)
     return view

@@ -50,19 +50,19 @@ def add_checkpointable(
             f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} "
             "local_sizes; each of its boxes has one of each."
         )
-    for start, at, size in zip(starts, inner, sizes, strict=True):
-        box, part = Box(start, size), Box(at or (0,) * len(shape), size if at else shape)
-        dims = {len(start), len(at or shape), len(size), len(shape), len(spec.shape)}
+    for start, local_start, size in zip(starts, inner, sizes, strict=True):
+        box, part = Box(start, size), Box(local_start or (0,) * len(shape), size if local_start else shape)
+        dims = {len(start), len(local_start or shape), len(size), len(shape), len(spec.shape)}
         if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
             raise BadInput(
-                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {at} "
+                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {local_start} "
                 f"of its own shape {shape}, which does not lie inside both."
             )
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
 
 
-def _boxes(found: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, box)) for box in found]
+def _boxes(boxes: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
+    return [tuple(map(int, box)) for box in boxes]
 
 
 def add_sharded(

@@ -160,7 +160,7 @@ def _guessed(node: Description) -> Description:
         return ["dict", [[key, _guessed(part)] for key, part in node.items()]]
     numbered = {int(key): _guessed(part) for key, part in node.items()}
     if sorted(numbered) == list(range(len(node))):
-        return ["list", [numbered[at] for at in range(len(node))]]
+        return ["list", [numbered[index] for index in range(len(node))]]
     return ["dict", [[key, part] for key, part in numbered.items()]]
 
 
@@ -191,18 +191,18 @@ def _build(description: Description, name: str, values: Mapping[str, object], pr
     if kind == "tensor":
         return _build_tensor(name, values, present, *rest)
     if kind == "dict":
-        found = {
+        parts = {
             key: _build(part, join(name, key), values, _part_of(present, key, isinstance(present, Mapping)))
             for key, part in rest[0]
         }
         # Parts may be left out by include= or exclude=; a container of which nothing is there is absent, too.
-        there = {key: value for key, value in found.items() if value is not _ABSENT}
-        return there if there or not found else _ABSENT
+        there = {key: value for key, value in parts.items() if value is not _ABSENT}
+        return there if there or not parts else _ABSENT
     if kind not in ("list", "tuple"):
         raise ValueError(f"{kind!r} is no kind of container")
     items = [
-        _build(part, join(name, at), values, _part_of(present, at, isinstance(present, list | tuple)))
-        for at, part in enumerate(rest[0])
+        _build(part, join(name, index), values, _part_of(present, index, isinstance(present, list | tuple)))
+        for index, part in enumerate(rest[0])
     ]
     if items and all(item is _ABSENT for item in items):
         return _ABSENT

@@ -163,8 +163,8 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 def allowed_type(path: str, name: str) -> type[Any]:
     """A tensor subclass by its type's name, if this process allows it to be built from a file."""
     # The rule by which torch's weights-only reader builds objects: a checkpoint alone allows nothing.
-    for found in torch.serialization.get_safe_globals():
-        kind, known = found if isinstance(found, tuple) else (found, None)
+    for entry in torch.serialization.get_safe_globals():
+        kind, known = entry if isinstance(entry, tuple) else (entry, None)
         if isinstance(kind, type) and path in (known, f"{kind.__module__}.{kind.__qualname__}"):
             return kind
     raise LoadFailed(

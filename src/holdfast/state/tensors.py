@@ -70,12 +70,12 @@ class Shard:
         )
 
     def __repr__(self) -> str:
-        at = (
+        begin = (
             f"{self.offset}"
             if self.late is None
             else f"position {self.late.position} of axis {self.late.axis}"
         )
-        return f"Shard({tuple(self.tensor.shape)} at {at} of {self.global_shape}, replica={self.replica})"
+        return f"Shard({tuple(self.tensor.shape)} at {begin} of {self.global_shape}, replica={self.replica})"
 
 
 class PerRank:

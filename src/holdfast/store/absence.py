@@ -20,10 +20,10 @@ def explain_absence(store: Store) -> tuple[str, str]:
 
 
 def _why(store: Store) -> tuple[str, str]:
-    found = store.stat()
-    if found is None:
+    entry = store.stat()
+    if entry is None:
         return _missing(store)
-    if found.kind not in FOLDERS:
+    if entry.kind not in FOLDERS:
         return "it is a file, not a folder", "Give the folder that the index lies in."
     names = store.list()
     if SLICE in names:

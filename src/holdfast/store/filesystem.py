@@ -31,7 +31,7 @@ PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 """To go through a folder, which needs less than to list it."""
-_told: set[int] = set()
+_warned: set[int] = set()
 """Devices of which was said that they can't sync folders."""
 
 
@@ -78,15 +78,15 @@ def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
         return None
     except OSError:
         try:
-            found = os.stat(path, follow_symlinks=follow)
+            status = os.stat(path, follow_symlinks=follow)
         except FileNotFoundError:
             return None
     else:
         try:
-            found = os.fstat(fd)
+            status = os.fstat(fd)
         finally:
             close_quietly(fd)
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 # -- folders ------------------------------------------------------------------------------------
@@ -108,12 +108,11 @@ def sync_open_folder(fd: int, path: str) -> None:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
         device = os.fstat(fd).st_dev
-        if device not in _told:
-            _told.add(device)
+        if device not in _warned:
+            _warned.add(device)
             log.warning(
                 "%s: this file system can't sync a folder (%s), so nothing can promise that files which were "
-                "committed there "
-                "keep their names over a power cut.",
+                "committed there keep their names over a power cut.",
                 path,
                 os.strerror(error.errno or 0),
             )

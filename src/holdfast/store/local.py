@@ -48,14 +48,14 @@ class LocalReader:
 
     def read(self, start: int, length: int) -> bytes:
         with storage_errors("Reading", self._path):
-            parts, at = [], start
+            parts, position = [], start
             while length > 0:
                 # Linux reads 2 GiB less a page at once, whatever was asked for.
-                part = os.pread(self._fd, min(length, 1 << 30), at)
+                part = os.pread(self._fd, min(length, 1 << 30), position)
                 if not part:
                     break
                 parts.append(part)
-                at, length = at + len(part), length - len(part)
+                position, length = position + len(part), length - len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -101,9 +101,9 @@ def _is_blob(real: str, folder: str) -> bool:
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
     """What is left of buffers after `done` bytes of them."""
-    for at, buffer in enumerate(buffers):
+    for index, buffer in enumerate(buffers):
         if done < len(buffer):
-            return [memoryview(buffer)[done:], *buffers[at + 1 :]]
+            return [memoryview(buffer)[done:], *buffers[index + 1 :]]
         done -= len(buffer)
     return []
 
@@ -216,10 +216,10 @@ class LocalStore:
         target = self._full(path) if path else self.root
         with storage_errors("Looking at", target):
             try:
-                found = os.stat(target, follow_symlinks=target == self._top)
+                status = os.stat(target, follow_symlinks=target == self._top)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Entry(_kind(found.st_mode), found.st_size, found.st_mtime)
+        return Entry(_kind(status.st_mode), status.st_size, status.st_mtime)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._full(folder) if folder else self.root

@@ -26,13 +26,13 @@ class MemoryReader:
         return self._data[start : start + length]
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
-        at = start
+        position = start
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
-            part = self._data[at : at + len(view)]
+            part = self._data[position : position + len(view)]
             view[: len(part)] = part
-            at += len(part)
-        return at - start
+            position += len(part)
+        return position - start
 
     def close(self) -> None:
         pass
@@ -115,13 +115,13 @@ class MemoryStore:
 
     def list(self, folder: str = "") -> list[str]:
         start = self._prefix + (checked(folder) + "/" if folder else "")
-        found = set()
+        names = set()
         # A copy, because other threads add files meanwhile.
         for name in list(self.files):
             if name.startswith(start):
                 head, slash, _ = name[len(start) :].partition("/")
-                found.add(head + slash)
-        return sorted(found)
+                names.add(head + slash)
+        return sorted(names)
 
     def child(self, folder: str) -> MemoryStore:
         return MemoryStore(self.files, self._full(folder) + "/", self._lock)

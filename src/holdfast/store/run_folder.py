@@ -33,7 +33,7 @@ STEPS = 10**18
 """Steps are below this number, so that a folder's name tells them from times and hashes."""
 _STEP = re.compile(r"(?:step-|iter_)([0-9]{1,18})\Z")
 _NUMBER = re.compile(r"([0-9]{1,18})\Z")
-_told: set[str] = set()
+_warned: set[str] = set()
 """Linked steps of which was said that they stay."""
 
 
@@ -46,8 +46,8 @@ def step_folder(step: int, megatron: bool = False) -> str:
 
 def step_of(folder: str) -> int | None:
     """The step that a folder's name stands for, in either spelling and any width."""
-    found = _STEP.match(folder)
-    return None if found is None else int(found[1])
+    match = _STEP.match(folder)
+    return None if match is None else int(match[1])
 
 
 def is_spelled_as_ours(folder: str) -> bool:
@@ -75,23 +75,23 @@ def step_folders(store: Store) -> dict[int, str]:
 
 def committed_steps(store: Store) -> dict[int, str]:
     """The folder of each committed step, ascending, of whichever format."""
-    return {step: found.folder for step, found in _committed(store)}
+    return {step: marked.folder for step, marked in _committed(store)}
 
 
 def own_steps(store: Store) -> dict[int, str]:
     """The folder of each step that has an index of ours, ascending."""
-    return {step: found.folder for step, found in _committed(store) if found.mark == INDEX}
+    return {step: marked.folder for step, marked in _committed(store) if marked.mark == INDEX}
 
 
 def newest_steps(store: Store, most: int) -> dict[int, str]:
     """The newest committed steps, at most so many, descending; older ones are not looked at."""
-    return {step: found.folder for step, found in islice(_committed(store, newest_first=True), most)}
+    return {step: marked.folder for step, marked in islice(_committed(store, newest_first=True), most)}
 
 
 def committed_folder(store: Store, step: int) -> str | None:
     """The folder of one committed step; the others are not looked at."""
-    found = _best(store, [folder for other, folder in all_step_folders(store) if other == step])
-    return None if found is None else found.folder
+    marked = _best(store, [folder for other, folder in all_step_folders(store) if other == step])
+    return None if marked is None else marked.folder
 
 
 def latest(run: str | os.PathLike[str]) -> str | None:
@@ -113,18 +113,18 @@ class _Marked(NamedTuple):
 
 
 def _by_step(store: Store) -> list[tuple[int, list[str]]]:
-    found: dict[int, list[str]] = {}
+    folders: dict[int, list[str]] = {}
     for step, folder in all_step_folders(store):
-        found.setdefault(step, []).append(folder)
-    return list(found.items())
+        folders.setdefault(step, []).append(folder)
+    return list(folders.items())
 
 
 def _committed(store: Store, newest_first: bool = False) -> Iterator[tuple[int, _Marked]]:
     steps = _by_step(store)
     for step, folders in reversed(steps) if newest_first else steps:
-        found = _best(store, folders)
-        if found is not None:
-            yield step, found
+        marked = _best(store, folders)
+        if marked is not None:
+            yield step, marked
 
 
 def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -> str | None:
@@ -132,8 +132,8 @@ def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -
     for name in names:
         # By `stat`, not by opening it: a damaged index makes a step a checkpoint all the same. A folder of
         # that name does not.
-        found = store.stat(f"{folder}/{name}")
-        if found is None or found.kind not in (Kind.FILE, Kind.LINK):
+        entry = store.stat(f"{folder}/{name}")
+        if entry is None or entry.kind not in (Kind.FILE, Kind.LINK):
             continue
         if name != METADATA or not is_only_marked(store.child(folder)):
             return name
@@ -157,11 +157,11 @@ def _best(store: Store, folders: list[str]) -> _Marked | None:
     if len(marked) < 2:
         return marked[0] if marked else None
 
-    def rank(found: _Marked) -> tuple[bool, float, bool]:
+    def rank(candidate: _Marked) -> tuple[bool, float, bool]:
         # Times of the storage, compared with each other only; no clock of a host comes into it.
-        entry = store.stat(f"{found.folder}/{found.mark}")
+        entry = store.stat(f"{candidate.folder}/{candidate.mark}")
         modified = entry.modified if entry is not None else 0.0
-        return found.mark == INDEX, modified, is_spelled_as_ours(found.folder)
+        return candidate.mark == INDEX, modified, is_spelled_as_ours(candidate.folder)
 
     return max(marked, key=rank)
 
@@ -174,10 +174,10 @@ def refuse_other_checkpoints(store: Store) -> None:
 
     Else a run would begin anew, without a word, beside what it should go on from.
     """
-    found = store.stat()
-    if found is None:
+    entry = store.stat()
+    if entry is None:
         return
-    if found.kind not in FOLDERS:
+    if entry.kind not in FOLDERS:
         raise BadInput(f"{store.url} is a file, not a folder.", hint="Give the folder that steps lie in.")
     names = store.list()
     if INDEX in names or (METADATA in names and not is_only_marked(store)):
@@ -199,8 +199,7 @@ def refuse_other_checkpoints(store: Store) -> None:
     if TRACKER in names:
         raise BadInput(
             f"{store.url} has no committed step, but a {TRACKER}, so a run of Megatron-LM or of a framework "
-            f"built on it has "
-            "checkpoints there, in a format or place that Holdfast does not know.",
+            "built on it has checkpoints there, in a format or place that Holdfast does not know.",
             hint="Load one by holdfast.load(state, folder), or give an empty folder to begin anew.",
         )
 
@@ -209,8 +208,8 @@ def _others(store: Store, names: list[str]) -> Iterator[str]:
     """Folders that are checkpoints; those whose names end with the highest numbers first."""
 
     def number(name: str) -> int:
-        found = _NUMBER.search(name)
-        return int(found[1]) if found else -1
+        match = _NUMBER.search(name)
+        return int(match[1]) if match else -1
 
     folders = sorted((name[:-1] for name in names if name.endswith("/")), key=number, reverse=True)
     for folder in folders[:LOOKED_AT]:
@@ -226,24 +225,24 @@ def _others(store: Store, names: list[str]) -> Iterator[str]:
 
 def is_linked(store: Store, folder: str) -> bool:
     """Is a step's folder, or its data folder, a link? What that leads to is not this run's to delete."""
-    found = store.stat(folder), store.stat(f"{folder}/{DATA}")
-    return any(entry is not None and entry.kind is Kind.LINK for entry in found)
+    entries = store.stat(folder), store.stat(f"{folder}/{DATA}")
+    return any(entry is not None and entry.kind is Kind.LINK for entry in entries)
 
 
 def removable_steps(store: Store) -> dict[int, str]:
     """The folder of each committed step that this run made, ascending."""
-    found: dict[int, str] = {}
+    removable: dict[int, str] = {}
     for step, folder in own_steps(store).items():
         if not is_spelled_as_ours(folder):
             continue
         if not is_linked(store, folder):
-            found[step] = folder
-        elif (where := f"{store.url}/{folder}") not in _told:
-            _told.add(where)
+            removable[step] = folder
+        elif (where := f"{store.url}/{folder}") not in _warned:
+            _warned.add(where)
             log.warning(
                 "%s is a link, or its data folder is one; it is not counted, and never removed.", where
             )
-    return found
+    return removable
 
 
 def retire(store: Store, keep: int | None, saved: int, damaged: Collection[int] = ()) -> None:
@@ -254,13 +253,13 @@ def retire(store: Store, keep: int | None, saved: int, damaged: Collection[int] 
     """
     if keep is None:
         return
-    found = {step: folder for step, folder in removable_steps(store).items() if step not in damaged}
-    for step in surplus(found, keep):
+    removable = {step: folder for step, folder in removable_steps(store).items() if step not in damaged}
+    for step in surplus(removable, keep):
         # An older step that was saved once more may be beyond the newest `keep`: it stays
         # until the next save.
         if step != saved:
             with suppress(HoldfastError):  # the next save tries again
-                remove_step(store, found[step])
+                remove_step(store, removable[step])
 
 
 def remove_step(store: Store, folder: str) -> bool:
@@ -289,5 +288,5 @@ def remove_step(store: Store, folder: str) -> bool:
 
 def surplus(steps: Iterable[T], keep: int | None) -> list[T]:
     """Committed steps, or their folders, beyond the newest `keep`, of ascending ones."""
-    found = list(steps)
-    return [] if keep is None else found[: max(len(found) - keep, 0)]
+    ascending = list(steps)
+    return [] if keep is None else ascending[: max(len(ascending) - keep, 0)]
