@@ -80,7 +80,7 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
         return roster
     if no_dist:
         return MemoryRoster()
-    import torch.distributed as dist  # here, because the command line needs no ranks and must not import torch
+    import torch.distributed as dist  # here: the command line needs no ranks, and must not import torch
 
     if dist.is_available() and dist.is_initialized():
         return _roster_of_the_default_group()

@@ -36,8 +36,8 @@ class PeerMonitor:
     def patience(self) -> float:
         """Return how long to pause before the next look: short at first, longer in a long wait."""
         self.rounds += 1
-        # A quarter of the stall timeout, so that short timeouts are kept. At the end 0.05 s past the deadline:
-        # the look after this pause must find that the deadline has passed.
+        # A quarter of the stall timeout, so that short timeouts are kept. The last pause ends 0.05 s past the
+        # deadline: the look after it must find that the deadline has passed.
         limit = min(self.LOOK_EVERY, self.context.stall_timeout / 4)
         return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.context.deadline.left() + 0.05))
 

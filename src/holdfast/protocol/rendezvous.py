@@ -52,7 +52,8 @@ class CallSignature:
         self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
     ) -> None:
         local = "://" not in place and not place.startswith("memory:")
-        # One rank may give a relative path and another an absolute one. Other places are compared as they are.
+        # Ranks may give the same path as a relative and as an absolute one. Other places are compared as they
+        # are.
         place = os.path.abspath(place) if local else place
         arguments_text = ", ".join(f"{name}={_plain(value)!r}" for name, value in arguments.items())
         self.key = f"{kind}/{_hash(f'{kind}|{place}|{arguments_text}|{participants}')}"
@@ -83,7 +84,7 @@ class History:
         self._lock = threading.Lock()
         self._next: OrderedDict[str, int] = OrderedDict()
         self._abandoned: OrderedDict[str, int] = OrderedDict()
-        """By signature, the calls that were abandoned since the last completed one: the next call's number."""
+        """Calls that were abandoned since the last completed one: by signature, the number of the next."""
         self._open: dict[str, tuple[str, bool]] = {}
         """By key, each call that has not ended here: its signature, and whether this rank gave it up."""
         self._left_over: list[tuple[float, str]] = []

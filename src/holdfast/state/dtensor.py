@@ -321,12 +321,13 @@ def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout:
     fits = (
         len(shape) == len(expected.shape)
         and not strays
-        and all(n == 1 for at, n in enumerate(expected.runs) if at not in open_axes)
+        and all(n == 1 for axis, n in enumerate(expected.runs) if axis not in open_axes)
     )
     if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} on a mesh "
-            f"of shape {tuple(value.device_mesh.shape)} give {expected.shape}; declare it with holdfast.Shard."
+            f"of shape {tuple(value.device_mesh.shape)} give {expected.shape}; declare it with "
+            "holdfast.Shard."
         )
     return open_axes[0]
 

@@ -55,8 +55,8 @@ def add_checkpointable(
         dims = {len(start), len(local_start or shape), len(size), len(shape), len(spec.shape)}
         if len(dims) > 1 or part.shape != size or not box.within(spec.shape) or not part.within(shape):
             raise BadInput(
-                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at {local_start} "
-                f"of its own shape {shape}, which does not lie inside both."
+                f"{name!r} says that it holds size {size} at {start} of a global shape {spec.shape}, at "
+                f"{local_start} of its own shape {shape}, which does not lie inside both."
             )
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
 
