@@ -59,9 +59,8 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
     """Run a protocol to its end on this thread; return its result."""
     result: object = None
     error: BaseException | None = None
-    reason_thrown = (
-        False  # the reason of a cancel is thrown in once: telling the others must not be cancelled again
-    )
+    # The reason of a cancel is thrown in once: telling the others must not be cancelled.
+    reason_thrown = False
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
