@@ -131,8 +131,8 @@ def _mark(store: Store, folder: str, names: Iterable[str] = (INDEX, METADATA)) -
     """Return the first of these files that is in a folder and makes it a checkpoint; None if there is
     none."""
     for name in names:
-        # `stat`, not `open`: a step with a damaged index is still a checkpoint. A folder of that name does not
-        # make one.
+        # `stat`, not `open`: a step with a damaged index is still a checkpoint. A folder of that name makes
+        # none.
         entry = store.stat(f"{folder}/{name}")
         if entry is None or entry.kind not in (Kind.FILE, Kind.LINK):
             continue
