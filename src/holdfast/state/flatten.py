@@ -280,10 +280,8 @@ def select(
         for pattern in patterns:
             # A mistyped `exclude` would save what should be left out, a mistyped `include` nothing.
             if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
-                raise BadInput(
-                    f"{what}: no name in the state matches {pattern!r}; the first is "
-                    f"{leaves[0].name if leaves else ''!r}."
-                )
+                first = leaves[0].name if leaves else ""
+                raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
         hit = [any(matches(leaf.name, pattern) for pattern in patterns) for leaf in keep]
         keep = [
             leaf

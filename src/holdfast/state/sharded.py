@@ -1,9 +1,9 @@
-"""Tensors that say themselves which boxes of a global one they hold: ShardedTensor, and torch's
+"""Tensors that describe which boxes of a global tensor they hold: ShardedTensor, and torch's
 CheckpointableTensor protocol.
 
 A ShardedTensor (FSDP1, torchrec) has local shards, each with offsets and sizes. A CheckpointableTensor (torch
 2.15) is any tensor with the attributes `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`:
-each of its boxes lies at a local offset (an empty one: it is all of the tensor), and at a global one.
+each of its boxes has a local offset (an empty one: the box is the whole local tensor) and a global one.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
 def is_checkpointable(value: torch.Tensor) -> bool:
-    """Does a tensor say which boxes of a global tensor it holds?"""
+    """Return whether a tensor has the attributes of a CheckpointableTensor."""
     return getattr(value, "global_shape", None) is not None and all(hasattr(value, name) for name in _FIELDS)
 
 
 def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let a tensor that takes another's place say what that one says."""
+    """Copy these attributes to a tensor that takes another's place."""
     for name in _FIELDS if is_checkpointable(source) else ():
         setattr(target, name, getattr(source, name))
 
@@ -41,9 +41,9 @@ def copy_boxes(source: torch.Tensor, target: torch.Tensor) -> None:
 def add_checkpointable(
     table: ShardTable, name: str, tensor: torch.Tensor, undeclared: Replica | None
 ) -> None:
-    """The boxes of a CheckpointableTensor. Who else holds the same box is not said."""
+    """Add the boxes of a CheckpointableTensor. It is undeclared who else holds the same box."""
     shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, getattr(tensor, _FIELDS[0]))))
-    # Declared by code of somebody else: each box is checked here, where the tensor's name is known.
+    # The attributes come from other code, so each box is checked here, where the tensor's name is known.
     starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(
@@ -68,10 +68,10 @@ def _boxes(boxes: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
 def add_sharded(
     table: ShardTable, name: str, value: ShardedTensor, everyone: Sequence[int], undeclared: Replica | None
 ) -> None:
-    """This rank's shards of a ShardedTensor. Each shard is one rank's, of those in its group.
+    """Add this rank's shards of a ShardedTensor. Each shard belongs to one rank of the tensor's group.
 
-    Ranks outside the group may hold the same ShardedTensor over a group of their own; so only if all
-    participants are in it, there is no other copy.
+    Ranks outside the group may hold the same ShardedTensor over another group; so there is no other copy only
+    if all participants are in the group.
     """
     shape = tuple(map(int, value.metadata().size))
     group = value._process_group

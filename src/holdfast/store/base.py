@@ -37,7 +37,7 @@ class NotFound(StorageError):
 
 
 class Unsettled(StorageError):
-    """`publish` failed, but the new version is, or may be, in place: data that it names must not be deleted."""
+    """`publish` failed, but the new version is, or may be, in place: its data must not be deleted."""
 
     @property
     def in_place(self) -> bool:

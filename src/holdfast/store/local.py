@@ -175,8 +175,8 @@ class LocalStore:
 
     def _for_writing(self, path: str) -> str:
         """Return the full path. Raises StorageError if a folder on the way is a link."""
-        # A link that is made between this check and the use of the path is followed. `delete` can't be undone,
-        # so it uses descriptors, which leaves no such gap.
+        # A link that is made between this check and the use of the path is followed. `delete`, which can't be
+        # undone, uses descriptors, which leaves no such gap.
         folder = self._top
         for part in self._below_top(path)[:-1]:
             folder = os.path.join(folder, part)
