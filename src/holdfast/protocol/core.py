@@ -447,7 +447,8 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
 
 
 def _claim_agreed(context: Context, value: object = None) -> Steps:
-    standing = from_roster((yield Claim(context.outcome, to_message(context.agreed(value)))), Outcome)
+    agreed = Outcome("agreed", context.rank, abandoned=context.abandoned, value=value)
+    standing = from_roster((yield Claim(context.outcome, to_message(agreed))), Outcome)
     context.known_outcome = standing
     # Another rank has abandoned the call first, so nothing may be put in place.
     if standing.state == "abandoned":

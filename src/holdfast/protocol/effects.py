@@ -159,10 +159,6 @@ class Context:
         for signature, number in abandoned.items():
             self.abandoned[signature] = max(self.abandoned.get(signature, 0), number)
 
-    def agreed(self, value: object = None) -> Outcome:
-        """The outcome of a call that all ranks bring to its end."""
-        return Outcome("agreed", self.rank, abandoned=self.abandoned, value=value)
-
 
 class SaveActions(Protocol):
     """The work of a save on one rank. The simulation implements it, too."""

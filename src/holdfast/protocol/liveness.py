@@ -99,8 +99,8 @@ class PeerMonitor:
         changes.
 
         Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a waiting
-            rank has no other progress. Outside of it: the same of all its operations; the beat counts only
-            for a resident one, which has no progress of its own.
+        rank has no other progress. Outside of it: the same of all its operations; the beat counts only for a
+        resident one, which has no progress of its own.
         """
         operations: dict[str, Message] = message.get("operations") or {}
         inside = operations.get(self.context.key)

@@ -1,7 +1,7 @@
 """The messages of a save and a load. A message that does not have its type is refused when it is read.
 
 Unknown fields are ignored: the first message of a call also carries the calls that were abandoned before it
-    (`effects.Context.report`).
+(`effects.Context.report`).
 """
 
 from __future__ import annotations

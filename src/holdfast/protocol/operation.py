@@ -118,11 +118,6 @@ class Operation:
         except HoldfastError as error:  # no thread for the beat: the protocol tells the others
             self.cancel.set(error)
 
-    def _leave(self) -> Steps:
-        """Close the call; a message store that is gone keeps what is there."""
-        with suppress(RosterLost):
-            yield from leave(self.context, self._history)
-
     def run(
         self, steps: Steps, collect_error: HoldfastError | None = None, pause_collector: bool = True
     ) -> Any:
@@ -134,7 +129,7 @@ class Operation:
         """
         try:
             with collector_paused() if pause_collector else nullcontext():
-                whole = CallSteps(self._meet(), steps, self._leave())
+                whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
                 return run(whole, self.context, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
             if not isinstance(error, Unplaced):  # not a failure: the load begins again, with lengths

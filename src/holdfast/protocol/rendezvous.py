@@ -153,13 +153,19 @@ def meet(context: Context, signature: CallSignature, history: History) -> Steps:
     # First, because these outcomes may change the number of this call.
     for key in history.given_up():
         yield from _learn_outcome(context, history, key)
-    # Two threads may both see None. They claim with the same token, so both get the same number.
+    # Claim the first free generation number. All ranks get the same one, because they begin together. Two
+    # threads may both see None; they claim with the same token, so both get the same number.
     if history.generation is None:
-        history.generation = yield from _claim_generation(context, history.token)
+        lives, number = f"life/{_hash(str(context.participants))}/{context.rank}", 0
+        mine = Generation(history.token)
+        # These keys are never deleted: later generations on this store skip the numbers that are taken.
+        while from_roster((yield Claim(f"{lives}/{number}", to_message(mine))), Generation) != mine:
+            number += 1
+        history.generation = number
     key, context.abandoned = history.begin(signature.key)
     context.set_key(key)
-    mine = to_message(Opened(context.rank, secrets.token_hex(6)))
-    return from_roster((yield Claim(f"{context.key}/open", mine)), Opened).attempt
+    opened = to_message(Opened(context.rank, secrets.token_hex(6)))
+    return from_roster((yield Claim(f"{context.key}/open", opened)), Opened).attempt
 
 
 def leave(context: Context, history: History) -> Steps:
@@ -195,16 +201,3 @@ def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     outcome = from_roster(message, Outcome)
     if history.end(key, outcome, context.clock.now()) is not None:
         yield from _one_less(context, key)
-
-
-def _claim_generation(context: Context, token: str) -> Steps:
-    """Claim the first free generation number. All ranks get the same one, because they begin together."""
-    who, number = _hash(str(context.participants)), 0
-    mine = Generation(token)
-    while True:
-        # These keys are never deleted: later generations on this store skip the numbers that are taken.
-        standing = yield Claim(f"life/{who}/{context.rank}/{number}", to_message(mine))
-        if from_roster(standing, Generation) == mine:
-            break
-        number += 1
-    return number

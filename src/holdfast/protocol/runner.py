@@ -47,9 +47,6 @@ class Cancel:
         self.reason = reason
         self._set.set()
 
-    def is_set(self) -> bool:
-        return self._set.is_set()
-
     def check(self) -> None:
         if self._set.is_set():
             raise Cancelled("The operation was given up.")

@@ -44,20 +44,17 @@ def _started(pid: int) -> str:
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 
-def _machine() -> str:
-    """Equal for two processes that can see each other's pids."""
-    # The host name would not do: a container has its own pid namespace, in which pids mean other processes.
-    namespace = ""
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
-
-
 @cache
 def _process(pid: int) -> tuple[str, str, str]:
     """Return host, machine and start time of this process. The pid is an argument because a fork has
     another."""
-    return socket.gethostname(), _machine(), _started(pid)
+    # Two processes with the same machine can see each other's pids. The host name would not do: a container
+    # has its own pid namespace, in which pids mean other processes.
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    machine = f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
+    return socket.gethostname(), machine, _started(pid)
 
 
 class Identity:

@@ -48,7 +48,7 @@ class _Connections:
     """This process's clients of one store, created at first use, and the secret that seals messages.
 
     It does not keep the store alive: after `destroy_process_group` the server of the default process group's
-        store must end with it, or the next process group on that port would see the messages of the last.
+    store must end with it, or the next process group on that port would see the messages of the last.
     """
 
     def __init__(self, store: Client) -> None:

@@ -129,13 +129,10 @@ class Commit:
 
     def _check_agreement(self, written: dict[int, Written]) -> None:
         lead = min(written)
-        for rank, message in sorted(written.items()):
-            first = written[lead]
+        first = written[lead]
+        for rank, other in sorted(written.items()):
             # Ranks with different steps never meet: the step is in the call's signature. The grid is not.
-            for what, mine, theirs in (
-                ("step", first.step, message.step),
-                ("grid", first.grid, message.grid),
-            ):
+            for what, mine, theirs in (("step", first.step, other.step), ("grid", first.grid, other.grid)):
                 if mine != theirs:
                     raise SaveFailed(
                         f"{self.title}: rank {lead} saves {what} {mine!r}, rank {rank} {theirs!r}.",
@@ -144,11 +141,20 @@ class Commit:
                     )
 
     def _read_back(self, rank: int, file: WrittenFile) -> Columns:
+        """Return the index embedded in a data file, read from storage and verified."""
+        where = f"{self.store.url}/{file.name}"
         clock = self.deadline.clock
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                return self._embedded(file)
+                with closing(self.store.open(file.name)) as reader:
+                    # The embedded index verifies itself. The data is not read again, so check its size.
+                    if reader.size != file.size:
+                        raise CorruptCheckpoint(
+                            f"{where} has {reader.size} bytes, but its rank wrote {file.size}."
+                        )
+                    stop = file.index_start + file.index_size
+                    return embedded_index(reader, file.index_start, stop, where).embedded()
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -168,21 +174,11 @@ class Commit:
                 error.rank = rank
                 raise
 
-    def _embedded(self, file: WrittenFile) -> Columns:
-        """Return the index embedded in a data file, read back from storage and verified."""
-        where = f"{self.store.url}/{file.name}"
-        with closing(self.store.open(file.name)) as reader:
-            # The embedded index verifies itself. The data is not read again, so check the file's size.
-            if reader.size != file.size:
-                raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
-            stop = file.index_start + file.index_size
-            return embedded_index(reader, file.index_start, stop, where).embedded()
-
     def publish(self) -> Final:
         """Put the index in place, at once and durably; from here on the checkpoint exists.
 
         Raises CommitUnconfirmed unless it is known that the index is not in place: after any other error the
-            ranks delete the data that the index names.
+        ranks delete the data that the index names.
         """
         try:
             self.store.publish(INDEX, self.data, self.replaced_version)

@@ -161,12 +161,20 @@ class SaveJob:
     # -- agree who writes what ----------------------------------------------------------------------
 
     def fingerprint(self) -> str | None:
-        """Return a digest of the rows without declared holders, or None if there are none. The committer
-        checks the folder, too."""
+        """Return a digest of the rows without declared holders, or None if there are none.
+
+        Checks the folder, too: raises StorageError if nothing can be saved into it.
+        """
         if self.collect_error is not None:
             # Not earlier: an error that is raised inside the protocol reaches the other ranks.
             raise self.collect_error
-        self._check_folder()
+        entry = self.store.stat()
+        if entry is None:
+            # Several ranks may note this, which is harmless: only an empty folder is ever removed.
+            self.makes_folder = True
+        elif entry.kind is not Kind.FOLDER:
+            what = "a link; nothing is saved behind it" if entry.kind is Kind.LINK else "a file, not a folder"
+            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
         if self.is_committer:
             if self.request.permit is not None:
                 # First of all: a job that doesn't own the run folder reads and writes nothing.
@@ -219,16 +227,6 @@ class SaveJob:
             rank: Assigned(replicas=[replica(key, rank) for key in message.keys])
             for rank, message in lists.items()
         }
-
-    def _check_folder(self) -> None:
-        """Note whether the folder is there. Raises StorageError if nothing can be saved into it."""
-        entry = self.store.stat()
-        # Several ranks may note this, which is harmless: only an empty folder is ever removed.
-        if entry is None:
-            self.makes_folder = True
-        elif entry.kind is not Kind.FOLDER:
-            what = "a link; nothing is saved behind it" if entry.kind is Kind.LINK else "a file, not a folder"
-            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
 
     def _undeclared_rows(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]

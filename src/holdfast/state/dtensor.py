@@ -216,7 +216,7 @@ def add_dtensor(
     """Add this rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
 
     Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold the same
-        DTensor on another mesh, and ranks of it that do not take part write nothing.
+    DTensor on another mesh, and ranks of it that do not take part write nothing.
     """
     local = settled(value._local_tensor)  # to_local() would record autograd and may communicate
     place = place_in(value.device_mesh)

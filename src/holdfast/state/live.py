@@ -156,7 +156,7 @@ class LiveList(list[object]):
     """A list of the dicts that `fetch` returns: `param_groups`.
 
     Each also gets from a checkpoint the keys that it lacks: an optimizer may count steps there, a schedule
-        store a rate.
+    store a rate.
     """
 
     __slots__ = ("_fetch", "_last", "source")

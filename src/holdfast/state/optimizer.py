@@ -199,7 +199,7 @@ class OptimizerView:
         known = self._known.get(id(parameter))  # the id is valid, because the state refers to the parameter
         if known is None:
             known = self._known[id(parameter)] = ParameterState(
-                partial(_present, optimizer, parameter),
+                lambda: optimizer.state.get(parameter) or {},
                 parameter,
                 partial(make, group, parameter),
                 partial(zeros_of, optimizer, parameter) if self._zeros and parameter.requires_grad else dict,
@@ -240,10 +240,6 @@ class OptimizerView:
 
     def _fill(self, path: str, loaded: StateDict) -> None:
         self.state.update({f"{path}.{key}": value for key, value in loaded.items()})
-
-
-def _present(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State:
-    return optimizer.state.get(parameter) or {}
 
 
 def _hyper(group: State) -> State:

@@ -8,7 +8,7 @@ each of its boxes has a local offset (an empty one: the box is the whole local t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +44,7 @@ def add_checkpointable(
     """Add the boxes of a CheckpointableTensor. It is undeclared who else holds the same box."""
     shape, spec = tuple(tensor.shape), spec_of(name, tensor, tuple(map(int, getattr(tensor, _FIELDS[0]))))
     # The attributes come from other code, so each box is checked here, where the tensor's name is known.
-    starts, inner, sizes = (_boxes(getattr(tensor, field)) for field in _FIELDS[1:])
+    starts, inner, sizes = ([tuple(map(int, box)) for box in getattr(tensor, field)] for field in _FIELDS[1:])
     if not len(starts) == len(inner) == len(sizes):
         raise BadInput(
             f"{name!r} has {len(starts)} global_offsets, {len(inner)} local_offsets and {len(sizes)} "
@@ -59,10 +59,6 @@ def add_checkpointable(
                 f"{local_start} of its own shape {shape}, which does not lie inside both."
             )
         table.add(spec, box, undeclared, False, TensorMemory(tensor.detach()[part.slices()]))
-
-
-def _boxes(boxes: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
-    return [tuple(map(int, box)) for box in boxes]
 
 
 def add_sharded(

@@ -1,8 +1,8 @@
 """Files on a local or network file system, with plain positioned reads and writes.
 
 Durability, in this order: the file's data (fsync), then its name (fsync of the folder, and of every folder
-    made on the way). fsync may report an error once and then report success, so a file whose fsync failed is
-    abandoned. `holdfast.store.publishing` publishes files.
+made on the way). fsync may report an error once and then report success, so a file whose fsync failed is
+abandoned. `holdfast.store.publishing` publishes files.
 """
 
 from __future__ import annotations
