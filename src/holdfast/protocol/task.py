@@ -135,8 +135,9 @@ class CollectiveTask:
         return self.operation.presence.identity.alive(message) is False
 
     def _more(self) -> Message:
-        stack = ""
-        doing = bool(self._doing and not self._ended)
-        if doing and self._thread is not None:
-            stack = calls_of_frame(frame_of(self._thread))
-        return {**self.now(), "doing": f"{self._doing}, at {stack}" if doing else ""}
+        doing = f"{self._doing}, at {self._stack()}" if self._doing and not self._ended else ""
+        return {**self.now(), "doing": doing}
+
+    def _stack(self) -> str:
+        """Return the stack of the thread, innermost call last."""
+        return calls_of_frame(frame_of(self._thread)) if self._thread is not None else ""

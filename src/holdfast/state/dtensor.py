@@ -254,25 +254,17 @@ def add_dtensor(
     elif (shape == expected.shape or (0 in expected.shape and not local.numel())) and layout.even:
         # Its position is stored although the offset is known: a rank can't tell an even tensor from an uneven
         # one whose local length happens to be even (docs/decisions/0010).
-        late = (
-            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], expected.begin[cut[0]])
-            if cut
-            else None
-        )
+        late = None
+        if cut:
+            axis = cut[0]
+            late = DeferredOffset(axis, *layout.stand[axis], shape[axis], expected.begin[axis])
         _add(table, spec, Box(expected.begin, shape), declared, local, late)
     else:
         # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until the lengths are known.
         axis = _open_axis(name, value, shape, expected, layout)
         begin = (*expected.begin[:axis], 0, *expected.begin[axis + 1 :])
-        length = shape[axis] if local.numel() else 0
-        _add(
-            table,
-            spec,
-            Box(begin, shape),
-            declared,
-            local,
-            DeferredOffset(axis, *layout.stand[axis], length, -1),
-        )
+        late = DeferredOffset(axis, *layout.stand[axis], shape[axis] if local.numel() else 0, -1)
+        _add(table, spec, Box(begin, shape), declared, local, late)
 
 
 def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:

@@ -16,7 +16,7 @@ def as_published(ours: torch.Tensor, axes: Sequence[int], dims: int) -> torch.Te
     """
     kept = [our_axis for our_axis, axis in enumerate(axes) if axis >= 0]
     view = ours.view([ours.shape[our_axis] for our_axis in kept]) if len(kept) < len(axes) else ours
-    view = view.permute(sorted(range(len(kept)), key=lambda at: axes[kept[at]]))
+    view = view.permute(sorted(range(len(kept)), key=lambda index: axes[kept[index]]))
     for axis in sorted(set(range(dims)) - set(axes)):
         view = view.unsqueeze(axis)
     return view
