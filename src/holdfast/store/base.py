@@ -117,7 +117,7 @@ class Store(Protocol):
         that it may replace, None if there must be none; otherwise raises `Conflict`.
 
         Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
-            Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be.
+        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be.
         """
         ...
 
