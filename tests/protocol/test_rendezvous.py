@@ -49,7 +49,8 @@ class Rank:
 
     def end(self, at: Context, state: str = "agreed") -> None:
         """Claim the outcome, and leave; the first one is everyone's."""
-        mine = to_message(at.agreed()) if state == "agreed" else abandoned_by(at.rank, LATE)
+        agreed = to_message(Outcome("agreed", at.rank, abandoned=at.abandoned))
+        mine = agreed if state == "agreed" else abandoned_by(at.rank, LATE)
         at.known_outcome = from_roster(self.roster.claim(at.outcome, mine), Outcome)
         self._do(leave(at, self.history))
 

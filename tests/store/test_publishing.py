@@ -187,7 +187,7 @@ def test_a_file_system_that_can_not_sync_folders_is_told_of_once(
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(filesystem, "_told", set())
+    monkeypatch.setattr(filesystem, "_warned", set())
     state = {"w": torch.arange(5.0)}
     with caplog.at_level(logging.WARNING, "holdfast"):
         for step in (1, 2):

@@ -1,8 +1,6 @@
-"""One call of this rank: who takes part, over which roster, until when, and how long one of them may be
-silent.
+"""One call on this rank: the participants, the roster, the deadline, and the stall timeout.
 
-It is made once, at the public function, and handed on whole, so that nothing in between can renew the
-deadline.
+A public function makes it once and hands it on whole, so nothing in between can renew the deadline.
 """
 
 from __future__ import annotations
@@ -32,10 +30,11 @@ _default: list[tuple[ref[object], Roster]] = []
 
 @dataclass(frozen=True)
 class Call:
-    """`participants` are ascending ranks of the roster's world; this rank is one of them."""
+    """The participants, roster and deadline of one call. This rank is a participant."""
 
     roster: Roster
     participants: tuple[int, ...]
+    """Ranks of the roster's world, ascending."""
     deadline: Deadline
     stall_timeout: float
     """Seconds without progress after which a rank is given up."""
@@ -45,7 +44,7 @@ class Call:
         return self.roster.rank
 
     def lane(self, name: str) -> Call:
-        """The same call on a lane of its roster."""
+        """Return the same call on a lane of its roster."""
         return replace(self, roster=self.roster.lane(name))
 
 
@@ -59,21 +58,21 @@ def begin_call(
     stall_timeout: float,
     clock: Clock = REAL_CLOCK,
 ) -> Call:
-    """Settle who takes part, and begin the deadline: `timeout` seconds from now.
+    """Determine the participants and start the deadline: `timeout` seconds from now.
 
-    Raises BadInput for ranks that are none, and if this rank is not among them.
+    Raises BadInput if the participants are not valid ranks, or if this rank is not one of them.
     """
     check_seconds("timeout", timeout)
     check_seconds("stall_timeout", stall_timeout)
-    found = find_roster(roster, no_dist)
-    ranks = find_participants(found, participants, process_group)
-    return Call(found, ranks, Deadline(timeout, clock), stall_timeout)
+    roster = find_roster(roster, no_dist)
+    ranks = find_participants(roster, participants, process_group)
+    return Call(roster, ranks, Deadline(timeout, clock), stall_timeout)
 
 
 def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
-    """The roster given, or torch.distributed's, or a world of one."""
+    """Return the given roster, or that of torch.distributed, or a roster of one rank."""
     if roster is not None:
-        # Duck typing: a user's own class is a roster, too (`testing.RosterContract`).
+        # Duck typing: a user's own class can be a roster (`testing.RosterContract`).
         if not hasattr(roster, "world_size"):
             raise BadInput(
                 f"roster={roster!r} is no roster.", hint="Leave it out: torch.distributed has one."
@@ -81,15 +80,14 @@ def find_roster(roster: Roster | None, no_dist: bool) -> Roster:
         return roster
     if no_dist:
         return MemoryRoster()
-    import torch.distributed as dist  # here: the command line asks for no ranks, and must not import torch
+    import torch.distributed as dist  # here: the command line needs no ranks, and must not import torch
 
     if dist.is_available() and dist.is_initialized():
         return _roster_of_the_default_group()
     if read_environment().world_size > 1:
         raise BadInput(
             f"WORLD_SIZE is {read_environment().world_size}, but torch.distributed is not initialised, so "
-            f"ranks can't find "
-            "each other.",
+            "ranks can't find each other.",
             hint="Call torch.distributed.init_process_group first, or pass no_dist=True if this process "
             "saves alone.",
         )
@@ -100,21 +98,21 @@ def _roster_of_the_default_group() -> Roster:
     from holdfast.roster.torch_store import TorchRoster
     from holdfast.torch_private import default_store
 
-    # Only a weak reference is kept. A destroyed group must let go of its store, and so of the store's server.
+    # A weak reference, because a destroyed group must free its store, and with it the store's server.
     store = default_store()
-    # One roster a store, because histories and beacons hang on it: calls are counted per roster.
+    # One roster per store: call counters and beacons belong to a roster.
     if not _default or _default[0][0]() is not store:
-        _default[:] = [(ref(store), TorchRoster())]  # the process group was started anew
+        _default[:] = [(ref(store), TorchRoster())]  # first call, or the process group was created again
     return _default[0][1]
 
 
 def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | None:
-    """The ranks as a tuple. Raises BadInput for what is no list of whole numbers."""
+    """Return the ranks as a tuple. Raises BadInput if they are not a list of integers."""
     if participants is None:
         return None
     with suppress(TypeError):
         ranks = tuple(participants)
-        # bytes would pass as ranks, because their items are whole numbers.
+        # The items of bytes are integers, so bytes would pass as ranks.
         if not isinstance(participants, str | bytes):
             return tuple(map(operator.index, ranks))
     raise BadInput(f"participants={participants!r} must be a list of ranks, which are whole numbers.")
@@ -123,7 +121,7 @@ def check_participants(participants: Iterable[int] | None) -> tuple[int, ...] | 
 def find_participants(
     roster: Roster, participants: Iterable[int] | None, process_group: ProcessGroup | None
 ) -> tuple[int, ...]:
-    """The ranks that take part, ascending; this rank must be one of them."""
+    """Return the participating ranks in ascending order. Raises BadInput if this rank is not one of them."""
     if participants is not None and process_group is not None:
         raise BadInput("Give participants= or process_group=, not both.")
     if process_group is not None:
@@ -131,11 +129,11 @@ def find_participants(
     given = check_participants(participants)
     if given is None:
         return tuple(range(roster.world_size))
-    # The call's signature contains the ranks, so all ranks must write them in the same order.
+    # Sorted, because the call's signature contains the ranks: it must be the same on all of them.
     ranks = tuple(sorted(given))
     if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= roster.world_size:
         raise BadInput(f"participants={ranks} must be different ranks of a world of {roster.world_size}.")
-    # This is raised before any message is sent, so the participants are not affected.
+    # Raised before any message is sent, so the participants are not affected.
     if roster.rank not in ranks:
         listed = ", ".join(map(str, ranks[:16])) + ("…" if len(ranks) > 16 else "")
         raise BadInput(
@@ -162,20 +160,20 @@ def _ranks_of(process_group: ProcessGroup) -> list[int]:
 def check_arguments(
     *, options: object = None, grid: object = None, host_memory_budget: object = None, **names: object
 ) -> None:
-    """Raise BadInput for an argument that is of the wrong type.
+    """Raise BadInput if an argument has the wrong type.
 
-    names: by argument, a text, a collection of texts, or None.
+    names: by argument, a str, a collection of str, or None.
     """
     if options is not None and not isinstance(options, Options):
         raise BadInput(f"options must be a holdfast.Options, not {options!r}.")
     if grid is not None and not isinstance(grid, Grid):
         raise BadInput(f"grid must be a holdfast.Grid, not {grid!r}.")
     budget = host_memory_budget
-    # bool is a subclass of int, but True is no number of bytes.
+    # bool is a subclass of int, but True is not a number of bytes.
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
         raise BadInput(f"host_memory_budget must be bytes from 1 on, or None, not {budget!r}.")
     for argument, given in names.items():
-        # A single text is checked where it is used: `expected` accepts "previous", `include` refuses it.
+        # A str is checked where it is used: `expected` accepts "previous", `include` accepts none.
         if given is None or isinstance(given, str):
             continue
         if not isinstance(given, Collection) or not all(isinstance(one, str) for one in given):
@@ -183,7 +181,7 @@ def check_arguments(
 
 
 def whole_step(step: object) -> int:
-    """A step as a whole number; NumPy's and other integers count, booleans don't."""
+    """Return a step as an int. Integers of NumPy and others are accepted, booleans are not."""
     if not isinstance(step, bool) and hasattr(step, "__index__"):
         with suppress(TypeError):  # a tensor of several elements
             number = operator.index(step)
@@ -198,7 +196,7 @@ def whole_step(step: object) -> int:
 def one_folder(
     path: str | os.PathLike[str] | None, checkpoint_id: str | os.PathLike[str] | None
 ) -> str | os.PathLike[str]:
-    """The one folder that a call names."""
+    """Return the folder that the call names. Raises BadInput if it names none, or two."""
     given = path if path is not None else checkpoint_id
     if given is None or (path is not None and checkpoint_id is not None):
         raise BadInput("Give the folder once: as path, or as checkpoint_id=.")

@@ -1,28 +1,26 @@
 """How ranks agree: the save and load protocols, without any I/O.
 
-Theory. A protocol is a generator. It yields what it wants done (`Put`, `Get`, `Claim`, `Pause`,
-`Do`, `Alive`) and is sent the result, so the same lines run over a TCPStore with real files
-(`protocol/runner.py`) and, thousands of times a second, in a simulation that kills, delays and reorders
-(`tests.support.simulate`).
+A protocol is a generator. It yields effects (`Put`, `Get`, `Claim`, `Pause`, `Do`, `Alive`) and is sent their
+results, so the same code runs over a TCPStore with real files (`protocol/runner.py`) and, thousands of times
+per second, in a simulation that kills ranks and delays and reorders messages (`tests.support.simulate`).
 
-Every operation has one key, `outcome`, and one atomic operation on it, `Claim`. Whoever claims
-first decides: the committer claims `agreed` after it has checked that everything is there; any
-rank claims `abandoned`, with the error, when it fails, when its deadline passes, or when it sees
-that another rank has died or stalled. So "agreed" and "abandoned" can't both be true, and every
-rank raises the same error. A save has a second key, `final`, written by the committer alone once
-the index is durable. Between `agreed` and `final` lies the only window in which a rank may be
-unable to know: it looks into storage, and if the index is not there it says CommitUnconfirmed.
-No rank but the committer believes a message that says `committed`: it looks for the index of this attempt
-itself.
+Every operation has one key, `outcome`, and one atomic operation on it, `Claim`. The first rank that claims it
+decides: the committer claims `agreed` after it has checked that everything is there; any rank claims
+`abandoned`, with the error, when it fails, when its deadline passes, or when it sees that another rank has
+died or stalled. So "agreed" and "abandoned" can't both be true, and every rank raises the same error. A save
+has a second key, `final`, which the committer alone writes, after the index is durable. Only between `agreed`
+and `final` may a rank be unable to know the result: it looks into storage, and raises CommitUnconfirmed if
+the index is not there. Ranks other than the committer do not trust a message that says `committed`: each
+looks for the index of this attempt itself.
 
-Who waits for whom: the committer (lowest participant) waits for all ranks, every other rank waits
-for the outcome and keeps an eye on the committer. A rank is given up when its process is gone
-(seen at once on one host), when it neither works on nor beats for `stall_timeout`, or when the
-deadline passes. A rank that waits for others is not stalled while it beats.
+Who waits for whom: the committer (lowest participant) waits for all ranks; every other rank waits for the
+outcome and monitors the committer. A rank is given up when its process is gone (seen at once on one host),
+when it makes no progress and sends no beat for `stall_timeout`, or when the deadline passes. A rank that
+waits for others is not stalled while it beats.
 
-Rejected: a barrier with a counter (names nobody), leader election (a dead committer means an
-abandoned save; the next one elects itself by being the lowest participant), heartbeats of all
-to all (n^2), deciding by majority (a checkpoint needs every rank's bytes).
+Rejected: a barrier with a counter (it can't name who is missing), leader election (if the committer is dead
+the save is abandoned; the lowest participant of the next save is its committer), heartbeats from all to all
+(n^2), majority decisions (a checkpoint needs every rank's bytes).
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ from holdfast.store.base import VISIBLE_WITHIN
 from holdfast.values import Json, Message
 
 UNDISTURBED = 0.25
-"""Seconds that what ranks do together is left alone before anybody looks how it goes: mostly it is over by
-then."""
+"""Seconds before ranks look how a collective task goes: mostly it is over by then."""
 _DUTIES = {
     "fingerprint": "enter the save",
     "rows": "list its replicated tensors",
@@ -73,21 +70,21 @@ _DUTIES = {
     "asked": "enter",
     "acted": "do its part",
 }
-"""What a rank that is waited for has yet to do."""
+"""By topic, what a rank that is waited for has not done yet; for errors."""
 
 
 def save_steps(context: Context, job: SaveActions) -> Steps:
-    """One rank's save; returns the `final` message or raises the error that all ranks raise."""
+    """Run the save of one rank. Returns the `final` message, or raises the error that all ranks raise."""
     try:
-        assigned = None  # what is declared needs no answer: every rank knows its replica
+        assigned = None  # declared replicas need no answer: every rank knows its own
         yield from _refuse_late(context)
         mine = yield Do("fingerprint", job.fingerprint)
-        # A rank without undeclared rows still says so: the committer can't know who has none.
+        # A rank without undeclared rows reports that, because the committer can't know who has none.
         if len(context.participants) > 1 or mine is not None:
             assigned = yield from _agree_on_replicas(context, mine, job)
         context.enter("writing")
         message = yield Do("write", partial(job.write, assigned))
-        # From here on the others may commit what this rank has written, whatever becomes of this rank.
+        # From here on the others may commit what this rank has written, even if this rank fails.
         context.enter("written")
         if context.is_committer:
             written = yield from _collect_typed(context, "written", message, context.participants)
@@ -112,19 +109,19 @@ def save_steps(context: Context, job: SaveActions) -> Steps:
         abandoned = yield from _abandon(context, error)
         if abandoned is None and context.phase not in ("written", "committing"):
             abandoned = _not_ours(context)
-        elif abandoned is None:  # every rank had written, this one too: somebody will have committed
+        elif abandoned is None:  # every rank had written, so the committer may have committed
             context.enter("unconfirmed")
             abandoned = _unconfirmed(context, error)
         raise abandoned from error.__cause__
 
 
 def load_steps(context: Context, job: LoadActions) -> Steps:
-    """One rank's load; all ranks load the same version, and none succeeds unless all do."""
+    """Run the load of one rank. All ranks load the same version, and it succeeds on all ranks or on none."""
     try:
         yield from _refuse_late(context)
         if context.is_committer:
             chosen = yield Do("choose", job.choose)
-            # A message of its own: the others must know the version before anybody can agree.
+            # Not part of the outcome: the others must know the version before they can read.
             yield Put(f"{context.key}/chosen", to_message(chosen))
         else:
             message = yield from _await(context, f"{context.key}/chosen", "name the checkpoint")
@@ -146,7 +143,7 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
         raise
     except HoldfastError as error:
         abandoned = yield from _abandon(context, error)
-        # Every rank had read, this one too; its deadline only passed a moment before it heard of the outcome.
+        # Every rank had read, including this one; its deadline passed just before it saw the outcome.
         if abandoned is None and context.phase == "read":
             context.enter("loaded")
             return message
@@ -154,14 +151,14 @@ def load_steps(context: Context, job: LoadActions) -> Steps:
 
 
 def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mine: Json = None) -> Steps:
-    """The committer's answer, on every rank, once every rank has said its part of the question."""
+    """Return the committer's answer on every rank, after every rank has sent its value."""
     asked = False
     try:
         yield from _refuse_late(context)
         if context.is_committer:
             heard = yield from _collect_typed(context, "asked", Said(mine), context.participants)
-            said = {rank: message.value for rank, message in heard.items()}
-            value = yield Do("choose", partial(choose, said))
+            values = {rank: message.value for rank, message in heard.items()}
+            value = yield Do("choose", partial(choose, values))
             yield from _claim_agreed(context, value)
         else:
             yield context.report("asked", Said(mine))
@@ -182,10 +179,10 @@ def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mi
 
 
 def task_steps(context: Context, job: TaskActions) -> Steps:
-    """Everybody says what it has, the committer answers each, everybody acts; none has succeeded unless all
-    have.
+    """Run a collective task on one rank: all contribute, the committer answers each, all act. It succeeds on
+    all ranks or on none.
 
-    What a rank does may block for ever, so it goes on beside this, and whoever waits keeps an eye on the
+    The work of a rank may block for ever, so it runs on another thread, and a rank that waits monitors the
     others.
     """
     try:
@@ -205,10 +202,10 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
             answer = yield from _await(context, context.key_of("answer", context.rank), "answer")
         context.enter("acting")
         yield Do("begin", partial(job.begin, answer))
-        # Messages cost time on the very cores that act: look only once this takes longer than usual.
+        # Messages take CPU time from the threads that act, so look only if this takes longer than usual.
         yield Do("rest", partial(job.wait, min(UNDISTURBED, context.deadline.left())))
         if context.is_committer:
-            # This rank's own part goes on meanwhile, on its thread; `poll` raises what that has met.
+            # This rank's own part runs meanwhile on its thread; `poll` raises the error if it fails.
             reports = yield from _collect(context, "acted", {}, context.participants, job.poll)
             reports[context.rank] = yield from _act(context, job)
             context.enter("acted")
@@ -238,21 +235,19 @@ def task_steps(context: Context, job: TaskActions) -> Steps:
 
 
 def _refuse_late(context: Context) -> Steps:
-    """A rank that comes after its operation was abandoned gets the same error at once."""
+    """Raise the error of the call if it was abandoned before this rank came."""
     context.known_outcome = yield from _raise_if_abandoned(context)
     if context.known_outcome is not None:
         raise _not_ours(context)
 
 
 def _not_ours(context: Context) -> HoldfastError:
-    """An outcome that can't be: no rank can agree before this one has done its part."""
+    """Return the error for an impossible outcome: no rank can agree before this one has done its part."""
     if context.phase != "failed":
         context.enter("failed")
     return HoldfastError(
-        f"{context.title}: the message store says that all ranks agreed, but rank "
-        f"{context.rank} had not done its part "
-        f"yet. Nothing that it says of "
-        "this call can be believed.",
+        f"{context.title}: the message store says that all ranks agreed, but rank {context.rank} had not "
+        "done its part yet. Nothing that it says of this call can be believed.",
         step=context.step,
         rank=context.rank,
         hint="Something else writes into the message store of this job, or ranks were restarted one by one; "
@@ -261,10 +256,10 @@ def _not_ours(context: Context) -> HoldfastError:
 
 
 def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> Steps:
-    """Which replica this rank is of what nobody declared.
+    """Return which replica this rank holds of each row whose replica nobody declared.
 
-    Mostly every rank holds the same names, and one round of fingerprints shows it; only where
-    they differ does everyone send its list. Ranks without such tensors say so and go on.
+    Mostly every rank holds the same names, and one round of fingerprints shows it. Only where they differ
+    does every rank send its list. Ranks without such rows report that and go on.
     """
     if not context.is_committer:
         yield context.report("fingerprint", Fingerprint(mine))
@@ -287,7 +282,7 @@ def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> 
     holders = [rank for rank in context.participants if messages[rank].fingerprint is not None]
     if not holders:
         return None
-    # The usual case: one digest per rank, however many tensors it has. Lists cost more, so they come second.
+    # The usual case: one digest per rank, however many tensors it has. Lists are longer, so they come second.
     if len({messages[rank].fingerprint for rank in holders}) == 1:
         yield Put(f"{context.key}/assigned", to_message(Assigned(holders)))
         return Assigned(holders) if mine is not None else None
@@ -303,16 +298,16 @@ def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> 
 
 
 def _act(context: Context, job: TaskActions) -> Steps:
-    """Until this rank has done its part."""
+    """Wait until this rank has done its part; return its report."""
     watch = PeerMonitor(context)
-    context.on_wait([])  # what it does may wait for any of the others
+    context.on_wait([])  # its work may wait for any of the others
     while True:
         report = yield Do("poll", job.poll)
         if report is not None:
             context.on_wait(None)
             return report
         yield from _raise_if_abandoned(context)
-        # The committer comes here after all others have acted (`_collect`). It only waits for itself.
+        # The committer comes here after all others have acted (`_collect`), so it waits only for itself.
         if not context.is_committer:
             yield from watch.look([context.committer], "do its part")
         elif context.deadline.passed():
@@ -329,58 +324,58 @@ def _collect(
     ranks: Sequence[int],
     poll: Callable[[], object] = lambda: None,
 ) -> Steps:
-    """Committer: everybody's message for a stage, or the error that names who is missing.
+    """Committer: return the message of every rank on a topic, or raise an error that names the missing ranks.
 
-    `poll` raises what this rank itself has met meanwhile.
+    `poll` raises errors of this rank's own work meanwhile.
     """
-    found = {context.rank: mine}
+    reports = {context.rank: mine}
     missing = sorted(rank for rank in ranks if rank != context.rank)
     if not missing:
-        return found
+        return reports
     watch = PeerMonitor(context)
     while missing:
         context.on_wait(missing[:QUOTED])
         yield from _raise_if_abandoned(context)
         yield Do("poll", poll)
-        # Heard ranks are not asked again, so a call costs one message a rank and not one a rank and look.
-        some = missing[:ASK]  # a bounded question, however large the world
+        # Ranks that have reported are not asked again: one read per rank, not one per rank and look.
+        some = missing[:ASK]  # a bounded request, however large the world
         messages = yield Get([context.key_of(topic, rank) for rank in some])
         heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
         for rank, message in heard.items():
             context.note_abandoned(from_roster(message, Before, rank).abandoned)
-        found.update(heard)
+        reports.update(heard)
         missing = [rank for rank in missing if rank not in heard]
         if len(heard) == len(some):
-            continue  # all of these were there, so the next ones may be too: no pause
+            continue  # all of these were there, so the next ones may be there as well: no pause
         if missing:
             yield from watch.look(missing, _DUTIES[topic])
             yield Pause(context.key_of(topic, missing[0]), watch.patience())
     context.on_wait(None)
-    return found
+    return reports
 
 
 def _collect_typed(context: Context, topic: str, mine: M, ranks: Sequence[int]) -> Steps:
-    """`_collect`, of messages that are all of the type of this rank's own."""
+    """Call `_collect` and check that all messages have the type of this rank's own."""
     raw = yield from _collect(context, topic, {}, ranks)
     return {rank: mine if rank == context.rank else from_roster(raw[rank], type(mine), rank) for rank in raw}
 
 
 def _await(context: Context, key: str, what: str) -> Steps:
-    """The message that the committer puts under a key."""
+    """Return the message that the committer puts under a key."""
     watch = PeerMonitor(context)
     context.on_wait([context.committer])
     while True:
-        found = (yield Get([key]))[0]
-        if found is not None:
+        message = (yield Get([key]))[0]
+        if message is not None:
             context.on_wait(None)
-            return found
+            return message
         yield from _raise_if_abandoned(context)
         yield from watch.look([context.committer], what)
         yield Pause(key, watch.patience())
 
 
 def _await_agreed(context: Context, what: str) -> Steps:
-    """The outcome, once the committer has agreed."""
+    """Return the outcome after the committer has agreed."""
     watch = PeerMonitor(context)
     context.on_wait([context.committer])
     while True:
@@ -415,15 +410,15 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
         try:
             yield from watch.look([context.committer], "put the index in place")
         except HoldfastError as error:
-            # The committer is gone, or time is up: nobody may abandon any more, so storage alone can tell.
+            # The committer is gone, or the deadline has passed. After `agreed` only storage can tell.
             yield from _look(context, job, 0.0, error)
             return Final()
         yield Pause(context.final, watch.patience())
 
 
 def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastError | str) -> Steps:
-    """Until the index of this attempt is seen in storage. Raises CommitUnconfirmed if it is not within so
-    many seconds, or the deadline."""
+    """Wait until the index of this attempt is in storage. Raises CommitUnconfirmed if it is not seen within
+    `seconds` or by the deadline."""
     ends = context.clock.now() + min(context.deadline.left(), seconds)
     pause = 0.01
     while not (yield Do("look", job.is_committed)):
@@ -433,7 +428,7 @@ def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastErr
                     f"{cause}, but its index is not to be seen from here", rank=context.committer
                 )
             raise _unconfirmed(context, cause) from None
-        # A network file system may show another host's file late; asking more often does not help.
+        # A network file system may show another host's file late; looking more often does not help.
         yield Do("rest", partial(context.clock.sleep, pause))
         pause = min(2 * pause, 1.0)
     context.enter("committed")
@@ -452,7 +447,8 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
 
 
 def _claim_agreed(context: Context, value: object = None) -> Steps:
-    standing = from_roster((yield Claim(context.outcome, to_message(context.agreed(value)))), Outcome)
+    agreed = Outcome("agreed", context.rank, abandoned=context.abandoned, value=value)
+    standing = from_roster((yield Claim(context.outcome, to_message(agreed))), Outcome)
     context.known_outcome = standing
     # Another rank has abandoned the call first, so nothing may be put in place.
     if standing.state == "abandoned":
@@ -460,7 +456,7 @@ def _claim_agreed(context: Context, value: object = None) -> Steps:
 
 
 def _publish(context: Context, job: SaveActions) -> Steps:
-    """After `agreed`: only the committer acts, and it tells the others how it went."""
+    """Put the index in place after `agreed`, and tell the others how it ended."""
     try:
         final = yield Do("publish", job.publish)
     except RosterLost:
@@ -477,19 +473,19 @@ def _publish(context: Context, job: SaveActions) -> Steps:
 
 
 def _tell_final(context: Context, final: Final) -> Steps:
-    """Tell the others how it went; if that can't be, they look into storage."""
-    for _ in range(2):  # a Ctrl-C may be thrown in here once
+    """Tell the others how it ended. If the message store is lost, they look into storage."""
+    for _ in range(2):  # a Ctrl-C may be thrown in here, once
         try:
             yield Put(context.final, to_message(final))
             return
         except RosterLost:
             return
         except HoldfastError:
-            continue  # this rank was interrupted; the others must hear of it all the same
+            continue  # this rank was interrupted; the others must be told all the same
 
 
 class _Decided(Exception):
-    """Carries an error past `_abandon`: the outcome is decided and everybody has been told."""
+    """Carries an error past `_abandon`: the outcome is decided and the other ranks have been told."""
 
     def __init__(self, error: HoldfastError) -> None:
         super().__init__(error.message)
@@ -497,11 +493,11 @@ class _Decided(Exception):
 
 
 def _abandon(context: Context, error: HoldfastError) -> Steps:
-    """Publish the failure first, then raise: the first one to be published is everyone's.
+    """Claim `abandoned` with this error. The first error that is claimed is the error of all ranks.
 
-    Returns the error to raise, or None where all ranks had agreed before.
+    Returns the error to raise, or None if all ranks had agreed before.
     """
-    # In these phases the committer judges what others have said: what is wrong need not be its own fault.
+    # In these phases the committer checks reports of others, so the fault need not be its own.
     judging = context.is_committer and context.phase in ("assigning", "committing", "read")
     if error.rank is None and not error.missing and not judging:
         error.rank = context.rank
@@ -511,7 +507,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     error.phase = error.phase or context.phase
     context.on_wait(None)
     try:
-        # All fields are set before the claim, because all ranks raise what is claimed here.
+        # All fields are set before the claim, because all ranks raise the error that is claimed.
         message = yield Claim(context.outcome, abandoned_by(context.rank, error))
     except RosterLost:
         if context.phase == "written" and not context.is_committer:  # the others may commit its files
@@ -528,7 +524,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
 
 
 def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> Steps:
-    """The message store is gone. What is in storage is all there is to know."""
+    """End a save whose message store is lost. Only storage can tell whether it was committed."""
     error.step, error.phase = context.step, error.phase or context.phase
     if context.phase in ("written", "committing"):
         if context.is_committer:  # the committer alone creates the index, and it has not
@@ -545,7 +541,7 @@ def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> St
 
 
 def _raise_if_abandoned(context: Context) -> Steps:
-    """The outcome if the ranks have agreed, None if there is none yet."""
+    """Return the outcome if the ranks have agreed, None if there is none yet. Raises if it is `abandoned`."""
     message = (yield Get([context.outcome]))[0]
     if message is None:
         return None

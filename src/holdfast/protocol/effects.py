@@ -1,4 +1,5 @@
-"""What a protocol asks to be done, what it knows of itself, and what it needs from a save or a load."""
+"""The effects that a protocol yields, its state on one rank, and the interfaces of a save, a load and a
+task."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from holdfast.protocol.whereabouts import Inquiry
 from holdfast.values import Message
 
 
-# Effects are values, not calls. `runner.perform` carries them out for real, `tests.support.simulate` with a
+# Effects are values, not calls. `runner.perform` executes them on a roster, `tests.support.simulate` with a
 # manual clock and seeded faults.
 class Put(NamedTuple):
     key: str
@@ -42,7 +43,7 @@ class Claim(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Add one to a counter; its new value."""
+    """Add one to a counter and return its new value."""
 
     key: str
 
@@ -52,21 +53,22 @@ class Delete(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Until `key` appears, at most `seconds`."""
+    """Wait until `key` appears, at most `seconds`."""
 
     key: str
     seconds: float
 
 
 class Do(NamedTuple):
-    """Work on this rank; what it raises is raised in the protocol."""
+    """Call a function on this rank; what it raises is raised in the protocol."""
 
     name: str
     action: Callable[[], object]
 
 
 class Alive(NamedTuple):
-    """Is the process behind this presence message alive? True, False, or None if unseen from here."""
+    """Tell whether the process behind a presence message is alive: True, False, or None if this host can't
+    see."""
 
     message: Message
 
@@ -77,7 +79,7 @@ Steps = Generator[Effect, Any, Any]
 
 @dataclass
 class Context:
-    """One rank's part in one operation."""
+    """The state of one operation on one rank."""
 
     rank: int
     participants: tuple[int, ...]
@@ -89,30 +91,30 @@ class Context:
     step: int | None = None
     on_phase: Callable[[str], None] = lambda phase: None
     on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
-    """Told whom this rank waits for, None when it works."""
+    """Called with the ranks that this rank waits for; None when it works."""
     inquiry: Inquiry = field(default_factory=lambda: Inquiry(None))
-    """Asks ranks that are about to be given up where they are."""
+    """Asks ranks that are about to be given up where their code is."""
     phase: str = "entered"
     who: str = ""
     """This rank as errors name it."""
     about: Message = field(default_factory=dict)
-    """What its presence message says of this call (`rendezvous.CallSignature`)."""
+    """The part of the presence message that describes this call (`rendezvous.CallSignature`)."""
     hint: str = ""
-    """What an error adds that names ranks which are missing."""
+    """The hint of an error that names missing ranks."""
     abandoned: dict[str, int] = field(default_factory=dict)
-    """This rank's calls that were abandoned since the last good end (`protocol/rendezvous.py`); told with its
-    first message."""
+    """Calls of this rank that were abandoned since the last call that all ranks completed
+    (`protocol/rendezvous.py`). Sent with its first message."""
     known_outcome: Outcome | None = None
     """The outcome, once this rank knows it."""
     own: set[str] = field(default_factory=set)
-    """Keys that nobody needs once this rank has left."""
+    """Keys that nobody needs after this rank has left."""
     answers: set[str] = field(default_factory=set)
-    """Committer: keys of what it told single ranks; who reads one deletes it, unless the call was abandoned
-    before."""
+    """Committer: keys of its answers to single ranks. The reader deletes its answer, unless the call was
+    abandoned before."""
 
     def __post_init__(self) -> None:
         self.clock = self.deadline.clock
-        # No election and no message: every rank computes the same one. If the committer is dead, the call is
+        # No election and no message: every rank computes the same committer. If it is dead, the call is
         # abandoned.
         self.committer = min(self.participants)
         self.is_committer = self.rank == self.committer
@@ -125,62 +127,60 @@ class Context:
         self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
 
     def enter(self, phase: str) -> None:
-        """Move to a phase that the table allows."""
+        """Enter a phase. Raises AssertionError if the transition is not in the table."""
         if phase not in self.transitions[self.phase]:
             raise AssertionError(f"the protocol has no way from {self.phase!r} to {phase!r}")
         self.phase = phase
         self.on_phase(phase)
 
     def key_of(self, topic: str, rank: int) -> str:
-        """The key of what a rank reports, or is answered, on a topic."""
+        """Return the key under which a rank reports, or is answered, on a topic."""
         return f"{self.key}/{topic}/{rank}"
 
     def report(self, topic: str, message: Message | Struct) -> Put:
-        """Tell the committer; `_collect` hears it. The first message of a call carries the calls that were
-        abandoned before it."""
+        """Send a report to the committer (`_collect` reads it).
+
+        The first message of a call also lists the calls that were abandoned before it.
+        """
         key = self.key_of(topic, self.rank)
         self.own.add(key)
         before = {"abandoned": self.abandoned} if self.abandoned else {}
         return Put(key, {**to_message(message), **before})
 
     def answer(self, topic: str, rank: int, message: Message | Struct) -> Put:
-        """Committer: tell one rank, which deletes it when it leaves."""
+        """Committer: send an answer to one rank, which deletes it when it leaves the call."""
         key = self.key_of(topic, rank)
         self.answers.add(key)
         return Put(key, to_message(message))
 
     def note_abandoned(self, abandoned: dict[str, int]) -> None:
-        """Committer: take in which calls another rank has seen abandoned."""
-        # The highest number wins, so that no rank counts back to a call that is over.
+        """Committer: note which calls another rank has seen abandoned."""
+        # The highest number wins, so that no rank goes back to a call that is over.
         for signature, number in abandoned.items():
             self.abandoned[signature] = max(self.abandoned.get(signature, 0), number)
 
-    def agreed(self, value: object = None) -> Outcome:
-        """The outcome of a call that all ranks bring to its end."""
-        return Outcome("agreed", self.rank, abandoned=self.abandoned, value=value)
-
 
 class SaveActions(Protocol):
-    """What a save does on one rank; the simulation has its own."""
+    """The work of a save on one rank. The simulation implements it, too."""
 
     def fingerprint(self) -> str | None:
-        """A fingerprint of what this rank holds without a declared replica, or None if nothing."""
+        """Return a digest of the rows without a declared replica, or None if there are none."""
         ...
 
     def list_rows(self) -> RowList:
-        """All of it, for when fingerprints differ."""
+        """Return these rows themselves; called if the fingerprints of the ranks differ."""
         ...
 
     def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
-        """Committer: for each rank that told, which replica it is of each tensor."""
+        """Committer: choose for each rank that sent a list which replica it is of each of its rows."""
         ...
 
     def write(self, assigned: Assigned | None) -> Written:
-        """Write and sync this rank's files; returns what the committer must know."""
+        """Write and sync this rank's files; return what the committer needs to know of them."""
         ...
 
     def prepare(self, written: dict[int, Written]) -> None:
-        """Committer: read back, merge and check; raises what is wrong. Nothing is visible yet."""
+        """Committer: read back, merge and check. Raises if anything is wrong. Nothing is visible yet."""
         ...
 
     def publish(self) -> Final:
@@ -188,52 +188,54 @@ class SaveActions(Protocol):
         ...
 
     def tidy(self) -> None:
-        """Committer, after the commit: remove what nobody needs any more. Never raises."""
+        """Committer, after the commit: remove files that are no longer needed. Never raises."""
         ...
 
     def is_committed(self) -> bool:
-        """Is the index in storage that of this attempt, as far as can be seen from here? Never raises."""
+        """Return whether the index of this attempt is in storage, as far as this rank can see. Never
+        raises."""
         ...
 
 
 class TaskActions(Protocol):
-    """What ranks do together at one time. `begin` returns at once; what it began may block, and is asked for
-    by `poll`."""
+    """A collective task on one rank. `begin` returns at once. The work that it starts may block; `poll` asks
+    for the result."""
 
     def contribute(self) -> Message:
-        """What the committer must know of this rank before any of them acts."""
+        """Return what the committer needs to know of this rank before any rank acts."""
         ...
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        """Committer: for each rank its answer; raises if ranks don't fit together. Nothing was done yet."""
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        """Committer: return the answer for each rank. Raises if the contributions do not fit together; no
+        rank has acted yet."""
         ...
 
     def begin(self, answer: Message) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        """Until this rank has acted, at most so long."""
+        """Wait until this rank has acted, at most so long."""
         ...
 
     def poll(self) -> Message | None:
-        """This rank's report once it has acted; raises what it met."""
+        """Return this rank's report, or None if it has not acted yet. Raises what the work has raised."""
         ...
 
     def finish(self, reports: dict[int, Message]) -> Message:
-        """Committer: what all ranks return."""
+        """Committer: return the result that all ranks return."""
         ...
 
     def explain(self, error: HoldfastError) -> HoldfastError:
-        """The error, or a better one: it looks at what other ranks say of themselves."""
+        """Return the error, or a better one, made from the presence messages of the other ranks."""
         ...
 
 
 class LoadActions(Protocol):
     def choose(self) -> Chosen:
-        """Committer: which checkpoint, and which version of it."""
+        """Committer: choose the checkpoint, and the version of it."""
         ...
 
     def read(self, chosen: Chosen) -> HaveRead: ...
 
     def check(self, reports: dict[int, HaveRead]) -> None:
-        """Committer, once all have read: is there anything wrong with what all ranks have done?"""
+        """Committer, after all ranks have read: raise if the reports show an error."""
         ...

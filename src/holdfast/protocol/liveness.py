@@ -1,4 +1,4 @@
-"""How long a rank waits for others, and what it says of them when it has waited long enough."""
+"""How long a rank waits for others, and the error that it raises about them at the end."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from holdfast.roster.presence import at_key, describe
 from holdfast.values import Message
 
 ASK = 64
-"""Keys asked for at once."""
+"""Keys read at once."""
 QUOTED = 8
 """Ranks that an error or a presence message lists."""
 COURTESY = 0.5
-"""Seconds past the deadline that other ranks leave the committer, which knows best who is missing."""
+"""Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
 
 
 class PeerMonitor:
-    """An eye on ranks that are waited for: gone, stalled, or out of time."""
+    """Monitors ranks that are waited for: processes that have ended, stalls, and the deadline."""
 
     LOOK_EVERY = 0.25
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.timers: dict[int, StallTimer] = {}
-        # Mostly the message that is waited for comes before the first look, which then costs nothing.
+        # Mostly the message comes before the first look, and then monitoring costs nothing.
         self.next_look = context.clock.now() + self.LOOK_EVERY / 2
         self.rounds = 0
         self.turn = 0
         self.gives_up_at = context.deadline.at + (0.0 if context.is_committer else COURTESY)
 
     def patience(self) -> float:
-        """How long to pause before looking again: short at first, longer in a long wait."""
+        """Return how long to pause before the next look: short at first, longer in a long wait."""
         self.rounds += 1
-        # A quarter of the stall timeout: a short one is to be kept to. And 0.05 s past the deadline rather
-        # than just short of it, because the look after this pause is the one that must find it passed.
+        # A quarter of the stall timeout, so that short timeouts are kept. The last pause ends 0.05 s past the
+        # deadline: the look after it must find that the deadline has passed.
         limit = min(self.LOOK_EVERY, self.context.stall_timeout / 4)
         return max(0.001, min(0.01 * 1.3**self.rounds, limit, self.context.deadline.left() + 0.05))
 
@@ -57,10 +57,10 @@ class PeerMonitor:
         lost: list[RankInfo] = []
         there = []
         for rank, message in here.items():
-            # Its time begins when it is first waited for: what it did before is none of this rank's business.
+            # The stall time of a rank begins when this rank first waits for it.
             timer = self.timers.setdefault(rank, StallTimer(context.stall_timeout, context.clock))
             if message is not None:
-                # None (another host) says nothing; there the timer decides.
+                # None: it is on another host, where only the stall timer decides.
                 if (yield Alive(message)) is False:
                     lost.append(self._describe(rank, message, "its process has ended"))
                     continue
@@ -74,7 +74,7 @@ class PeerMonitor:
             raise self._failed(lost, what, RankFailed, len(lost))
         if now >= self.gives_up_at:
             waits_for = self._waits_for(here.get(context.committer)) if not context.is_committer else []
-            if waits_for:  # the committer itself only waits: name those that it waits for
+            if waits_for:  # the committer itself only waits, so name the ranks that it waits for
                 messages = yield Get([at_key(rank) for rank in waits_for])
                 here, what = (
                     dict(zip(waits_for, messages, strict=True)),
@@ -84,9 +84,9 @@ class PeerMonitor:
             raise self._failed(out, what, DeadlineExceeded, len(out) if waits_for else everyone)
 
     def _ask(self, there: list[int], committer: Message | None, now: float) -> None:
-        """Ask those where they are that are about to be given up, and have not ended."""
+        """Ask ranks that are about to be given up, and have not ended, where their code is."""
         context = self.context
-        # Asked ahead of time, so that the answer is there when the rank is given up.
+        # Asked in advance, so that the answer is there when the rank is given up.
         soon = context.stall_timeout - min(ASK_BEFORE, context.stall_timeout / 2)
         missed = [rank for rank in there if self.timers[rank].quiet_for() >= soon]
         # At the deadline `look` names the ranks that the committer waits for. Ask the same ones.
@@ -95,11 +95,12 @@ class PeerMonitor:
         context.inquiry.ask(missed[:QUOTED], context.key)
 
     def _mark(self, message: Message) -> object:
-        """The progress mark of a rank, from its presence message: its stall timer is reset when this changes.
+        """Return the progress mark of a rank, from its presence message: its stall timer is reset when this
+        changes.
 
-        Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a rank
-        that waits has nothing else to show. Outside of it: the same of all operations that it is in; the beat
-        counts only for a resident one, which has no progress of its own.
+        Inside this operation: phase, bytes moved and, while it waits for others, its beat, because a waiting
+        rank has no other progress. Outside of it: the same of all its operations; the beat counts only for a
+        resident one, which has no progress of its own.
         """
         operations: dict[str, Message] = message.get("operations") or {}
         inside = operations.get(self.context.key)
@@ -114,7 +115,7 @@ class PeerMonitor:
         return describe(rank, message, self.context.clock.wall(), note, self.context.key)
 
     def _waits_for(self, message: Message | None) -> list[int]:
-        """Whom a rank in this very operation waits for, as it says itself."""
+        """Return the ranks that a rank waits for in this operation, by its own message."""
         inside = ((message or {}).get("operations") or {}).get(self.context.key) or {}
         return [
             rank
@@ -123,7 +124,7 @@ class PeerMonitor:
         ]
 
     def _where(self, message: Message | None) -> str:
-        """Why a rank is not in this call, as far as its message tells; empty if it is."""
+        """Return why a rank is not in this call, as far as its message tells; empty if it is."""
         context = self.context
         if message is None:
             return f"it never entered {context.title}"
@@ -132,13 +133,13 @@ class PeerMonitor:
             return ""
         last: Message = message.get("last") or {}
         for key, part in [*operations.items(), (str(last.get("key")), last)]:
-            said = self._other_call(key, part, key in operations)
-            if said:
-                return said
+            reason = self._other_call(key, part, key in operations)
+            if reason:
+                return reason
         return f"it has not entered {context.title}"
 
     def _other_call(self, key: str, part: Message, now: bool) -> str:
-        """What a rank's call has to do with this one, if it is of the same kind and place."""
+        """Describe how another call of a rank relates to this one; empty if kind or place differ."""
         context = self.context
         # A key is `<signature>/<generation>.<number>` (`rendezvous.History.begin`).
         site, _, number = context.key.rpartition(".")
@@ -147,25 +148,25 @@ class PeerMonitor:
             behind = int(its) < int(number)
             return (
                 f"it is {'behind' if behind else 'ahead'}: its last call of this kind is its number "
-                f"{int(its) + 1} of {context.title}, this one is "
-                f"number {int(number) + 1}" + (", and the others had given that one up" if behind else "")
+                f"{int(its) + 1} of {context.title}, this one is number {int(number) + 1}"
+                + (", and the others had given that one up" if behind else "")
             )
         if part.get("site") is not None and part["site"] == context.about.get("site") and other != site:
             return (
-                f"{'it is in another call' if now else 'its last call was another one'} of "
-                f"{context.title}, with "
-                f"arguments {part.get('arguments')} "
-                f"where rank {context.rank} has {context.about.get('arguments')}"
+                f"{'it is in another call' if now else 'its last call was another one'} of {context.title}, "
+                f"with arguments {part.get('arguments')} where rank {context.rank} has "
+                f"{context.about.get('arguments')}"
             )
         return ""
 
     def _failed(self, infos: list[RankInfo], what: str, kind: type[RankFailed], count: int) -> RankFailed:
-        """The error about these ranks, of `count` that are missing: a large world is looked at in turns."""
+        """Return the error about these ranks. `count` is the number of missing ranks: a large world is looked
+        at in turns."""
         context = self.context
-        # At the deadline an answer gets 1/8 s more, no longer: the call must return.
+        # Past the deadline wait 1/8 s more for answers, no longer: the call must return.
         left = max(0.0, self.gives_up_at - context.clock.now()) + PATIENCE / 4
-        said = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
-        infos = [msgspec.structs.replace(info, at=said.get(info.rank, "")) for info in infos]
+        answers = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
+        infos = [msgspec.structs.replace(info, at=answers.get(info.rank, "")) for info in infos]
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
             f"; and {count - QUOTED} more" if count > QUOTED else ""
         )
@@ -173,8 +174,7 @@ class PeerMonitor:
         waited = context.deadline.elapsed()
         return kind(
             f"{context.title} failed after {waited:.1f} s, {why} while rank {context.rank} waited for "
-            f"{'rank ' + str(infos[0].rank) if count == 1 else str(count) + ' ranks'} to {what}: "
-            f"{shown}.",
+            f"{'rank ' + str(infos[0].rank) if count == 1 else str(count) + ' ranks'} to {what}: {shown}.",
             step=context.step,
             phase=context.phase,
             rank=infos[0].rank,

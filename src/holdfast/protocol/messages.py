@@ -1,8 +1,7 @@
-"""What ranks tell each other in a save and a load. A message that is not of its type is refused where it is
-read.
+"""The messages of a save and a load. A message that does not have its type is refused when it is read.
 
-Fields that a type does not have are ignored: the first message of a call also carries the calls that were
-abandoned before it (`effects.Context.report`).
+Unknown fields are ignored: the first message of a call also carries the calls that were abandoned before it
+(`effects.Context.report`).
 """
 
 from __future__ import annotations
@@ -17,113 +16,114 @@ from holdfast.values import Json, Message
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """Whose a generation number of a rank is: that of the process that has drawn this token."""
+    """The owner of a generation number of a rank: the process that has drawn this token."""
 
     token: str
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The first rank of a call to all: the call has begun."""
+    """From the first rank of a call to all: the call has begun."""
 
     rank: int
     attempt: str
-    """A name of this attempt that no other has."""
+    """A name of this attempt that no other attempt has."""
 
 
 # An empty dict is a safe default here: msgspec makes a new one for each instance.
 class Before(msgspec.Struct, frozen=True):
-    """What the first message of a call carries besides: the calls that were abandoned before it."""
+    """The additional field of the first message of a call: the calls that were abandoned before it."""
 
     abandoned: dict[str, int] = {}
     """By call signature, the number of the next call."""
 
 
 class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The one decision of a call: whoever claims its key first decides for all ranks."""
+    """The one decision of a call: the rank that claims its key first decides for all ranks."""
 
     state: Literal["agreed", "abandoned"]
     rank: int
-    """Who has claimed it."""
+    """The rank that has claimed it."""
     error: Message = {}
-    """Of an abandoned call, what every rank raises (`HoldfastError.to_message`)."""
+    """Of an abandoned call, the error that every rank raises (`HoldfastError.to_message`)."""
     abandoned: dict[str, int] = {}
-    """Of an agreed call, as in `Before`, the highest numbers of all ranks."""
+    """Of an agreed call: as in `Before`, the highest number of all ranks."""
     value: Json = None
     """Of an agreed choice or task, its result. It is any JSON."""
 
 
 class Final(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The committer to all: how its last step ended, which comes after the outcome."""
+    """From the committer to all: the result of its last step, which comes after the outcome."""
 
     index: str = ""
     """Version of the index that is in place, as hex digits."""
     error: Message | None = None
-    """What was raised instead."""
+    """The error that was raised instead."""
 
 
 class Said(msgspec.Struct, frozen=True):
-    """Each rank to the committer: what it has to say to a choice. It is any JSON."""
+    """From each rank to the committer: its value for a choice, any JSON."""
 
     value: Json = None
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """Each rank to the committer: a digest of the rows whose holders are not declared; None if all are."""
+    """From each rank to the committer: a digest of the rows without a declared replica; None if there are
+    none."""
 
     fingerprint: str | None
 
 
 class RowList(msgspec.Struct, frozen=True):
-    """Each such rank to the committer, where digests differ: the rows themselves."""
+    """From each holder of such rows to the committer, if digests differ: the rows themselves."""
 
     keys: list[str]
-    """What identifies each row."""
+    """Identifies each row: its name and box."""
     specs: list[str]
-    """What must be equal on all that hold it."""
+    """Dtype, shape and so on of each row; must be equal on all holders."""
 
 
 class Assigned(msgspec.Struct, frozen=True):
-    """The committer's answer: which copy of its undeclared rows a rank holds."""
+    """The committer's answer: which replica of its undeclared rows a rank holds."""
 
     holders: list[int] | None = None
-    """All ranks that have such rows, if all have the same; a rank's place among them is its copy's number."""
+    """All ranks that have such rows, if all have the same; a rank's position in it is its replica index."""
     lists_wanted: bool = False
-    """They are not the same: each is to send its list."""
+    """The rows differ: each holder is to send its list."""
     replicas: list[tuple[int, int]] | None = None
     """(index, count) of each row of one rank's list, in its order."""
 
 
 class Written(msgspec.Struct, frozen=True):
-    """Each rank to the committer: what it has written, durably."""
+    """From each rank to the committer: what it has written, durably."""
 
     step: int | None
     grid: Message | None
     files: list[WrittenFile]
     report: Message = {}
-    """What an integration tells besides (`SaveRequest.report`)."""
+    """The report of an integration (`SaveRequest.report`)."""
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The committer to all: which version of a checkpoint is loaded."""
+    """From the committer to all: the version of the checkpoint that is loaded."""
 
     identity: str
     created: Json = None
-    """Seconds since the epoch, as the index says it. It is any JSON."""
+    """Seconds since the epoch, copied from the index: any JSON."""
 
 
 class HaveRead(msgspec.Struct, frozen=True):
-    """Each rank to the committer: it has read its part."""
+    """From each rank to the committer: it has read its part."""
 
     bytes: int
     asked: int
-    """Rows that it asked for."""
+    """Rows that it requested."""
 
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def to_message(value: Message | msgspec.Struct) -> Message:
-    """What goes to the roster."""
+    """Return the JSON object that is sent over the roster."""
     if isinstance(value, msgspec.Struct):
         message: Message = msgspec.to_builtins(value)
         return message
@@ -131,8 +131,10 @@ def to_message(value: Message | msgspec.Struct) -> Message:
 
 
 def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
-    """A message of rank `rank`, None where any rank may have written it. Raises HoldfastError if it is not of
-    its type."""
+    """Convert a message to its type. Raises HoldfastError if it does not fit.
+
+    rank: the sender, or None if it can be any rank.
+    """
     try:
         return msgspec.convert(message, kind)
     except msgspec.ValidationError as error:
@@ -146,5 +148,5 @@ def from_roster(message: Message, kind: type[M], rank: int | None = None) -> M:
 
 
 def abandoned_by(rank: int, error: HoldfastError) -> Message:
-    """What a rank claims as the outcome of a call that it gives up."""
+    """Return the outcome that a rank claims for a call that it gives up."""
     return to_message(Outcome("abandoned", rank, error.to_message()))

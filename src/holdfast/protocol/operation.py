@@ -1,4 +1,4 @@
-"""One call of one rank: its meeting place, its presence, its context, and how it is run."""
+"""One call of one rank: its rendezvous, its presence, its context, and how it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ _HINTS = {
 class Operation:
     """A save, load or choice that this rank enters with the other participants of a call.
 
-    kind, place, arguments: what is called; ranks whose are not equal never meet. title: how errors name it.
+    kind, place, arguments: identify the call; ranks with different ones never meet. title: its name in
+        errors.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class Operation:
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
         self.bytes_total = 0
-        """How many bytes `progress` will have noted at the end, once that is known."""
+        """Bytes that `progress` will have noted at the end; 0 until that is known."""
         self.alone = len(call.participants) == 1
-        # What nobody else takes part in needs no message store, and leaves nothing there.
+        # A call of one rank needs no message store, and leaves nothing in it.
         self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
         self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
         self._history = history_of(self.roster, call.participants)
@@ -87,7 +88,7 @@ class Operation:
     def _on_phase(self, phase: str) -> None:
         self.clocks[phase] = time.monotonic()
         self.presence.phase = phase
-        with suppress(HoldfastError):  # a beat that is late is no reason to fail
+        with suppress(HoldfastError):  # a late beat is no reason to fail
             self.presence.beacon.send()
         # Subscribers are user code. If one hangs, the error must not blame the message store
         # (`runner._stuck`).
@@ -95,54 +96,50 @@ class Operation:
             self.emit(phase)
 
     def progress(self, moved: int) -> None:
-        """Note `moved` bytes; raises if the operation was given up meanwhile."""
+        """Note `moved` more bytes. Raises if the operation was given up meanwhile."""
         self.cancel.check()
         self.presence.progress += moved
         self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
 
     def tick(self) -> None:
-        """Progress that is not bytes."""
+        """Note progress that is not bytes."""
         self.cancel.check()
         self.presence.progress += 1
 
     def _meet(self) -> Steps:
-        """Find the others, and show this rank to them."""
+        """Find the other ranks, and show this rank to them."""
         self.attempt = yield from meet(self.context, self._signature, self._history)
         try:
             self.presence.begin(self.context.key, None if self.alone else self.context.outcome)
         except RosterLost:
-            # A rank that is alone in the call needs no store, so a lost store is no reason to fail.
+            # A call of one rank needs no store, so a lost store is no reason to fail.
             if not self.alone:
                 raise
-        except HoldfastError as error:  # no thread for the beat: the protocol tells it to the others
+        except HoldfastError as error:  # no thread for the beat: the protocol tells the others
             self.cancel.set(error)
-
-    def _leave(self) -> Steps:
-        """Close the call; a message store that is gone keeps what is there."""
-        with suppress(RosterLost):
-            yield from leave(self.context, self._history)
 
     def run(
         self, steps: Steps, collect_error: HoldfastError | None = None, pause_collector: bool = True
     ) -> Any:
-        """Run the protocol to its end; returns or raises by the deadline. `collect_error` is what reading the
-        state met: the protocol tells it to the others, and Ctrl-C among it goes on from here.
+        """Run the protocol to its end. Returns or raises by the deadline.
 
-        pause_collector: keep the garbage collector off meanwhile; False if the process trains beside it.
+        collect_error: what collecting the state has raised. The protocol tells it to the others. If its cause
+            is Ctrl-C, that is raised here.
+        pause_collector: pause the garbage collector meanwhile; False if the process trains at the same time.
         """
         try:
             with collector_paused() if pause_collector else nullcontext():
-                whole = CallSteps(self._meet(), steps, self._leave())
+                whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
                 return run(whole, self.context, self.roster, self.presence, self.cancel)
         except HoldfastError as error:
-            if not isinstance(error, Unplaced):  # which is no failure: the load begins again, with lengths
+            if not isinstance(error, Unplaced):  # not a failure: the load begins again, with lengths
                 self.emit("raised", error=type(error).__name__, message=str(error))
             cause = collect_error.__cause__ if collect_error is not None else None
             if cause is not None and not isinstance(cause, Exception):
                 raise cause from None
             raise
         finally:
-            # A thread that was left behind has not run `leave`. The next call then settles how this one
+            # A thread that was left behind has not run `leave`. The next call then determines how this one
             # ended.
             if self.context.known_outcome is None:
                 self._history.give_up(self.context.key)
@@ -151,20 +148,20 @@ class Operation:
         return time.monotonic() - self.begun
 
     def phases(self) -> dict[str, float]:
-        """Seconds spent in each phase so far."""
+        """Return the seconds spent in each phase so far."""
         marks = [*self.clocks.items(), ("", time.monotonic())]
         return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
 
 
 def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
-    """Run user code on the caller's thread; what it raises becomes an error for all ranks to hear."""
+    """Call user code on the caller's thread. What it raises is returned as an error for all ranks."""
     try:
         with collector_paused():
             read()
     except HoldfastError as error:
         return error
     # Not raised here: this rank must still enter the call, or the others would wait for it in vain.
-    except BaseException as error:  # Ctrl-C, too, is told to the others, and raised again after
+    except BaseException as error:  # also Ctrl-C: the others are told, and then it is raised again
         collect_error = HoldfastError(
             f"The state could not be read: {type(error).__name__}: {error}", rank=rank
         )
@@ -176,7 +173,7 @@ def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
 def agree(
     title: str, place: str, choose: Callable[[dict[int, Json]], Json], call: Call, mine: Json = None
 ) -> Json:
-    """The lowest participant's answer, a JSON value, on every participant; it is given what each says
+    """Return on every participant the JSON value that the lowest one chooses from the values of all
     (`mine`)."""
     operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
     return operation.run(choice_steps(operation.context, choose, mine))

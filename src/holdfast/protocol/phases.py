@@ -1,4 +1,5 @@
-"""The phases of a save, a load and a choice, and every way from one to another. docs/protocol.md draws it."""
+"""The phases of a save, a load, a choice and a task, and the transitions between them. docs/protocol.md draws
+them."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ TASK_TRANSITIONS: Transitions = {
     "done": {},
     "failed": {},
 }
-"""What ranks do together at one time (`task_steps`): open process groups, warm them up, close them."""
+"""A collective task (`core.task_steps`): open process groups, warm them up, close them."""
 
 CHOICE_TRANSITIONS: Transitions = {
     "entered": {"chosen": "the committer named it", "failed": "an error, or `abandoned`"},

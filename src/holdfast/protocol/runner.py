@@ -1,10 +1,10 @@
-"""Runs a protocol for real: its effects on a roster and a clock, its waits under a bound.
+"""Runs a protocol: its effects on a roster and a clock, its waits under a deadline.
 
-Everything that may block for ever, storage and the message store, is called on a worker thread.
-The caller waits for the worker, at most until the deadline plus a short grace, and takes the
-error that the beat has heard of if the worker is stuck. What is stuck is told to stop (`Cancel`)
-and can no longer report `written`, so nothing that was given up can become visible later. Ctrl-C
-in the caller is thrown into the protocol, which tells the other ranks, and is then raised again.
+Storage and the message store may block for ever, so they are called on a worker thread. The caller waits for
+the worker until the deadline plus a short grace. If the worker is stuck, the caller raises the error of the
+other ranks, if the beat has seen one. A stuck worker is told to stop (`Cancel`) and can no longer report
+`written`, so an operation that was given up can't become visible later. Ctrl-C in the caller is raised inside
+the protocol, which tells the other ranks, and then in the caller again.
 """
 
 from __future__ import annotations
@@ -23,23 +23,21 @@ from holdfast.roster.presence import Presence
 from holdfast.threads import start_thread
 
 GRACE = 0.75
-"""Seconds past its deadline, or past the others' giving up, that a worker is left to come back by itself."""
+"""Seconds past the deadline, or after the others gave up, in which a worker may still return by itself."""
 LAST_CALL = 0.5
-"""Seconds that it is then left to notice that it was cancelled."""
-
-
+"""Seconds that a worker then has to notice that it was cancelled."""
 TIDY = 30.0
-"""Seconds after its success that a call waits for the removal of what is not needed any more."""
+"""Seconds after its success that a call waits for the removal of files that are no longer needed."""
 SUCCESS = ("committed", "loaded", "chosen", "done")
 UNSURE = ("written", "committing", "unconfirmed")
 
 
 class Cancelled(HoldfastError):
-    """The operation was given up while this thread was at work."""
+    """The operation was given up while this thread was working."""
 
 
 class Cancel:
-    """Tells a worker to stop; with a reason, to tell the other ranks why first."""
+    """Tells a worker thread to stop. With a reason, the thread first tells the other ranks why."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
@@ -49,19 +47,17 @@ class Cancel:
         self.reason = reason
         self._set.set()
 
-    def is_set(self) -> bool:
-        return self._set.is_set()
-
     def check(self) -> None:
         if self._set.is_set():
             raise Cancelled("The operation was given up.")
 
 
 def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) -> object:
-    """Drive a protocol to its end on this thread."""
+    """Run a protocol to its end on this thread; return its result."""
     result: object = None
     error: BaseException | None = None
-    told = False  # the reason of a cancel is thrown in once: telling the others must not be cancelled again
+    # The reason of a cancel is thrown in once: telling the others must not be cancelled.
+    reason_thrown = False
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
@@ -69,25 +65,25 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             return end.value
         result, error = None, None
         try:
-            if not told:
+            if not reason_thrown:
                 cancel.check()
             result = _do(effect, roster, presence)
         except Cancelled:
-            if cancel.reason is None or told:
-                # Without a reason nobody is to be told: the caller has gone on, and this thread just ends.
+            if cancel.reason is None or reason_thrown:
+                # Without a reason the caller has gone on, and this thread just ends.
                 steps.close()
                 raise
-            error, told = cancel.reason, True
+            error, reason_thrown = cancel.reason, True
         except HoldfastError as raised:
             error = raised
-        except Exception as raised:  # a bug or a user's object: it must still reach the other ranks
+        except Exception as raised:  # a bug, or user code: the other ranks must be told all the same
             wrapped = HoldfastError(f"{type(raised).__name__}: {raised}", rank=roster.rank)
             wrapped.__cause__ = raised
             error = wrapped
 
 
 def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
-    """What one effect of a protocol gives."""
+    """Execute one effect of a protocol; return its result."""
     match effect:
         case Put(key, message):
             return roster.put(key, message)
@@ -104,19 +100,19 @@ def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
         case Alive(message):
             return presence.identity.alive(message)
         case Do(_, action):
-            # An error about a stuck thread says whether it was at work or asked the message store.
+            # So that an error about a stuck thread can tell storage and user code from the message store.
             with presence.working():
                 return action()
 
 
 class CallSteps(NamedTuple):
-    """The protocols of one call, in their order."""
+    """The protocols of one call, in the order in which they run."""
 
     meet: Steps
-    """Finds the meeting place, and begins the beat."""
+    """Derives the key of the call, and starts the beat."""
     body: Steps
     leave: Steps
-    """Deletes messages; what it meets changes nothing."""
+    """Deletes messages; its errors are ignored."""
 
 
 @dataclass
@@ -129,19 +125,19 @@ class _Ended:
 
 
 def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, cancel: Cancel) -> object:
-    """Run a protocol under its deadline; returns or raises by then, whatever is stuck."""
+    """Run a protocol under its deadline. Returns or raises by then, even if a thread is stuck."""
     done = threading.Event()
     ended = _Ended()
 
     def work() -> None:
-        never = Cancel()  # who is to be told that this rank gives up is known once it has met them
+        never = Cancel()  # a cancel is told to the other ranks, which works only after the rendezvous
         try:
             perform(steps.meet, roster, presence, never)
             ended.value = perform(steps.body, roster, presence, cancel)
         except BaseException as error:
             ended.error = error
         try:
-            ended.known.set()  # before this rank leaves, which may take its time
+            ended.known.set()  # before this rank leaves, which may take a while
             with suppress(HoldfastError):
                 perform(steps.leave, roster, presence, never)
         finally:
@@ -154,14 +150,14 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
     try:
         thread = start_thread(work, "holdfast-operation", context.rank)
     except HoldfastError as error:
-        cancel.set(error)  # the protocol tells it to the others, which takes no thread
+        cancel.set(error)  # the protocol tells the others, which needs no thread
         work()
     try:
         _wait(done, ended, context, presence)
     except HoldfastError:
         cancel.set()
         if not ended.known.wait(LAST_CALL):
-            roster.renew()  # the thread may be stuck inside a connection that the next call would use
+            roster.renew()  # the thread may be stuck in a connection that the next call would use
             raise
     except BaseException as interrupt:
         reason = HoldfastError(
@@ -170,14 +166,14 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             phase=context.phase,
         )
         cancel.set(reason)
-        done.wait(LAST_CALL + GRACE)  # time to tell the others; Ctrl-C must come back soon all the same
+        done.wait(LAST_CALL + GRACE)  # time to tell the others; Ctrl-C must return soon all the same
         raise
     finally:
         presence.stop()
     if done.is_set() and thread is not None:
         thread.join(timeout=LAST_CALL)
     if not ended.known.is_set() and context.phase in SUCCESS:
-        return None  # what it still tidies up goes on by itself
+        return None  # it goes on tidying up by itself
     if not ended.known.is_set() or isinstance(ended.error, Cancelled):
         raise _stuck(context, presence)
     if ended.error is not None:
@@ -186,20 +182,21 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
 
 
 def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Presence) -> None:
-    """Until the worker is done; earlier when the others have given up and it does not come back."""
+    """Wait until the worker is done, or raise if it is stuck: past the deadline, or after the others gave
+    up."""
     heard: float | None = None
     succeeded: float | None = None
-    # Short looks once the others have given up, as this rank is then to come back within GRACE.
+    # Short waits once the others have given up: this rank must then return within GRACE.
     while not done.wait(0.05 if heard is not None else 0.25):
         now = REAL_CLOCK.now()
         if ended.known.is_set():
-            done.wait(LAST_CALL)  # it still leaves the call; its messages may also go later
+            done.wait(LAST_CALL)  # it is leaving the call; its messages may also be deleted later
             return
         if context.phase in SUCCESS:
             succeeded = now if succeeded is None else succeeded
             if now >= succeeded + TIDY or now >= context.deadline.at + GRACE:
                 return
-            continue  # a success is not given up because the others have gone
+            continue  # a success stays one although the others have gone
         if heard is None and presence.noticed.is_set() and _others_error(presence) is not None:
             heard = now
         if now >= context.deadline.at + GRACE or (heard is not None and now >= heard + GRACE):
@@ -207,23 +204,22 @@ def _wait(done: threading.Event, ended: _Ended, context: Context, presence: Pres
 
 
 def _others_error(presence: Presence) -> HoldfastError | None:
-    """What the others have given the call up for, if the beat has seen it."""
+    """Return the error with which the others abandoned the call, if the beat has seen it."""
     outcome = from_roster(presence.seen, Outcome) if presence.seen is not None else None
     return from_message(outcome.error) if outcome is not None and outcome.state == "abandoned" else None
 
 
 def _stuck(context: Context, presence: Presence) -> HoldfastError:
-    """This rank's own work does not come back."""
+    """Return the error for a worker of this rank that does not come back."""
     error = _others_error(presence)
     if error is not None:
         return error
     kind = CommitUnconfirmed if context.phase in UNSURE else DeadlineExceeded
     if not presence.is_working:
         return kind(
-            f"{context.title} did not come back by its deadline of "
-            f"{context.deadline.seconds:g} s: {context.who}, in phase "
-            f"{context.phase!r}, asks the message "
-            "store, which does not answer. Which rank is missing can't be known without it.",
+            f"{context.title} did not come back by its deadline of {context.deadline.seconds:g} s: "
+            f"{context.who}, in phase {context.phase!r}, asks the message store, which does not answer. "
+            "Which rank is missing can't be known without it.",
             step=context.step,
             phase=context.phase,
             hint="Its host, mostly rank 0's process or the launcher, is stopped or can't be reached.",

@@ -1,5 +1,5 @@
-"""Something that all ranks do together at one time: on a thread, under a deadline, each telling where it
-is."""
+"""A collective task: work that all ranks do at one time, on a thread, under a deadline, while each shows
+where it is."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from holdfast.threads import start_thread
 from holdfast.values import Message
 
 _started: list[threading.Thread] = []
-"""Threads of turns; those that are over are dropped."""
+"""Threads of tasks; those that have ended are dropped."""
 
 
 def _fail_with_stuck_threads() -> Failure | None:
-    """A thread that is in a collective when the interpreter ends has torch abort the process: end it before,
-    with a plain code."""
+    """End the process with a plain exit code while a thread is in a collective.
+
+    Otherwise torch would abort the process when the interpreter ends.
+    """
     return Failure("") if any(thread.is_alive() for thread in _started) else None
 
 
 class CollectiveTask:
-    """A task that all ranks do together in one call. Subclasses say what is done.
+    """A task that all ranks do together in one call. Subclasses define the work.
 
-    `execute` runs on a thread of its own, because it may never return; then the call ends without it.
+    `execute` runs on a thread of its own, because it may never return; the call then ends without it.
     """
 
     kind = "groups"
@@ -47,42 +49,42 @@ class CollectiveTask:
         self._ended: list[tuple[Message | None, Exception | None]] = []
 
     def run(self) -> Message:
-        """Raises the error that all ranks raise."""
+        """Run the task. Raises the error that all ranks raise."""
         try:
             result: Message = self.operation.run(task_steps(self.operation.context, self))
             return result
         finally:
             _started[:] = [thread for thread in _started if thread.is_alive()]
-            self.operation.presence.more = dict  # no circle: groups go when their last user does
+            self.operation.presence.more = dict  # no reference cycle: groups go when their last user does
 
-    # -- what those who extend it say -----------------------------------------------------------
+    # -- for subclasses to override ---------------------------------------------------------------
 
     def contribute(self) -> Message:
         return {}
 
-    def decide(self, said: dict[int, Message]) -> dict[int, Message]:
-        return {rank: {} for rank in said}
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        return {rank: {} for rank in contributions}
 
     def execute(self, answer: Message) -> Message:
-        """This rank's part, on a thread of its own; by default there is none, and ranks only meet."""
+        """Do this rank's part, on a thread of its own. By default there is none, and ranks only meet."""
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:
         return {}
 
     def better(self, error: HoldfastError) -> HoldfastError | None:
-        """What says more than an error that this rank met: it may look at what other ranks say of
-        themselves."""
+        """Return an error that says more than one that this rank met, for example from the presence of other
+        ranks."""
         return None
 
     def now(self) -> Message:
-        """Values for programs that presence messages carry."""
+        """Return values for programs, which presence messages carry."""
         return {}
 
-    # -- what the protocol asks -----------------------------------------------------------------
+    # -- called by the protocol -------------------------------------------------------------------
 
     def doing(self, what: str) -> None:
-        """Note where this rank is; that is progress."""
+        """Note what this rank is doing; that counts as progress."""
         self._doing = what
         self.operation.tick()
 
@@ -94,7 +96,7 @@ class CollectiveTask:
                 self._ended.append((None, error))
             self._over.set()
 
-        # What it does may be a collective that never returns: the call ends without it, by its deadline.
+        # It may be in a collective that never returns: the call ends without it, by its deadline.
         self._thread = start_thread(work, "holdfast-groups", self.roster.rank)
         at_exit(Stage.THREADS, _fail_with_stuck_threads)
         _started.append(self._thread)
@@ -102,7 +104,7 @@ class CollectiveTask:
     def explain(self, error: HoldfastError) -> HoldfastError:
         if error.rank not in (None, self.roster.rank) and not error.missing:
             return error  # another rank's
-        with suppress(Exception):  # what explains an error must not replace it
+        with suppress(Exception):  # a failure to explain an error must not replace it
             return self.better(error) or error
         return error
 
@@ -118,16 +120,18 @@ class CollectiveTask:
         return report
 
     def presences(self, ranks: Iterable[int]) -> dict[int, Message]:
-        """What ranks say of themselves, as far as they do; what they say of this turn stands in the message
-        itself."""
+        """Return the presence messages of ranks that have one, each updated with its record of this task."""
         asked = list(ranks)
         messages = self.roster.get([at_key(rank) for rank in asked])
-        found = {rank: message for rank, message in zip(asked, messages, strict=True) if message is not None}
         key = self.operation.context.key
-        return {rank: {**message, **message["operations"].get(key, {})} for rank, message in found.items()}
+        return {
+            rank: {**message, **message["operations"].get(key, {})}
+            for rank, message in zip(asked, messages, strict=True)
+            if message is not None
+        }
 
     def is_gone(self, message: Message) -> bool:
-        """Has the process behind a message ended, as far as can be seen from here?"""
+        """Return whether the process behind a presence message has ended, as far as this host can see."""
         return self.operation.presence.identity.alive(message) is False
 
     def _more(self) -> Message:
@@ -135,5 +139,5 @@ class CollectiveTask:
         return {**self.now(), "doing": doing}
 
     def _stack(self) -> str:
-        """Where the thread stands, innermost call last."""
+        """Return the stack of the thread, innermost call last."""
         return calls_of_frame(frame_of(self._thread)) if self._thread is not None else ""

@@ -1,13 +1,13 @@
-"""Where a rank's code is: told by a thread of that rank, asked by those who are about to give it up.
+"""Where the code of a rank is: a thread of that rank answers, ranks that are about to give it up ask.
 
-A rank that others wait for may be in user code, in a collective, or at the end of its program, so nothing
-that it does on its own can tell. One thread of its process waits in the message store for a question, on a
-client of its own, and asks nobody meanwhile. It wakes also while the main thread is in C code that has
-released the GIL. Who is stopped, has ended, or holds the GIL does not answer, and the error goes without.
+A rank that others wait for may be in user code, in a collective, or at the end of its program, so its main
+thread can't answer. One thread of its process waits in the message store for a question, with a client of its
+own, and sends no requests meanwhile. It also wakes while the main thread is in C code that has released the
+GIL. A process that is stopped, has ended, or holds the GIL does not answer; the error is then raised without.
 
-`where/<rank>/ask` is claimed by the first that asks; all others who ask until the answer is there share it.
-The answer, `where/<rank>`, says which questions it answers. Ranks that are threads of one process (tests) are
-looked at without a message.
+The first rank that asks claims `where/<rank>/ask`; all others who ask before the answer is there share its
+question. The answer, `where/<rank>`, lists the questions that it answers. Ranks that are threads of one
+process (tests) are looked at without a message.
 """
 
 from __future__ import annotations
@@ -34,36 +34,37 @@ from holdfast.values import Message
 T = TypeVar("T", bound=msgspec.Struct)
 
 ASK_BEFORE = 0.75
-"""Seconds before a rank is given up at which it is asked."""
+"""A rank is asked this many seconds before it is given up."""
 PATIENCE = 0.5
-"""Seconds that an answer takes, at most."""
+"""Seconds to wait for an answer, at most."""
 LONGEST = 4096
-"""Characters of an answer."""
+"""Characters of an answer, at most."""
 KEPT = 64
-"""Questions that an answer names."""
+"""Questions that an answer lists, at most."""
 FAREWELL = 1.0
-"""Seconds that it may take to tell the threads of all ranks that the message store is about to end."""
+"""Seconds to tell the threads of all ranks that the message store is about to end."""
 
 
 class Question(msgspec.Struct, frozen=True):
-    """Who waits for a rank, to that rank."""
+    """From a rank that waits to the rank that it waits for."""
 
     ticket: str = ""
-    """Of this question and no other."""
+    """Identifies this question."""
     call: str = ""
-    """The key of the call in which it is waited for."""
+    """The key of the call in which the rank is waited for."""
     by: int = -1
-    """A rank."""
+    """The rank that asks."""
     ends: bool = False
-    """No question: the message store ends, and so is this thread to."""
+    """Not a question: the message store ends, and the thread is to end, too."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A rank, to all who have asked."""
+    """From a rank to all who have asked."""
 
     tickets: list[str]
-    """The last questions that it has heard, the latest last; this answers all of them."""
+    """The last questions that the rank has read, the latest last; this answers all of them."""
     at: str
+    """Its stacks."""
 
 
 def _question_key(rank: int) -> str:
@@ -74,7 +75,7 @@ def _answer_key(rank: int) -> str:
     return f"where/{rank}"
 
 
-# -- who is asked ---------------------------------------------------------------------------------
+# -- the rank that answers ------------------------------------------------------------------------
 
 
 class _Teller:
@@ -86,7 +87,7 @@ class _Teller:
         base.on_end(self.end)
 
     def _run(self) -> None:
-        with suppress(HoldfastError):  # the message store has ended, or the job is another one's
+        with suppress(HoldfastError):  # the message store has ended, or belongs to another job
             self._serve(self.base.base("where"))
         with _lock:
             if _tellers.get(self.base) is self:
@@ -97,13 +98,13 @@ class _Teller:
         key, heard = _question_key(rank), list[str]()
         _here[client.job(), rank] = self.caller
         if _is_end(client.get([key])[0]):
-            client.delete([key])  # it was said to an earlier one
+            client.delete([key])  # it was meant for an earlier thread
         # This first answer shows that a thread listens here: `_say_end` tells only ranks that have one.
         client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, "")))
         while True:
             client.wait_long(key)
             message = client.get([key])[0]
-            # Deleted before the stack is taken: who asks after this gets a new ticket and a fresh answer.
+            # Deleted before the stack is taken: who asks after this gets a new ticket and a new answer.
             client.delete([key])
             if _is_end(message):
                 client.delete([_answer_key(rank)])
@@ -114,17 +115,19 @@ class _Teller:
                 return  # a store that can't delete would wake this thread for ever
             question = _read(message, Question)
             if question is not None:
-                # The next answer overwrites this one, perhaps before it was read. So an answer also names
+                # The next answer overwrites this one, perhaps before it was read. So an answer also lists
                 # earlier tickets.
                 heard = [*heard, question.ticket][-KEPT:]
-                at = "; ".join(filter(None, (has_ended(), where_threads_are(self.caller))))
-                client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, at[:LONGEST])))
+                stacks = "; ".join(filter(None, (has_ended(), where_threads_are(self.caller))))
+                client.put(_answer_key(rank), msgspec.to_builtins(Answer(heard, stacks[:LONGEST])))
 
     def end(self) -> None:
-        """End the thread: this process lets go of the message store, or ends. (A thread that comes back from
-        the store's client while the interpreter is finalised aborts the process.) The lowest rank mostly
-        hosts the store: it tells the threads of all ranks, or each would write to its terminal that its
-        connection is lost."""
+        """End the thread, because this process closes the message store, or ends.
+
+        A thread that returns from the store's client while the interpreter finalises would abort the process.
+        The lowest rank mostly hosts the store: it ends the threads of all ranks, or each of them would write
+        to its terminal that its connection is lost.
+        """
         if self.pid != os.getpid() or not self.thread.is_alive():
             return
         ends = time.monotonic() + FAREWELL
@@ -142,41 +145,41 @@ class _Teller:
 
     def _say_end(self, ends: float) -> None:
         rank, base = self.base.rank, self.base
-        told = [rank] if rank else list(range(base.world_size))
-        told = _there(base, told)
-        for other in told:
+        listening = [rank] if rank else list(range(base.world_size))
+        listening = _there(base, listening)
+        for other in listening:
             base.put(_question_key(other), msgspec.to_builtins(Question(ends=True)))
-        while told and time.monotonic() < ends:  # what they are asking must be answered first
+        while listening and time.monotonic() < ends:  # the store must answer their requests before it ends
             time.sleep(0.01)
-            told = _there(base, told)
+            listening = _there(base, listening)
 
 
 def _there(base: Wakeable, ranks: list[int]) -> list[int]:
-    """Those of some ranks whose threads are there."""
-    found = base.get([_answer_key(rank) for rank in ranks])
-    return [rank for rank, message in zip(ranks, found, strict=True) if message is not None]
+    """Return those of the ranks whose threads are listening."""
+    messages = base.get([_answer_key(rank) for rank in ranks])
+    return [rank for rank, message in zip(ranks, messages, strict=True) if message is not None]
 
 
 _tellers: dict[Wakeable, _Teller] = {}
 _here: WeakValueDictionary[tuple[str, int], threading.Thread] = WeakValueDictionary()
-"""By job and rank: the thread that called for it, of the ranks of this process."""
+"""By job and rank, of the ranks of this process: the thread that made the call."""
 _lock = threading.Lock()
 
 
 def tell_where(roster: Roster) -> None:
-    """From now on other ranks can ask where this one is, also between calls. Never raises, asks nobody.
+    """Let other ranks ask from now on where this one is, also between calls. Never raises; sends no request.
 
-    A fork does not answer for the rank, and can't begin to: it has its parent's connections.
+    A forked process does not answer for the rank: its connections are its parent's.
     """
     caller = threading.current_thread()
-    if caller.name.startswith("holdfast-"):  # what goes on beside the program
+    if caller.name.startswith("holdfast-"):  # a thread of ours, not of the program
         caller = threading.main_thread()
     if roster.world_size == 1:
         return
     if isinstance(roster, MemoryRoster):
         _here.setdefault((roster.job(), roster.rank), caller)
     elif isinstance(roster, Wakeable) and not is_over():
-        with _lock, suppress(HoldfastError):  # no more threads: others do without
+        with _lock, suppress(HoldfastError):  # no thread can be started: this rank will not answer
             base = roster.base()
             known = _tellers.get(base)
             if known is None or (known.pid == os.getpid() and not known.thread.is_alive()):
@@ -185,7 +188,7 @@ def tell_where(roster: Roster) -> None:
 
 
 def end_tellers(roster: Roster) -> None:
-    """This rank has nothing more to say, and is about to let go of the store: see `_Teller.end`."""
+    """End this rank's thread before it closes the store: see `_Teller.end`."""
     if isinstance(roster, Wakeable) and (known := _tellers.get(roster.base())) is not None:
         known.end()
 
@@ -196,14 +199,14 @@ def _end_all() -> Failure | None:
     return None
 
 
-# -- who asks -------------------------------------------------------------------------------------
+# -- the rank that asks ---------------------------------------------------------------------------
 
 
 class Inquiry:
-    """What one call of this rank asks of ranks that it waits for."""
+    """The questions of one call of this rank to ranks that it waits for."""
 
     def __init__(self, roster: Roster | None) -> None:
-        """None: nobody is there who could be asked."""
+        """roster: None if there is nobody to ask."""
         self._roster = roster
         self._tickets: dict[int, str] = {}
         self._near: dict[int, str] = {}
@@ -211,26 +214,26 @@ class Inquiry:
         self._until = 0.0
 
     def ask(self, ranks: Iterable[int], call: str) -> None:
-        """Ask those that were not asked yet, and wait for nothing but the message store."""
+        """Ask those that were not asked yet, without waiting for the answers."""
         roster = self._roster
         for rank in ranks:
             if roster is None or rank in self._tickets or rank in self._near:
                 continue
-            with suppress(HoldfastError):  # the call itself meets the same loss, and says so
+            with suppress(HoldfastError):  # the call itself meets the same error, and raises it
                 near = _here.get((roster.job(), rank))
                 if near is not None and near.is_alive():
                     self._near[rank] = where_thread_is(near)
                 elif isinstance(roster, Wakeable):
                     mine = Question(secrets.token_hex(6), call, roster.rank)
-                    # If another rank's question stands already, share its ticket: one answer serves both.
+                    # If another rank has asked already, share its ticket: one answer serves both.
                     standing = roster.base().claim(_question_key(rank), msgspec.to_builtins(mine))
                     self._tickets[rank] = (_read(standing, Question) or mine).ticket
                     self._until = time.monotonic() + PATIENCE
 
     def answers(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
-        """Where those are who were asked and have answered; waits for the rest, at most `patience` seconds
+        """Return the locations of ranks that have answered. Waits for the rest, at most `patience` seconds
         and until `PATIENCE` after the last question."""
-        found = {rank: self._near[rank] for rank in ranks if rank in self._near}
+        locations = {rank: self._near[rank] for rank in ranks if rank in self._near}
         waiting = [rank for rank in ranks if rank in self._tickets]
         ends = min(self._until, time.monotonic() + patience)
         while waiting and self._roster is not None and isinstance(self._roster, Wakeable):
@@ -239,12 +242,12 @@ class Inquiry:
                 for rank, message in zip(waiting, messages, strict=True):
                     answer = _read(message, Answer)
                     if answer is not None and self._tickets[rank] in answer.tickets:
-                        found[rank] = answer.at[:LONGEST]
-            waiting = [rank for rank in waiting if rank not in found]
+                        locations[rank] = answer.at[:LONGEST]
+            waiting = [rank for rank in waiting if rank not in locations]
             if time.monotonic() >= ends:
                 break
             time.sleep(0.02)
-        return found
+        return locations
 
 
 def _is_end(message: Message | None) -> bool:
@@ -253,7 +256,7 @@ def _is_end(message: Message | None) -> bool:
 
 
 def _read(message: Message | None, kind: type[T]) -> T | None:
-    """A message as what it should be; None if it is something else."""
+    """Convert a message to its type; None if it does not fit."""
     with suppress(msgspec.ValidationError):
         return None if message is None else msgspec.convert(message, kind)
     return None

@@ -1,5 +1,5 @@
-"""A coordination store: who is there, and short messages between ranks, over the store of torch.distributed
-or in memory.
+"""A coordination store: the ranks, and short messages between them, over the store of torch.distributed or in
+memory.
 
-Anything that passes `holdfast.testing.RosterContract` can take its place.
+Any class that passes `holdfast.testing.RosterContract` can take its place.
 """

@@ -1,8 +1,8 @@
 """The coordination store: small messages between ranks, under keys, with no collective.
 
-A message is a JSON object, written once, or by one rank only, but for `claim`, the one operation that
-decides, and `count`. A roster never interprets what it carries, and nothing received is ever unpickled. When
-the place that keeps the messages is gone, every method raises `RosterLost`.
+A message is a JSON object. It is written once, or by one rank only, except by `claim`, the one operation that
+decides, and `count`. A roster never interprets messages, and never unpickles anything that it receives. If
+the store behind it is gone, every method raises `RosterLost`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from holdfast.values import Message
 
 
 class Roster(Protocol):
-    """Which ranks there are, and what they say."""
+    """The ranks, and the messages between them."""
 
     rank: int
     world_size: int
@@ -25,60 +25,60 @@ class Roster(Protocol):
     def put(self, key: str, message: Message) -> None: ...
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
-        """The messages that are there now; None for each that is not. Never waits."""
+        """Return the messages that are there now; None for each that is not. Never waits."""
         ...
 
     def claim(self, key: str, message: Message) -> Message:
-        """Put the message unless one stands there already; returns the one that stands. Atomic."""
+        """Put the message unless the key has one already; return the message that the key has now. Atomic."""
         ...
 
     def count(self, key: str) -> int:
-        """Add one to a counter, which begins at 0; returns the new value. Atomic. A counter is no message:
-        `get` does not read it."""
+        """Add one to a counter, which begins at 0; return the new value. Atomic. `get` does not read
+        counters."""
         ...
 
     def wait(self, key: str, seconds: float) -> bool:
-        """Until the key is there, at most so long (a real clock's seconds)."""
+        """Wait until the key is there, at most so long (by the real clock); return whether it is."""
         ...
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Remove messages and counters; one that is not there is no error."""
+        """Remove messages and counters; a missing one is no error."""
         ...
 
     def job(self) -> str:
-        """A name of this job that all its ranks share, and no other job has."""
+        """Return a name of this job that all its ranks share, and no other job has."""
         ...
 
     def second(self) -> Roster:
-        """Another client of the same messages, so that one thread's call holds no other up. Kept."""
+        """Return another client of the same messages, so that a call of one thread does not block others.
+        Kept."""
         ...
 
     def lane(self, name: str) -> Roster:
-        """The same ranks and clients with messages of their own, for what goes on beside the rest. Kept."""
+        """Return a roster of the same ranks and clients with separate messages, for concurrent work. Kept."""
         ...
 
     def renew(self) -> None:
-        """Forget the connections: a thread that was given up may be stuck in one."""
+        """Drop the connections: a thread that was given up may be stuck in one."""
         ...
 
 
-# Found by isinstance. Ranks of other rosters, users' own among them, are not asked where they are.
+# Checked by isinstance. Ranks of other rosters, for example users' own, are not asked where they are.
 @runtime_checkable
 class Wakeable(Roster, Protocol):
-    """A roster on which a thread of a rank can wait for as long as the job goes on, and ask nobody
-    meanwhile."""
+    """A roster on which a thread can wait for as long as the job runs, without sending requests."""
 
     def base(self, client: str = "main") -> Wakeable:
-        """The same ranks, outside of all lanes, over the client of this name. Kept, and equal for all lanes.
-        It does not keep the place of the messages alive."""
+        """Return the roster of the same ranks outside of all lanes, over the client of this name. Kept, and
+        the same for all lanes. It does not keep the store alive."""
         ...
 
     def wait_long(self, key: str) -> None:
-        """Until the key is there, however long that takes. Nobody else can use this client meanwhile."""
+        """Wait until the key is there, without a limit. Nobody else can use this client meanwhile."""
         ...
 
     def on_end(self, listener: Callable[[], None]) -> None:
-        """Call `listener` when this process lets go of the place of the messages, which still answers."""
+        """Call `listener` before this process closes the store, which still answers then."""
         ...
 
 
@@ -86,5 +86,5 @@ def decode(data: bytes, key: str) -> Message:
     try:
         return msgspec.json.decode(data, type=Message)
     except (msgspec.DecodeError, ValueError) as error:
-        # Whatever has written this: the store can't be trusted to decide a call, so it counts as lost.
+        # A store with foreign messages can't be trusted to decide a call, so it counts as lost.
         raise RosterLost(f"The message {key!r} is not what a rank of Holdfast writes ({error}).") from None

@@ -1,4 +1,4 @@
-"""A roster inside one process: ranks as threads in tests, and the world of one."""
+"""A roster inside one process: for ranks that are threads (in tests), and for a process alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.values import Message
 
 @dataclass(eq=False)
 class Board:
-    """The messages that the ranks of one world share."""
+    """The messages that the ranks of one roster share."""
 
     messages: dict[str, bytes] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
@@ -41,14 +41,14 @@ class MemoryRoster:
 
     def put(self, key: str, message: Message) -> None:
         with self.board.changed:
-            # Encoded as in a real store: ranks share no dict, and what is no JSON fails here, too.
+            # Encoded as in a real store: ranks share no dict, and a value that is not JSON fails here, too.
             self.board.messages[key] = msgspec.json.encode(message)
             self.board.changed.notify_all()
 
     def get(self, keys: Sequence[str]) -> list[Message | None]:
         with self.board.changed:
-            found = [self.board.messages.get(key) for key in keys]
-        return [None if data is None else decode(data, key) for key, data in zip(keys, found, strict=True)]
+            encoded = [self.board.messages.get(key) for key in keys]
+        return [None if data is None else decode(data, key) for key, data in zip(keys, encoded, strict=True)]
 
     def claim(self, key: str, message: Message) -> Message:
         with self.board.changed:
@@ -58,7 +58,7 @@ class MemoryRoster:
 
     def count(self, key: str) -> int:
         with self.board.changed:
-            # No notify: `wait` waits for messages, and a counter is none.
+            # No notify: `wait` waits for messages, not for counters.
             self.board.counters[key] = self.board.counters.get(key, 0) + 1
             return self.board.counters[key]
 

@@ -1,9 +1,9 @@
-"""Who a rank is and where it is: one message a rank, refreshed by a beat while it works.
+"""Presence: one message per rank with its identity and its work, refreshed by a beat while it works.
 
-`at/<rank>` says host, pid, and for each operation that the rank is in its phase, the bytes moved so far, and
-whom the rank waits for, if it does not work. That is what an error quotes about a rank that is missing. A
-beat comes from a thread of its own with a client of its own, so it goes on while the rank is deep in a system
-call; a rank that is stopped or gone falls silent. On one host a process that has ended is seen at once.
+`at/<rank>` contains host, pid, and for each operation of the rank its phase, the bytes moved so far, and the
+ranks that it waits for, if it does not work. Errors quote it about a missing rank. The beat has a thread and
+a client of its own, so it continues while the rank is deep in a system call; a rank that is stopped or gone
+sends no beat. On the same host, the end of a process is seen at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def _read(path: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """A process's start time in clock ticks; tells a reused pid from the old one. '' if gone."""
+    """Return a process's start time in clock ticks, which tells a reused pid from the old one; '' if it is
+    gone."""
     stat = _read(f"/proc/{pid}/stat")
     # The process name, in parentheses, may contain blanks and parentheses itself. So fields are counted from
     # the last one: first the state, and the start time (field 22 of proc(5)) at index 19.
@@ -43,19 +44,17 @@ def _started(pid: int) -> str:
     return "" if len(fields) < 20 or fields[0] in "ZX" else fields[19]
 
 
-def _machine() -> str:
-    """Equal for two processes that can see each other's pids."""
-    # The host name would not do: a container has its own pid namespace, in which pids mean other processes.
+@cache
+def _process(pid: int) -> tuple[str, str, str]:
+    """Return host, machine and start time of this process. The pid is an argument because a fork has
+    another."""
+    # Two processes with the same machine can see each other's pids. The host name would not do: a container
+    # has its own pid namespace, in which pids mean other processes.
     namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
-
-
-@cache
-def _process(pid: int) -> tuple[str, str, str]:
-    """Host, machine and start time of this process, whose pid is given because a fork is another one."""
-    return socket.gethostname(), _machine(), _started(pid)
+    machine = f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
+    return socket.gethostname(), machine, _started(pid)
 
 
 class Identity:
@@ -66,28 +65,28 @@ class Identity:
         self.host, self.machine, self.started = _process(self.pid)
 
     def alive(self, message: Message) -> bool | None:
-        """Is the process behind a message alive? None where that can't be seen from here."""
+        """Return whether the process behind a message is alive; None if this host can't see it."""
         if not self.started or message.get("machine") != self.machine:
             return None
         return _started(int(message.get("pid", 0))) == message.get("started")
 
 
 def describe(rank: int, message: Message | None, wall: float, note: str = "", key: str = "") -> RankInfo:
-    """A rank as an error quotes it at the time `wall`: from its message, what it does in the operation `key`
-    or else last."""
+    """Describe a rank for an error at the time `wall`: what its message says of the operation `key`, or else
+    of its last one."""
     if message is None:
         return RankInfo(rank, note=note)
     operations: dict[str, Message] = message.get("operations") or {}
-    # A rank that is not in `key` is quoted with the operation that it began last.
+    # If the rank is not in `key`, quote the operation that it began last.
     doing = operations.get(key) or next(reversed(operations.values()), None)
-    said = doing or message.get("last") or {}
-    phase = f"{said.get('title', '')}: {said.get('phase', '')}" if said else "idle"
+    operation = doing or message.get("last") or {}
+    phase = f"{operation.get('title', '')}: {operation.get('phase', '')}" if operation else "idle"
     since = max(0.0, wall - float(message.get("wall", 0.0)))
     return RankInfo(
         rank,
         str(message.get("host", "")),
         int(message.get("pid", 0)),
-        phase if doing or not said else f"idle since {phase}",
+        phase if doing or not operation else f"idle since {phase}",
         round(since, 2),
         "; ".join(part for part in (note, str((doing or {}).get("doing", ""))) if part),
     )
@@ -101,12 +100,12 @@ class Presence:
         self.identity = self.beacon.identity
         self.operation, self.title, self.interval = "", title, interval
         self.about: Message = {}
-        """What tells this operation from others of the rank."""
+        """Identifies the call, beside `key` (`protocol.rendezvous.CallSignature`)."""
         self.phase, self.progress = "entered", 0
         self.waiting_for: list[int] | None = None
         self.is_working = False
         self.more: Callable[[], Message] = dict
-        """What else the message says: `doing`, as errors quote it, and values for programs."""
+        """Returns more of the message: `doing`, which errors quote, and values for programs."""
         self.watched: str | None = None
         self.seen: Message | None = None
         """The message under `watched`, once the beat has found it."""
@@ -114,8 +113,8 @@ class Presence:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this rank's thread works or calls back; outside it asks the message store, if it does not
-        come on."""
+        """Mark the code inside as this rank's own work or a callback; code outside talks to the message
+        store."""
         self.is_working = True
         try:
             yield
@@ -123,11 +122,11 @@ class Presence:
             self.is_working = False
 
     def wait_for(self, ranks: Sequence[int] | None) -> None:
-        """Note whom this rank waits for; None: nobody, it works."""
+        """Note the ranks that this rank waits for; None if it works."""
         self.waiting_for = None if ranks is None else list(ranks)
 
     def record(self) -> Message:
-        """This operation's part of the rank's message."""
+        """Return this operation's part of the rank's message."""
         return {
             **self.about,
             "key": self.operation,
@@ -139,29 +138,30 @@ class Presence:
         }
 
     def begin(self, operation: str, watched: str | None) -> None:
-        """Show this rank in an operation. With `watched`, the operation's outcome: beat, and look for it."""
+        """Show this rank in an operation. If `watched`, the key of its outcome, is given, beat and look for
+        that."""
         self.operation, self.watched = operation, watched
         self.beacon.add(self)
         self.beacon.send()
 
     def leave(self) -> None:
-        """Show that the operation is over here; whoever misses this rank later can quote how it ended."""
+        """Show that the operation is over on this rank, so that errors of others can quote how it ended."""
         if self.operation:
             self.beacon.remove(self)
             with suppress(RosterLost):
                 self.beacon.send()
 
     def stop(self) -> None:
-        """End the beat, if no other operation needs it; one that is stuck in the message store is left to end
-        by itself."""
+        """End the beat, unless another operation needs it. A beat that is stuck in the message store ends by
+        itself."""
         self.beacon.remove(self)
         self.beacon.join(0.2)
 
 
 class Beacon:
-    """This rank's message on one lane of a roster: who it is, and every operation that it is in.
+    """This rank's message on one lane of a roster: its identity, and all operations that it is in.
 
-    Operations come and go on several threads; the message has all of them, so that none hides another.
+    Several threads begin and end operations; one message contains all of them, so that none hides another.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -173,13 +173,13 @@ class Beacon:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._ended: threading.Thread | None = None
-        """The last one, which may not be quite through."""
+        """The last thread, which may not have quite ended."""
 
     def message(self) -> Message:
         who = self.identity
         with self._changed:
             operations = dict(self._operations)
-            # Others look whether this count has changed, never at `wall`: clocks of hosts differ.
+            # Others compare this count, never `wall`: clocks of hosts differ.
             self._beats += 1
         return {
             "rank": who.rank,
@@ -204,9 +204,9 @@ class Beacon:
         started."""
         with self._changed:
             self._operations[presence.operation] = presence
-            # A call of one rank alone needs no beat: nobody watches it.
+            # A call of one rank needs no beat: nobody waits for it.
             if presence.watched is None or self._thread is not None:
-                self._changed.notify_all()  # its interval may be a shorter one
+                self._changed.notify_all()  # its interval may be shorter
                 return
             self._thread = start_thread(self._beat, "holdfast-beat", self.identity.rank)
 
@@ -218,7 +218,7 @@ class Beacon:
             self._changed.notify_all()
 
     def join(self, seconds: float) -> None:
-        """Wait for the beat to end, if there is nothing left to beat for."""
+        """Wait for the beat to end, if no operation needs it."""
         with self._changed:
             thread = (self._thread or self._ended) if not self._beating() else None
         if thread is not None:
@@ -228,7 +228,7 @@ class Beacon:
         return [presence for presence in self._operations.values() if presence.watched is not None]
 
     def _beat(self) -> None:
-        with suppress(RosterLost):  # the operation itself meets the same loss and says so
+        with suppress(RosterLost):  # the operation itself meets the same error and raises it
             while self._due():
                 roster = self._roster()
                 if roster is None:
@@ -236,15 +236,15 @@ class Beacon:
                 # A client of its own, which a stuck call of the protocol can't hold up.
                 client = roster.second()
                 self.send(client)
-                # The beat looks for the outcome as well: it goes on where the protocol's own thread is stuck.
+                # The beat looks for the outcome as well, because the protocol's own thread may be stuck.
                 with self._changed:
                     unseen = [presence for presence in self._beating() if not presence.noticed.is_set()]
-                found = client.get([str(presence.watched) for presence in unseen])
-                for presence, message in zip(unseen, found, strict=True):
+                messages = client.get([str(presence.watched) for presence in unseen])
+                for presence, message in zip(unseen, messages, strict=True):
                     if message is not None:
                         presence.seen = message
                         presence.noticed.set()
-                # Not held while this thread waits: the roster keeps the beacon, and must be able to go.
+                # No reference while this thread waits: the roster must be able to go.
                 del roster, client
         with self._changed:
             # After a lost store: the next operation starts a new beat.
@@ -252,7 +252,7 @@ class Beacon:
                 self._thread = None
 
     def _due(self) -> bool:
-        """Wait until the next beat; False if there is nothing left to beat for."""
+        """Wait until the next beat; return False if no operation needs one."""
         with self._changed:
             begun = time.monotonic()
             while True:
@@ -271,7 +271,7 @@ _beacons_lock = threading.Lock()
 
 
 def beacon_of(roster: Roster) -> Beacon:
-    """This rank's beacon on a lane; one a process, as a fork is another one."""
+    """Return this rank's beacon on a lane. A forked process gets its own."""
     with _beacons_lock:
         known = _beacons.get(roster)
         if known is None or known.identity.pid != os.getpid():

@@ -1,8 +1,8 @@
 """Messages that carry the seal of their job: a keyed hash over the key and the content.
 
-A TCPStore answers whoever reaches its port. A message without the job's seal is not read: what another job,
-an earlier life of this one or somebody who does not know the secret writes can't decide a save. What a seal
-does not protect from is in docs/security.md.
+A TCPStore answers anybody who reaches its port. A message without the job's seal is refused, so a message of
+another job, of an earlier run of this one, or of somebody who does not know the secret can't decide a save.
+docs/security.md says what a seal does not protect from.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Seal:
         # Hashed first, because BLAKE2b takes a key of 64 bytes at most and HOLDFAST_SECRET may be longer.
         self._key = blake2b("\0".join(secrets).encode(), digest_size=32).digest()
         self.job = self._of("job", b"").decode()
-        """Equal for those who know the secret."""
+        """A name of the job, the same for all who know the secret."""
 
     def sign(self, key: str, data: bytes) -> bytes:
         """Return the data with its seal in front."""
         return self._of(key, data) + data
 
     def check(self, key: str, sealed: bytes) -> bytes:
-        """Return the data without its seal. Raises RosterLost if the seal is not this job's."""
+        """Return the data without its seal. Raises RosterLost if it is not the seal of this job."""
         seal, data = sealed[:_HEX], sealed[_HEX:]
         # Not `==`: its time would tell how many leading characters of a guess are right.
         if not hmac.compare_digest(seal, self._of(key, data)):
@@ -38,12 +38,11 @@ class Seal:
                 f"The message {key!r} in the message store does not carry this job's seal, so it was not "
                 f"read.",
                 hint="Something else writes into the store of this job: another job on the same port, "
-                "another value of "
-                "HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
+                "another value of HOLDFAST_SECRET on some ranks, or a stranger. See docs/security.md.",
             )
         return data
 
     def _of(self, key: str, data: bytes) -> bytes:
-        # With the key, so that a message copied to another key is refused. In hex, because `compare_set` of
-        # torch's stores takes text.
+        # The key is hashed, too, so that a message copied to another key is refused. In hex, because
+        # `compare_set` of torch's stores takes text.
         return blake2b(key.encode() + b"\0" + data, key=self._key, digest_size=_SIZE).hexdigest().encode()

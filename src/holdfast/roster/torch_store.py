@@ -1,10 +1,10 @@
 """The roster over `torch.distributed`'s own key-value store: TCPStore under any launcher.
 
-The store is the one that the default process group was started with, so there is nothing to
-set up; its keys get a prefix of ours. We use clients of our own, because one client serialises its calls and
-a wait would hold the training's own use up: one for operations, one for what goes on beside them, shared by
-all lanes, and one on which a rank waits to be asked where it is (`protocol/whereabouts.py`): a world of ten
-thousand ranks keeps three connections a rank.
+The store is the one that the default process group was started with, so there is nothing to set up; our keys
+have a prefix. We use clients of our own, because one client runs its calls one after the other, and a wait
+would block the training's own calls: one client for operations, one for concurrent work, shared by all lanes,
+and one on which a rank waits to be asked where it is (`protocol/whereabouts.py`). So a world of ten thousand
+ranks has three more connections per rank.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ Client = Any
 """A client of torch's store. torch.distributed does not export its class."""
 
 _NOTHING = "\0"
-"""No message is this. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for
-a key that is not there."""
+"""Never a message. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for a
+key that is not there."""
 _FEW = 8
-"""Messages up to which each is read by itself."""
+"""Up to this many messages are read one by one."""
 _WAIT = timedelta(seconds=10)
-"""For a message that is deleted while several are read at once."""
+"""Timeout of a read of several messages, one of which is deleted meanwhile."""
 _LONG = timedelta(days=20)
-"""As long as a client of the store can wait: it counts milliseconds in 31 bits."""
+"""The longest wait of a store's client, which counts milliseconds in 31 bits."""
 _SELDOM = 1.0
-"""Seconds between two looks for a key, on a store whose clients can't wait for it by themselves."""
+"""Seconds between two looks for a key, on a store whose clients can't wait for keys."""
 
 
 class _Connections:
-    """This process's clients of one store, made at first use, and the secret that seals messages.
+    """This process's clients of one store, created at first use, and the secret that seals messages.
 
-    The store is not kept alive: after `destroy_process_group` the server of the default process group's must
-    end with it, or the next process group on that port would meet the messages of the last.
+    It does not keep the store alive: after `destroy_process_group` the server of the default process group's
+    store must end with it, or the next process group on that port would see the messages of the last.
     """
 
     def __init__(self, store: Client) -> None:
@@ -59,7 +59,7 @@ class _Connections:
         self.prefix = f"holdfast/{read_environment().incarnation}/"
 
     def client(self, name: str) -> Client:
-        """The client of this name; connecting may block, so it is left to a worker thread."""
+        """Return the client of this name. Connecting may block, so this is called on worker threads."""
         if name not in self._clients:
             parent = self.parent()
             if parent is None:
@@ -70,17 +70,17 @@ class _Connections:
                 )
             with _reachable("opening a client"):
                 made = clone_store(parent)
-                # A store that is its own clone (HashStore) belongs to the program, which has set its timeout.
+                # A store that is its own clone (HashStore) belongs to the program, and so does its timeout.
                 if made is not parent:
                     made.set_timeout(_WAIT)
                 self._clients[name] = made
         return self._clients[name]
 
     def seal(self, client: Client) -> Seal:
-        """The seal of this job: its secret is drawn by the rank that comes first, and read by the others."""
+        """Return the seal of this job. The first rank draws its secret, the others read it."""
         if self._seal is None:
             with _reachable("reading the job's secret"):
-                # Whoever comes first sets the secret; all others get the one that stands.
+                # The first rank sets the secret; all others get the one that is there.
                 drawn = client.compare_set(f"{self.prefix}secret", "", secrets.token_hex(16)).decode()
             # The second secret is never sent, so a stranger who can read the store does not have it.
             self._seal = Seal(drawn, read_environment().secret)
@@ -93,8 +93,8 @@ class _Connections:
 class TorchRoster:
     """One client of a `torch.distributed.Store`.
 
-    store: None for that of the default process group, which must be initialised then. rank, world_size: those
-    of the default process group if they are not given.
+    store: None for that of the default process group, which must be initialised then. rank, world_size:
+        default to those of the default process group.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class TorchRoster:
     def _set(self, connections: _Connections, store: Client | None, client: str, lane: str) -> None:
         self._connections, self._name, self._lane = connections, client, lane
         self._given = store
-        """A store that was given lives as long as who was given it."""
+        """A reference to the store that a caller gave, which keeps that one alive."""
         self._prefix = connections.prefix + lane
         self._kept: dict[str, TorchRoster] = {}
 
@@ -116,7 +116,7 @@ class TorchRoster:
         if kept_as not in kept:
             made = TorchRoster.__new__(TorchRoster)
             made.rank, made.world_size = self.rank, self.world_size
-            # A base keeps no store alive: its thread waits as long as the store exists, so neither would end.
+            # A base must not keep the store alive: its thread waits until the store ends, so neither would.
             made._set(
                 self._connections, None if kept is self._connections.bases else self._given, client, lane
             )
@@ -142,17 +142,17 @@ class TorchRoster:
     def get(self, keys: Sequence[str]) -> list[Message | None]:
         names = [self._prefix + key for key in keys]
         with _reachable("reading"):
-            # The committer asks for 64 reports or 256 presences at once: a round trip each would add up.
-            found = (self._all_at_once(names) if len(names) > _FEW else None) or [
+            # The committer reads 64 reports or 256 presences at once: a round trip each would add up.
+            sealed = (self._all_at_once(names) if len(names) > _FEW else None) or [
                 self._store.compare_set(name, _NOTHING, _NOTHING) for name in names
             ]
         return [
             None if data == _NOTHING.encode() else self._read(name, data)
-            for name, data in zip(names, found, strict=True)
+            for name, data in zip(names, sealed, strict=True)
         ]
 
     def _all_at_once(self, names: list[str]) -> list[bytes] | None:
-        """Two round trips for many messages, if all of them are there."""
+        """Read many messages in two round trips; None if one of them is missing."""
         with suppress(dist.DistStoreError):  # one was deleted in between
             # `multi_get` would wait for a key that is not there, so check first.
             if self._store.check(names):
@@ -163,7 +163,7 @@ class TorchRoster:
         name = self._prefix + key
         data = self._signed(name, message)
         with _reachable(f"claiming {key!r}"):
-            # Expecting "" writes only if the key is absent, atomically, and returns what stands.
+            # Expecting "" writes only if the key is absent, atomically, and returns the value that is there.
             standing = self._store.compare_set(name, "", data.decode())
         return self._read(name, standing)
 
@@ -172,11 +172,11 @@ class TorchRoster:
             return int(self._store.add(self._prefix + key, 1))
 
     def wait(self, key: str, seconds: float) -> bool:
-        # Asked again and again rather than waited for in the store, whose clients write a warning
-        # to the terminal each time that a wait ends without the key.
+        # Polled, because a client of the store writes a warning to the terminal each time that its wait ends
+        # without the key.
         ends = time.monotonic() + seconds
         pause = 0.001
-        # Seconds. Pauses grow with the world, so that all ranks together look 50,000 times a second at most.
+        # Seconds. Grows with the world, so that all ranks together look at most 50,000 times per second.
         slowest = max(0.02, 2e-5 * self.world_size)
         with _reachable(f"waiting for {key!r}"):
             while not self._store.check([self._prefix + key]):
@@ -188,7 +188,7 @@ class TorchRoster:
         return True
 
     def delete(self, keys: Sequence[str]) -> None:
-        with suppress(Exception):  # tidying; a store that can't delete keeps a few hundred bytes
+        with suppress(Exception):  # tidying up; a store that can't delete keeps a few hundred bytes
             for key in keys:
                 self._store.delete_key(self._prefix + key)
 
@@ -216,7 +216,7 @@ class TorchRoster:
     def on_end(self, listener: Callable[[], None]) -> None:
         parent = self._connections.parent()
         if parent is not None:
-            # Not at the interpreter's exit: `exits` ends the threads then, in its own order.
+            # Not at the interpreter's exit: there `exits` ends the threads, in its own order.
             finalize(parent, listener).atexit = False
 
     def renew(self) -> None:
@@ -225,7 +225,7 @@ class TorchRoster:
 
 @contextmanager
 def _reachable(doing: str) -> Iterator[None]:
-    """Turns the store's exceptions into RosterLost."""
+    """Turn the store's exceptions into RosterLost."""
     try:
         with native_call():
             yield

@@ -1,5 +1,5 @@
-"""What the committer finds out before the other ranks have written: which version it may replace, and which
-names must be there."""
+"""What the committer reads before the ranks write: the version that it may replace, and the expected
+names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from holdfast.values import Message
 
 
 def begin_commit(request: SaveRequest, operation: Operation, grid: Message | None) -> Commit:
-    """What the committer knows before the others have written: the version that it may replace."""
+    """Return the commit of a save, with the version that it may replace. Called before the ranks write."""
     store = request.store
-    # Read once, at the beginning: the commit replaces this very version, or it is a Conflict.
+    # Read once, at the beginning: the commit replaces exactly this version, or raises Conflict.
     replaced_version = version_of(store, INDEX)
     if replaced_version is not None and not request.overwrite:
         raise BadInput(f"{store.url} holds a committed checkpoint already, and overwrite=False.")
@@ -38,19 +38,18 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
             compared = store
         elif request.previous is not None:
             compared = request.previous()
-        names = _previous_names(compared)
-        source = f"the checkpoint {compared.url}" if compared is not None else ""
+        if compared is not None:
+            names, source = _previous_names(compared), f"the checkpoint {compared.url}"
     elif request.expected is not None:
         names, source = list(request.expected), "expected="
 
     def keep(name: str) -> bool:
         owner = rank_in_name(name)
         if owner is not None and owner not in request.call.participants:
-            return False  # a rank's own value, and the world is smaller now
+            return False  # a value of a rank that does not take part: the world is smaller now
         return is_selected(name, (request.include, request.exclude))
 
-    # Deleted after the commit only (`SaveJob.tidy`). An index that can't be read names nothing: its data
-    # stays.
+    # Deleted only after the commit (`SaveJob.tidy`). If the index can't be read, its data stays.
     replaced: set[str] = set()
     if replaced_version is not None:
         with suppress(HoldfastError), open_index(store) as index:
@@ -63,7 +62,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         replaced_version=replaced_version,
         expected=names,
         expected_from=source,
-        # Called only if a name is gone: it opens the old index once more.
+        # Called only if a name is missing: it opens the old index once more.
         last_writer=partial(_writers, compared),
         tick=operation.tick,
         keep_name=keep,
@@ -72,11 +71,8 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
     )
 
 
-def _previous_names(store: Store | None) -> list[str] | None:
-    """The names in a checkpoint, if there is one. What can't be read can't be compared with:
-    loading it will say so, and it must not keep a good save from being made."""
-    if store is None:
-        return None
+def _previous_names(store: Store) -> list[str] | None:
+    """Return the names in a checkpoint, None if it can't be read: that must not prevent a good save."""
     try:
         with open_index(store) as index:
             return index.names()
@@ -85,7 +81,7 @@ def _previous_names(store: Store | None) -> list[str] | None:
 
 
 def _writers(store: Store | None, name: str) -> list[int]:
-    """Which ranks wrote a name in a checkpoint; for an error's sake."""
+    """Return which ranks wrote a name in a checkpoint; for an error."""
     if store is None:
         return []
     with open_index(store) as index:

@@ -1,4 +1,4 @@
-"""What a save takes away if it fails."""
+"""The cleanup after a failed save."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from holdfast.threads import start_thread
 OWN_FILES = 1.0
 """Seconds that a failed call waits until its files are deleted. No longer: storage may be what failed."""
 OTHERS_LEAVE = 2.0
-"""Seconds that the folder then has to become empty, which other ranks' files have yet to leave."""
+"""Seconds in which the folder must become empty: other ranks delete their files meanwhile."""
 
 
 def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool) -> None:
-    """After a failure, in the background: this rank's files go, and the folder if this save has made it.
-    Never raises."""
+    """Delete this rank's files in the background, and the folder if this save has made it. Never raises."""
     deleted = threading.Event()
 
     def work() -> None:
@@ -30,20 +29,21 @@ def clean_up(store: Store, discard_files: Callable[[], None], made_folder: bool)
                 _remove_folder(store, deleted)
         deleted.set()
 
-    # Beside the caller, which is about to raise: storage may be the very thing that hangs.
-    with suppress(HoldfastError):  # no thread is to be had: `prune` sweeps what stays
+    # On a thread, because the caller is about to raise and storage may be what hangs.
+    with suppress(HoldfastError):  # no thread can be started: `prune` removes the files
         start_thread(work, "holdfast-sweep")
         deleted.wait(OWN_FILES)
 
 
 def _remove_folder(store: Store, tried: threading.Event) -> None:
-    """Remove it once it is empty. If it does not get empty a rank has died, or another save has begun there:
-    it stays."""
+    """Remove the folder once it is empty. If it does not get empty, a rank has died or another save has begun
+    there: it stays.
+    """
     ends, pause = REAL_CLOCK.now() + OTHERS_LEAVE, 0.01
     while not store.remove() and REAL_CLOCK.now() < ends:
-        # The caller waits for this rank's own files only, not for those of others.
+        # The caller waits for this rank's files only, not for those of others.
         tried.set()
         REAL_CLOCK.sleep(pause)
         pause = min(2 * pause, 0.5)
-        # A `data` folder that still stands keeps the folder from being empty. Whoever is last takes it away.
+        # The folder is not empty while its `data` folder is there. The last rank removes that.
         discard(store, [])

@@ -33,27 +33,27 @@ from holdfast.version import __version__
 
 log = logging.getLogger("holdfast")
 LOOK_AGAIN = 10.0
-"""Seconds that a commit which failed for no reason of the store's looks whether its index is there."""
+"""Seconds in which a commit looks for its index after a failure that the store did not explain."""
 
 
 @cache
 def versions() -> dict[str, str]:
-    """What wrote a checkpoint; for people."""
-    from importlib.metadata import version  # slow to import, and only a save wants it
+    """Return the versions of the software that writes a checkpoint; for people who read the index."""
+    from importlib.metadata import version  # slow to import, and only a save needs it
 
-    found = {"python": platform.python_version(), "holdfast": __version__}
+    packages = {"python": platform.python_version(), "holdfast": __version__}
     for name in ("torch", "numpy"):
         try:
-            found[name] = version(name)
+            packages[name] = version(name)
         except Exception:
-            # A package without metadata must not fail a save over a line that only people read.
-            found[name] = "unknown"
-    return found
+            # A package without metadata must not fail a save: only people read this.
+            packages[name] = "unknown"
+    return packages
 
 
 @dataclass
 class Commit:
-    """One commit; the phases are called in order by the protocol."""
+    """One commit. The protocol calls its phases in order."""
 
     store: Store
     title: str
@@ -61,7 +61,7 @@ class Commit:
     about: About
     replaced_version: bytes | None
     expected: Sequence[str] | None
-    """Names that must be there, or None."""
+    """Names that the save must contain, or None."""
     expected_from: str
     last_writer: Callable[[str], list[int]]
     tick: Callable[[], None]
@@ -69,22 +69,23 @@ class Commit:
     replaced_files: set[str] = field(default_factory=set)
     """Data files of the checkpoint that this one replaces."""
     before: Store | None = None
-    """The checkpoint of the step before, to see whether anything has changed since."""
+    """The checkpoint of the step before, to check whether anything has changed since."""
     data: bytes = b""
     file_names: list[str] = field(default_factory=list)
 
     def prepare(self, written: dict[int, Written]) -> None:
-        """Everything that can be wrong is found here, before anything is visible."""
+        """Read back and check what all ranks wrote, and make the index. Every error is found here, before
+        anything is visible."""
         self._check_agreement(written)
         merger = Merger()
         for rank in sorted(written):
             for file in written[rank].files:
-                # The name comes in a message. Nothing outside of `data` may be opened for it.
+                # The name comes from a message: nothing outside of `data` may be opened.
                 if not is_data_file(file.name):
                     raise SaveFailed(
                         f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
                     )
-                # From storage, not from messages: what is committed is what this host can read back.
+                # From storage, not from messages: only what this host can read back is committed.
                 merger.add(rank, self._read_back(rank, file))
                 self.tick()
         columns = merger.finish(self.tick)
@@ -94,7 +95,7 @@ class Commit:
             )
         self.tick()
         if not columns.names:
-            # A checkpoint of nothing would be the newest one, which a restart takes.
+            # An empty checkpoint would be the newest one, from which a restart loads.
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
         self._warn_if_stale(columns)
         # Last, so that the time is that of the commit; the index is encoded once and published as it is.
@@ -104,12 +105,12 @@ class Commit:
         self.tick()
 
     def _warn_if_stale(self, columns: Columns) -> None:
-        """Say it loudly if no tensor has changed since the step before: stale bytes are the failure that
-        nobody sees."""
+        """Warn if no tensor has changed since the step before: nobody else notices that stale bytes are
+        saved."""
         if self.before is None:
             return
         with suppress(HoldfastError), open_index(self.before) as index:
-            # Another number of chunks tells at once, without reading digests. A step that is saved again is
+            # If the number of chunks differs, no digests need to be read. A step that is saved again is
             # expected to have the same bytes.
             if index.chunks != len(columns.file) or index.about.get("step") == self.about["step"]:
                 return
@@ -117,8 +118,7 @@ class Commit:
             if count:
                 log.warning(
                     "%s: not one of its %d tensors has changed since step %s (%s). Is the optimizer "
-                    "stepping, and is what is "
-                    "saved the state that it changes?",
+                    "stepping, and is what is saved the state that it changes?",
                     self.title,
                     count,
                     index.about.get("step"),
@@ -129,10 +129,10 @@ class Commit:
 
     def _check_agreement(self, written: dict[int, Written]) -> None:
         lead = min(written)
-        for rank, told in sorted(written.items()):
-            first = written[lead]
-            # Ranks that save another step never even meet, as the call's signature has it. A grid shows here.
-            for what, mine, theirs in (("step", first.step, told.step), ("grid", first.grid, told.grid)):
+        first = written[lead]
+        for rank, other in sorted(written.items()):
+            # Ranks with different steps never meet: the step is in the call's signature. The grid is not.
+            for what, mine, theirs in (("step", first.step, other.step), ("grid", first.grid, other.grid)):
                 if mine != theirs:
                     raise SaveFailed(
                         f"{self.title}: rank {lead} saves {what} {mine!r}, rank {rank} {theirs!r}.",
@@ -141,11 +141,20 @@ class Commit:
                     )
 
     def _read_back(self, rank: int, file: WrittenFile) -> Columns:
+        """Return the index embedded in a data file, read from storage and verified."""
+        where = f"{self.store.url}/{file.name}"
         clock = self.deadline.clock
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
         while True:
             try:
-                return self._embedded(file)
+                with closing(self.store.open(file.name)) as reader:
+                    # The embedded index verifies itself. The data is not read again, so check its size.
+                    if reader.size != file.size:
+                        raise CorruptCheckpoint(
+                            f"{where} has {reader.size} bytes, but its rank wrote {file.size}."
+                        )
+                    stop = file.index_start + file.index_size
+                    return embedded_index(reader, file.index_start, stop, where).embedded()
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -154,37 +163,27 @@ class Commit:
                         rank=rank,
                         hint="All ranks must write to one shared file system.",
                     ) from None
-                # The others would take a committer that waits in silence for a stuck one.
+                # A committer that waits in silence would look stalled to the others.
                 if clock.now() >= ticked + 1.0:
                     self.tick()
                     ticked = clock.now()
                     log.info("%s: waiting to see %s, which rank %d wrote.", self.title, file.name, rank)
                 clock.sleep(0.05)
             except (CorruptCheckpoint, StorageError) as error:
-                # The error names the rank that wrote the file, and not the committer, which only looks.
+                # The error names the rank that wrote the file, not the committer, which only reads it.
                 error.rank = rank
                 raise
 
-    def _embedded(self, file: WrittenFile) -> Columns:
-        """What a data file says of itself, read back from storage and verified."""
-        where = f"{self.store.url}/{file.name}"
-        with closing(self.store.open(file.name)) as reader:
-            # The embedded index verifies itself; of the data, which is not read again, only the size tells.
-            if reader.size != file.size:
-                raise CorruptCheckpoint(f"{where} has {reader.size} bytes, but its rank wrote {file.size}.")
-            stop = file.index_start + file.index_size
-            return embedded_index(reader, file.index_start, stop, where).embedded()
-
     def publish(self) -> Final:
-        """The index comes into being, at once and durably; from here on the checkpoint exists.
+        """Put the index in place, at once and durably; from here on the checkpoint exists.
 
-        Raises CommitUnconfirmed unless it is known that the index is not in place: whoever hears of any other
-        error deletes the data that the index names.
+        Raises CommitUnconfirmed unless it is known that the index is not in place: after any other error the
+        ranks delete the data that the index names.
         """
         try:
             self.store.publish(INDEX, self.data, self.replaced_version)
         except BaseException as error:
-            # Ctrl-C and MemoryError, too, can come right after the index took its place.
+            # Also Ctrl-C and MemoryError, which can come right after the index was put in place.
             unconfirmed = self._unconfirmed(error)
             if unconfirmed is None:
                 raise
@@ -192,10 +191,10 @@ class Commit:
         return Final(self.data[-VERSION_BYTES:].hex())
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
-        """What is to be raised after a failure to publish, or None if the index is known not to be in
+        """Return the error to raise after a failure to publish, or None if the index is known not to be in
         place."""
-        # By the store's contract any error of its own but `Unsettled` means: not in place, and never will be.
-        # Look all the same: without stable inodes a store can take its own index for another's.
+        # By contract any error of the store except `Unsettled` means: not in place, and never will be. Look
+        # all the same: without stable inodes a store can take its own index for another's.
         known = isinstance(error, HoldfastError) and not isinstance(error, Unsettled)
         in_place = error.in_place if isinstance(error, Unsettled) else False
         looked = in_place or self._is_there(0.0 if known else LOOK_AGAIN)
@@ -215,12 +214,12 @@ class Commit:
             f"{self.title}: storage did not tell whether the index was put in place ({reason})",
             rank=rank,
             hint="Nothing was deleted. Once storage answers, `holdfast latest` tells, and `holdfast prune` "
-            "sweeps what no index "
-            "names.",
+            "sweeps what no index names.",
         )
 
     def _is_there(self, seconds: float) -> bool | None:
-        """Is the index that is there this commit's? None: that could not be seen within so many seconds."""
+        """Return whether the index that is in place is this commit's; None if that could not be seen within
+        `seconds`."""
         clock = self.deadline.clock
         ends = clock.now() + seconds
         while True:
@@ -234,8 +233,8 @@ class Commit:
 
 
 def is_of_attempt(store: Store, attempt: str) -> bool | None:
-    """Was the index in storage made by this attempt? None if that can't be told."""
-    # Three answers: who deletes needs False, who reports success needs True, and None serves neither.
+    """Return whether the index in storage was made by this attempt; None if that can't be told."""
+    # Three answers: only False allows deletion, only True proves success.
     try:
         with open_index(store) as index:
             return index.about.get("attempt") == attempt

@@ -1,7 +1,7 @@
 """The save of one rank: collect the state, agree who writes what, write, commit, report.
 
-`SaveJob` is what the protocol (`protocol.core.save_steps`) drives; its methods stand in the order in which
-they are called.
+The protocol (`protocol.core.save_steps`) drives a `SaveJob`; its methods are in the order in which they are
+called.
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("holdfast")
 _OBJECT = "the object"
-"""How what identifies an object begins (`SaveJob._names`)."""
+"""The description of an object begins with this (`SaveJob._names`)."""
 NOT_SAVED: Replica = (0, 0)
-"""Of a row that another rank's takes the place of: `plan_save` writes copies of which there is at least
-one."""
+"""The replica of a row that is not saved, because another rank's object is. `plan_save` skips counts of 0."""
 
 
 class SaveReport(msgspec.Struct, frozen=True):
@@ -59,7 +58,7 @@ class SaveReport(msgspec.Struct, frozen=True):
     path: str
     step: int | None
     tensors: int
-    """Names this rank holds, objects included."""
+    """Number of names that this rank holds, objects included."""
     bytes_written: int
     """By this rank, headers included."""
     seconds: float
@@ -68,12 +67,14 @@ class SaveReport(msgspec.Struct, frozen=True):
 
 
 class FileSink(Protocol):
-    """Where the bytes of a save go. `DirectSink` writes them here and now; `background.sinks` has those of
+    """Where the bytes of a save go. `DirectSink` writes them on this thread; `background.sinks` has those of
     asynchronous saves."""
 
     def write(self, job: SaveJob, replicas: list[Replica], about: About) -> list[WrittenFile]:
-        """Write this rank's data files durably. replicas: (index, count) of each row; about: what the files
-        say of themselves."""
+        """Write this rank's data files durably.
+
+        replicas: (index, count) of each row. about: the description that the files contain.
+        """
         ...
 
 
@@ -90,26 +91,27 @@ class DirectSink:
 
 
 class SaveJob:
-    """A save of this rank. The state is collected at once; `run` brings the save to its end."""
+    """A save of this rank. It collects the state at once; `run` brings the save to its end."""
 
     def __init__(self, request: SaveRequest) -> None:
         self.request, self.store, self.options = request, request.store, request.options
         self.rank = request.call.rank
-        # Empty until the state is read. A rank whose state can't be read takes part all the same, to say so.
+        # Empty until the state is read. A rank whose state can't be read takes part, to tell the others.
         self.table = ShardTable(self.rank)
         self.streams = CallerStreams(self.table)
         self.sink: FileSink = DirectSink()
         self.grid = request.grid.describe() if request.grid else None
         self.collect_error: HoldfastError | None = None
-        """What collecting the state met. The protocol tells it to the other ranks."""
+        """The error of collecting the state. The protocol tells it to the other ranks."""
         self.makes_folder = False
-        """Was the folder not there when this rank began?"""
-        # Before the state is read: a rank that hangs in the user's code can then be asked where it is.
+        """Whether the folder was not there when this rank began."""
+        # Before the state is read: a rank that hangs in user code can then be asked where it is.
         self.begin()
         self.collect_error = read_state(self._collect, self.rank)
 
     def begin(self) -> None:
-        """Begin an attempt: the first one or, after a failure, another with the same rows and deadline."""
+        """Begin an attempt: the first one or, after a failure, another one with the same rows and
+        deadline."""
         request = self.request
         self.operation = Operation(
             "save",
@@ -118,7 +120,7 @@ class SaveJob:
             request.call,
             TRANSITIONS,
             request.step,
-            # In the call's signature: ranks with other patterns never meet, and each is told so.
+            # In the call's signature: ranks with different patterns never meet, and their errors say why.
             {"include": request.include, "exclude": request.exclude},
         )
         self.is_committer = self.operation.context.is_committer
@@ -131,10 +133,10 @@ class SaveJob:
         try:
             operation.run(save_steps(operation.context, self), self.collect_error, pause_collector)
         except CommitUnconfirmed:
-            # The index may be in place, and what it names must stay.
+            # The index may be in place, so the data must stay.
             raise
         except HoldfastError:
-            # Each live rank takes away its own files; those of dead ranks stay for `prune`.
+            # Each live rank deletes its own files; those of dead ranks stay for `prune`.
             if (self.files or self.makes_folder) and not self.options.keep_failed:
                 clean_up(self.store, self.discard, self.makes_folder)
             raise
@@ -151,7 +153,7 @@ class SaveJob:
 
     def _collect(self) -> None:
         request = self.request
-        # On the caller's thread: state_dict() may issue collectives, and a thread has its own CUDA streams.
+        # On the caller's thread: state_dict() may issue collectives, and CUDA streams belong to a thread.
         leaves = select(request.collect(self.rank).leaves, request.include, request.exclude)
         self.table, _ = build_shard_table(leaves, self.rank, request.call.participants)
         self.streams = CallerStreams(self.table)
@@ -159,36 +161,44 @@ class SaveJob:
     # -- agree who writes what ----------------------------------------------------------------------
 
     def fingerprint(self) -> str | None:
-        """A digest of the rows whose holders are not declared, or None if all are; the committer looks at the
-        folder."""
+        """Return a digest of the rows without declared holders, or None if there are none.
+
+        Checks the folder, too: raises StorageError if nothing can be saved into it.
+        """
         if self.collect_error is not None:
-            # Here and not earlier: what is raised inside the protocol reaches the other ranks.
+            # Not earlier: an error that is raised inside the protocol reaches the other ranks.
             raise self.collect_error
-        self._check_folder()
+        entry = self.store.stat()
+        if entry is None:
+            # Several ranks may note this, which is harmless: only an empty folder is ever removed.
+            self.makes_folder = True
+        elif entry.kind is not Kind.FOLDER:
+            what = "a link; nothing is saved behind it" if entry.kind is Kind.LINK else "a file, not a folder"
+            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
         if self.is_committer:
             if self.request.permit is not None:
-                # First of all: a job that doesn't own the run folder compares and writes nothing.
+                # First of all: a job that doesn't own the run folder reads and writes nothing.
                 self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
         rows = self._undeclared_rows()
         if not rows:
             return None
         keys, specs = self._names(rows)
-        # A digest in place of the lists: of 10,000 ranks that hold the same, each sends 16 characters.
+        # A digest in place of the list: if 10,000 ranks hold the same rows, each sends 16 characters.
         return hex_digest(digest("\0".join([*keys, *specs]).encode()))
 
     def list_rows(self) -> RowList:
-        """The undeclared rows themselves, where digests differ between ranks."""
+        """Return the undeclared rows themselves, if digests differ between ranks."""
         keys, specs = self._names(self._undeclared_rows())
         return RowList(keys, specs)
 
-    def assign(self, told: dict[int, RowList]) -> dict[int, Assigned]:
-        """Committer: which copy each rank holds of each row that it told of."""
+    def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:
+        """Committer: choose which replica each rank holds of each row in its list."""
         holders: dict[str, list[int]] = {}
         first: dict[str, tuple[int, str]] = {}
         of_one: set[str] = set()
-        # In the order of ranks: the lowest holder is copy 0, and errors name it first.
-        for rank, message in sorted(told.items()):
+        # In rank order: the lowest holder is replica 0, and errors name it first.
+        for rank, message in sorted(lists.items()):
             for key, spec in zip(message.keys, message.specs, strict=True):
                 owner, known = first.setdefault(key, (rank, spec))
                 if known == spec:
@@ -196,8 +206,8 @@ class SaveJob:
                 elif (
                     self.request.objects_may_differ and spec.startswith(_OBJECT) and known.startswith(_OBJECT)
                 ):
-                    # Of objects torch DCP takes one, too.
-                    # Tensors that differ stay an error: one of them would be lost.
+                    # torch DCP also saves one of several objects. Tensors that differ are an error: one of
+                    # them would be lost.
                     of_one.add(key)
                 else:
                     raise disagreement(key, owner, known, rank, spec)
@@ -215,24 +225,14 @@ class SaveJob:
 
         return {
             rank: Assigned(replicas=[replica(key, rank) for key in message.keys])
-            for rank, message in told.items()
+            for rank, message in lists.items()
         }
-
-    def _check_folder(self) -> None:
-        """Note whether the folder is there. Raises StorageError for what nothing can be saved into."""
-        found = self.store.stat()
-        # Several ranks may note it. That does no harm: only an empty folder is ever removed.
-        if found is None:
-            self.makes_folder = True
-        elif found.kind is not Kind.FOLDER:
-            what = "a link; nothing is saved behind it" if found.kind is Kind.LINK else "a file, not a folder"
-            raise StorageError(f"{self.store.url} is {what}.", hint="Remove it, or save to another place.")
 
     def _undeclared_rows(self) -> list[int]:
         return [row for row, replica in enumerate(self.table.replicas) if replica is None]
 
     def _names(self, rows: list[int]) -> tuple[list[str], list[str]]:
-        """What identifies each undeclared row, and what must be equal on all that hold it."""
+        """Return the key of each of these rows, and a description that must be equal on all holders."""
         keys, specs = [], []
         for row in rows:
             spec, plain = self.table.specs[row], self.table.unsharded[row]
@@ -241,7 +241,7 @@ class SaveJob:
             part = f"{late[:3]}{box.shape}" if late is not None and late.start == -1 else box
             keys.append(spec.name if plain else f"{spec.name}@{part}")
             if spec.kind == OBJECT:
-                # With its digest: objects that differ are found here, and not after all has been written.
+                # With its digest, so that objects that differ are found now, before everything is written.
                 data = self.table.memory[row].data  # type: ignore[attr-defined]
                 specs.append(f"{_OBJECT} {objects.preview(data)} (digest {hex_digest(digest(data))})")
             else:
@@ -249,7 +249,7 @@ class SaveJob:
         return keys, specs
 
     def _replicas(self, assigned: Assigned | None) -> list[Replica]:
-        """(index, count) of every row, with what the committer has assigned."""
+        """Return (index, count) of every row, including those that the committer has assigned."""
         replicas = list(self.table.replicas)
         rows = self._undeclared_rows()
         if assigned is not None and assigned.holders is not None:
@@ -259,15 +259,15 @@ class SaveJob:
         elif assigned is not None and assigned.replicas is not None:
             for row, replica in zip(rows, assigned.replicas, strict=True):
                 replicas[row] = replica
-        # NOT_SAVED is a tuple of two zeros, and so is true: it stays.
+        # NOT_SAVED is a tuple of two zeros, which is true, so it stays.
         return [replica or (0, 1) for replica in replicas]
 
     # -- write ------------------------------------------------------------------------------------
 
     def write(self, assigned: Assigned | None) -> Written:
-        """Write this rank's files; what the committer is told of them."""
+        """Write this rank's files; return what the committer is told of them."""
         request = self.request
-        # Made only now: the attempt has its name since the ranks have met.
+        # Only now, because the attempt has no name before the ranks have met.
         about = {
             "step": request.step,
             "grid": self.grid,
@@ -295,22 +295,22 @@ class SaveJob:
         """Committer: put the index in place."""
         assert self.commit is not None
         if self.request.permit is not None:
-            # Again, as another job may have taken the run folder over while the ranks wrote.
+            # Again, because another job may have taken over the run folder while the ranks wrote.
             self.request.permit(self.operation.tick)
-        # The caller may have gone on without this thread: from then on nothing may become visible.
+        # The caller may have gone on without this thread; then nothing may become visible.
         self.operation.cancel.check()
         return self.commit.publish()
 
     def is_committed(self) -> bool:
-        """Is the index of this attempt in storage, as far as this rank can see?"""
+        """Return whether the index of this attempt is in storage, as far as this rank can see."""
         return is_of_attempt(self.store, self.operation.attempt) is True
 
     def tidy(self) -> None:
-        """Committer, after the commit: delete data that only the replaced index named, and do what the caller
-        wants done."""
+        """Committer, after the commit: delete data that only the replaced index named, and call
+        `request.after`."""
         assert self.commit is not None
-        # After the commit: until the new index is durable, a crash must leave the old checkpoint whole.
-        with suppress(HoldfastError):  # `holdfast prune` sweeps what is left
+        # Not before the commit: until the new index is durable, a crash must leave the old checkpoint whole.
+        with suppress(HoldfastError):  # `holdfast prune` removes what is left
             for name in self.commit.replaced_files - set(self.commit.file_names):
                 self.store.delete(name)
         if self.request.after is not None:
@@ -318,8 +318,8 @@ class SaveJob:
                 self.request.after()
 
     def discard(self) -> None:
-        """After a failure: delete this rank's files, if it is known that no index names them."""
-        # None means that storage does not tell; then nothing is deleted.
+        """Delete this rank's files after a failure, if it is known that no index names them."""
+        # None: storage does not tell, so nothing is deleted.
         if self.files and is_of_attempt(self.store, self.operation.attempt) is False:
             discard(self.store, [file.name for file in self.files])
 
@@ -351,17 +351,17 @@ def save(
     what it held before.
 
     state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
-    path, checkpoint_id: the folder (torch DCP's name for it is taken too).
+    path, checkpoint_id: the folder (torch DCP's name for it is accepted, too).
     participants, process_group: the ranks that take part; default all. Other ranks must not call.
-    timeout: seconds until the call fails, however well it goes.
+    timeout: seconds until the call fails, even if it makes progress.
     stall_timeout: seconds that a rank may go without any progress before it is given up.
     include, exclude: shell patterns of names; `model` means everything under it.
     expected: names that must be in the save, or "previous": those of the checkpoint that it
         replaces; None: no such check.
     overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
-    grid, notes: the layout, and any JSON value, kept in the index for whoever reads it.
+    grid, notes: the layout, and any JSON value, stored in the index for its readers.
 
-    Raises `HoldfastError`s only (see `holdfast.errors`), `BadInput` before anything was started.
+    Raises only `HoldfastError`s (see `holdfast.errors`); `BadInput` before anything was started.
     """
     request = SaveRequest(
         store=open_store(one_folder(path, checkpoint_id)),

@@ -1,4 +1,4 @@
-"""What a save was asked for, checked once: the same value for synchronous, asynchronous, DCP and Megatron
+"""The arguments of a save, checked once: the same value for synchronous, asynchronous, DCP and Megatron
 saves."""
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ PREVIOUS = "previous"
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """A save of this rank: what, where, with whom, and what its caller does on the way.
+    """A save of this rank: its arguments, the participants, and the callbacks of its caller.
 
-    collect: yields the state's leaves for a rank. What it raises is told to the other ranks.
+    collect: returns the state's leaves for a rank. What it raises is told to the other ranks.
     The fields up to `options` are the arguments of `holdfast.save`.
-    objects_may_differ: where ranks have different objects under one name, save that of the lowest rank and
-        warn, as torch DCP does without a word; by default that is an error.
-    previous: committer: where the names to compare with are, if the folder has no checkpoint yet.
+    objects_may_differ: if ranks have different objects under one name, save that of the lowest rank and
+        warn (torch DCP does so without a warning); by default that is an error.
+    previous: committer: returns the checkpoint to compare names with, if the folder has none yet.
     permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
     after: committer: called once the save is committed.
-    report: each rank: what it tells the committer with what it has written. Must not raise.
+    report: each rank: returns a message for the committer, sent after the writing. Must not raise.
     merge_reports: committer: turns the reports of all ranks into an addition to the notes. Must not raise.
     """
 
@@ -53,7 +53,7 @@ class SaveRequest:
 
     def __post_init__(self) -> None:
         if isinstance(self.expected, Iterable) and not isinstance(self.expected, str):
-            object.__setattr__(self, "expected", tuple(self.expected))  # an iterator is gone after one look
+            object.__setattr__(self, "expected", tuple(self.expected))  # an iterator can be read only once
         check_arguments(
             grid=self.grid,
             options=self.options,
@@ -64,7 +64,7 @@ class SaveRequest:
         if self.step is not None:
             object.__setattr__(self, "step", whole_step(self.step))
         try:
-            # Checked now: the index is encoded at the commit, after all ranks have written.
+            # Checked now, because the index is encoded only at the commit, after all ranks have written.
             json.dumps(self.notes)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadInput(
@@ -74,5 +74,5 @@ class SaveRequest:
 
     @property
     def title(self) -> str:
-        """How errors name this save."""
+        """The name of this save in errors."""
         return f"save of {self.store.url}" + (f" (step {self.step})" if self.step is not None else "")

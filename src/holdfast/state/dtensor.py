@@ -1,16 +1,15 @@
 """DTensors as boxes, by arithmetic alone: no gather, no communication.
 
-Theory. Placements are applied to a tensor dimension from the first mesh dimension to the last. `Shard`
-takes this rank's torch.chunk of what is left; `_StridedShard(dim, split_factor)` cuts what is
-left into `split_factor` pieces and takes this rank's chunk of each, so the rank's rows may be
-several runs. Each run is a box of its own (DCP writes the first offset only, which is wrong
-unless the runs happen to touch).
+Placements are applied to a tensor dimension from the first mesh dimension to the last. `Shard` takes this
+rank's torch.chunk of the rest; `_StridedShard(dim, split_factor)` cuts the rest into `split_factor` pieces
+and takes this rank's chunk of each, so the rank's rows may be several runs. Each run is a separate box (DCP
+writes only the first offset, which is wrong unless the runs happen to touch).
 
-Megatron-FSDP cuts a flat buffer, so that its local tensors have other lengths than placements say, and those
-of a tensor may be uneven, or empty anywhere. Where its chunk metadata is there (`__create_chunk_list__`) that
-is taken. Else the offset stays open along the axis whose length is another, and whoever has everybody's rows
-adds the lengths up (`layout/deferred_offset.py`). The order of a mesh's dimensions along an axis is the
-placements', strided ones last, or `_shard_order`, which Megatron-FSDP puts on its meshes.
+Megatron-FSDP cuts a flat buffer, so its local tensors have other lengths than the placements give; the shards
+of a tensor may be uneven, or empty anywhere. Its chunk metadata (`__create_chunk_list__`) is used if it is
+there. Otherwise the offset is deferred along the axis whose length differs, and is computed later from the
+lengths of all ranks (`layout/deferred_offset.py`). The order of a mesh's dimensions along an axis is that of
+the placements, strided ones last, or `_shard_order`, which Megatron-FSDP sets on its meshes.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ if TYPE_CHECKING:  # a process without DTensors never imports them
     from torch.distributed.tensor import DTensor
 
 CHUNKS = "__create_chunk_list__"
-"""A method of a local tensor that says where it lies: torch DCP asks for it, Megatron-FSDP sets it."""
+"""A method of a local tensor that returns its offset: torch DCP calls it, Megatron-FSDP sets it."""
 GET_SHARD = "__get_tensor_shard__"
-"""A method that gives one of the parts that a local tensor is made of: torch's LocalShardsWrapper (torchrec)
-has it."""
+"""A method that returns one part of a local tensor that consists of several: torch's LocalShardsWrapper
+(torchrec) has it."""
 _PLACE, _SPANS = "_holdfast_place", "_holdfast_spans"
-"""Attributes that we give to a mesh, so that what they say is found out once for each mesh."""
+"""Attributes that we set on a mesh, to compute their values once per mesh."""
 Run = tuple[int, int]
 """Consecutive indices: start and length."""
 Cuts = tuple[tuple[int, int, int], ...]
@@ -49,29 +48,30 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 
 def _slice_runs(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """The positions `[start, stop)` of a sequence of runs, merged where they touch."""
-    found: list[Run] = []
-    at = 0
+    """Return the positions `[start, stop)` of a sequence of runs, merged where they touch."""
+    merged: list[Run] = []
+    position = 0
     for first, length in runs:
-        low, high = max(start - at, 0), min(stop - at, length)
+        low, high = max(start - position, 0), min(stop - position, length)
         if low < high:
-            if found and found[-1][0] + found[-1][1] == first + low:
-                found[-1] = (found[-1][0], found[-1][1] + high - low)
+            if merged and merged[-1][0] + merged[-1][1] == first + low:
+                merged[-1] = (merged[-1][0], merged[-1][1] + high - low)
             else:
-                found.append((first + low, high - low))
-        at += length
-    return found
+                merged.append((first + low, high - low))
+        position += length
+    return merged
 
 
 def _chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """torch.chunk: pieces of ceil(size / parts), the last ones shorter or empty."""
+    """Return start and stop of a piece as torch.chunk cuts it: ceil(size / parts) long, the last ones shorter
+    or empty."""
     # Not balanced: 10 in 4 parts are 3, 3, 3, 1, as torch cuts them.
     piece = -(-size // parts)
     return min(piece * index, size), min(piece * (index + 1), size)
 
 
 def local_runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
-    """Which indices of a dimension of `size` a rank holds, in the order they lie in its local tensor.
+    """Return which indices of a dimension of `size` a rank holds, in the order of its local tensor.
 
     `cuts`: for each mesh dimension that cuts this one, (parts, index, split_factor); 1 for Shard.
     """
@@ -88,46 +88,46 @@ def local_runs(size: int, cuts: Sequence[tuple[int, int, int]]) -> list[Run]:
 
 
 class Pieces(NamedTuple):
-    """Where the parts of a local tensor lie in the whole one."""
+    """The parts of a local tensor, and their boxes in the global one."""
 
     shape: Dims
     """Of the local tensor."""
     parts: tuple[tuple[tuple[slice, ...], Box], ...]
-    """Of the local tensor, and of the whole."""
+    """Of each part, the slices of the local tensor and the box in the global one."""
     begin: Dims
-    """Along each axis, where the first of them begins."""
+    """Along each axis, the offset of the first run."""
     runs: Dims
-    """Along each axis, how many there are."""
+    """Along each axis, the number of runs."""
 
 
 @lru_cache(maxsize=4096)  # the layers of a model are alike
 def pieces(shape: Dims, cuts: tuple[Cuts, ...]) -> Pieces:
-    """What a rank holds of a tensor of `shape`; `cuts`: those of each dimension, as `local_runs` takes
-    them."""
+    """Return what a rank holds of a tensor of `shape`. `cuts`: those of each dimension, as in
+    `local_runs`."""
     runs = [local_runs(size, cut) for size, cut in zip(shape, cuts, strict=True)]
     starts = [list(itertools.accumulate([0, *(length for _, length in axis)])) for axis in runs]
     parts = []
     for pick in itertools.product(*(range(len(axis)) for axis in runs)):
-        at = list(enumerate(pick))
-        box = Box(tuple(runs[d][i][0] for d, i in at), tuple(runs[d][i][1] for d, i in at))
-        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in at), box))
+        indices = list(enumerate(pick))
+        box = Box(tuple(runs[d][i][0] for d, i in indices), tuple(runs[d][i][1] for d, i in indices))
+        parts.append((tuple(slice(starts[d][i], starts[d][i + 1]) for d, i in indices), box))
     begin = tuple(axis[0][0] if axis else 0 for axis in runs)
     return Pieces(tuple(start[-1] for start in starts), tuple(parts), begin, tuple(map(len, runs)))
 
 
 class Place(NamedTuple):
-    """A mesh as this rank sees it. torch computes each of these anew at every question."""
+    """A mesh as this rank sees it. torch would compute each of these again at every access."""
 
     sizes: tuple[int, ...]
     coordinate: tuple[int, ...] | None
     order: tuple[int, ...] | None
-    """Mesh dimensions in the order in which they cut, if it is not the placements' own."""
+    """Mesh dimensions in the order in which they cut, if it is not that of the placements."""
 
 
 def place_in(mesh: DeviceMesh) -> Place:
     known: Place | None = getattr(mesh, _PLACE, None)
-    # What never changes in a mesh is kept on it; the order is compared each time.
-    order = getattr(mesh, "_shard_order", None)  # set anew for every parameter, by Megatron-FSDP
+    # The rest of a mesh never changes; the order is compared each time.
+    order = getattr(mesh, "_shard_order", None)  # Megatron-FSDP sets it for every parameter
     if known is None or known.order != (order and tuple(order)):
         coordinate = mesh.get_coordinate()
         here = None if coordinate is None else tuple(map(int, coordinate))
@@ -137,10 +137,10 @@ def place_in(mesh: DeviceMesh) -> Place:
 
 
 def spans(mesh: DeviceMesh, everyone: tuple[int, ...]) -> bool:
-    """Does the mesh contain just the participants? The answer is kept for as long as they are the same
+    """Return whether the mesh contains exactly the participants. Cached for as long as they are the same
     object."""
     known: tuple[tuple[int, ...], bool] | None = getattr(mesh, _SPANS, None)
-    # By identity: comparing 10,000 ranks anew for each of 100,000 tensors would take seconds.
+    # By identity: comparing 10,000 ranks for each of 100,000 tensors would take seconds.
     if known is None or known[0] is not everyone:
         known = (everyone, set(mesh.mesh.flatten().tolist()) == set(everyone))
         setattr(mesh, _SPANS, known)
@@ -159,23 +159,23 @@ class _Layout(NamedTuple):
     cut: tuple[int, ...]
     """Tensor dimensions that are cut."""
     even: bool
-    """Do placements say where a shard begins? A mesh that has an order of its own is not cut evenly."""
+    """Whether placements determine the offset of a shard. A mesh with its own order is not cut evenly."""
 
 
 @lru_cache(maxsize=1024)
 def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | int:
-    """The layout, or the mesh dimension that has a pending reduction."""
+    """Return the layout, or the mesh dimension that has a pending reduction."""
     assert place.coordinate is not None
     cuts: list[Cuts] = [()] * ndim
     inner: list[list[int]] = [[] for _ in range(ndim)]
     index, count = 0, 1
     for axis, placement in enumerate(placements):
         parts, here = place.sizes[axis], place.coordinate[axis]
-        # Given back and not raised: layouts are cached, and whose tensor it is only the caller knows.
+        # Returned, not raised: layouts are cached, and only the caller knows the tensor's name.
         if placement.is_partial():
             return axis
         if placement.is_replicate():
-            # Replicated mesh dimensions number the copies, the coordinates being the digits.
+            # The coordinates along replicated mesh dimensions are the digits of the replica index.
             index, count = index * parts + here, count * parts
             continue
         cuts[placement.dim] += ((parts, here, int(getattr(placement, "split_factor", 1))),)
@@ -183,7 +183,7 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
     own = place.order or ()
 
     def rank_of(axis: int) -> tuple[int, int]:
-        """What cuts first comes first; what is strided, after those that cut more coarsely."""
+        """Sort by the order in which axes cut; strided axes come last, because they cut finer."""
         return (
             (own.index(axis), 0)
             if axis in own
@@ -191,20 +191,20 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
         )
 
     def number(axes: Sequence[int]) -> int:
-        at = 0
+        position = 0
         for axis in axes:  # coordinates as the digits of one number
-            at = at * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
-        return at
+            position = position * place.sizes[axis] + place.coordinate[axis]  # type: ignore[index]
+        return position
 
     ordered = [sorted(axes, key=rank_of) for axes in inner]
-    # Lane: where this rank is along all other axes that are cut. Only shards of one lane add up.
+    # Lane: this rank's position along all other axes that are cut. Lengths are added up within one lane.
     stand = tuple(
         (number([a for other in ordered if other is not axes for a in other]), number(axes))
         if axes
         else (0, -1)
         for axes in ordered
     )
-    # An order of its own matters only where two mesh dimensions cut one axis.
+    # The order matters only where two mesh dimensions cut one axis.
     even = place.order is None or all(len(axes) < 2 for axes in ordered)
     cut = tuple(axis for axis, axes in enumerate(ordered) if axes)
     return _Layout(tuple(cuts), (index, count), stand, cut, even)
@@ -213,10 +213,10 @@ def _layout(ndim: int, placements: tuple[Any, ...], place: Place) -> _Layout | i
 def add_dtensor(
     table: ShardTable, name: str, value: DTensor, everyone: tuple[int, ...], undeclared: Replica | None
 ) -> None:
-    """This rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
+    """Add this rank's boxes of a DTensor. Ranks outside its mesh hold nothing of it.
 
-    Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold
-    the same DTensor on a mesh of their own, and ranks of it that do not take part write nothing.
+    Its replicas are declared only if the mesh is exactly the participants: ranks outside it may hold the same
+    DTensor on another mesh, and ranks of it that do not take part write nothing.
     """
     local = settled(value._local_tensor)  # to_local() would record autograd and may communicate
     place = place_in(value.device_mesh)
@@ -225,7 +225,7 @@ def add_dtensor(
     parts = _parts(name, local)
     if parts == []:
         return
-    # Of a part, where there are parts: the wrapper around them has no memory, and would be refused.
+    # Of a part, if there are parts: the wrapper around them has no memory and would be refused.
     spec = spec_of(name, parts[0][1] if parts else local, value.shape)
     layout = _layout(len(spec.shape), value.placements, place)
     if isinstance(layout, int):
@@ -235,7 +235,7 @@ def add_dtensor(
             "before saving."
         )
     declared = undeclared
-    # Else who else has a copy is asked for, as for plain tensors (docs/decisions/0004).
+    # Otherwise the ranks find out who has a copy, as for plain tensors (docs/decisions/0004).
     if undeclared is None and spans(value.device_mesh, everyone):
         declared = layout.replica
     if parts is not None:
@@ -244,38 +244,32 @@ def add_dtensor(
         return
     chunks = getattr(local, CHUNKS, None)
     shape, cut = tuple(local.shape), layout.cut
-    found = pieces(spec.shape, layout.cuts)
+    expected = pieces(spec.shape, layout.cuts)
     if chunks is not None:
-        _add_told(table, spec, local, chunks(), layout, found, declared)
-    # Strided: the rows are several runs, each a box of its own.
-    elif shape == found.shape and layout.even and len(found.parts) > 1:
-        for slices, box in found.parts:
+        _add_told(table, spec, local, chunks(), layout, expected, declared)
+    # Strided: the rows are several runs, each a separate box.
+    elif shape == expected.shape and layout.even and len(expected.parts) > 1:
+        for slices, box in expected.parts:
             table.add(spec, box, declared, False, TensorMemory(local[slices].detach()))
-    elif (shape == found.shape or (0 in found.shape and not local.numel())) and layout.even:
-        # The place in the line is written down although the offset is known: a rank can't tell an even tensor
-        # from an uneven one of which its own length happens to be even (docs/decisions/0010).
-        late = (
-            DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], found.begin[cut[0]]) if cut else None
-        )
-        _add(table, spec, Box(found.begin, shape), declared, local, late)
+    elif (shape == expected.shape or (0 in expected.shape and not local.numel())) and layout.even:
+        # Its position is stored although the offset is known: a rank can't tell an even tensor from an uneven
+        # one whose local length happens to be even (docs/decisions/0010).
+        late = None
+        if cut:
+            axis = cut[0]
+            late = DeferredOffset(axis, *layout.stand[axis], shape[axis], expected.begin[axis])
+        _add(table, spec, Box(expected.begin, shape), declared, local, late)
     else:
-        # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until lengths are added up.
-        axis = _open_axis(name, value, shape, found, layout)
-        begin = (*found.begin[:axis], 0, *found.begin[axis + 1 :])
-        length = shape[axis] if local.numel() else 0
-        _add(
-            table,
-            spec,
-            Box(begin, shape),
-            declared,
-            local,
-            DeferredOffset(axis, *layout.stand[axis], length, -1),
-        )
+        # Megatron-FSDP's uneven shards: the box begins at 0 along the open axis until the lengths are known.
+        axis = _open_axis(name, value, shape, expected, layout)
+        begin = (*expected.begin[:axis], 0, *expected.begin[axis + 1 :])
+        late = DeferredOffset(axis, *layout.stand[axis], shape[axis] if local.numel() else 0, -1)
+        _add(table, spec, Box(begin, shape), declared, local, late)
 
 
 def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | None:
-    """The parts of a local tensor that is made of several, and where they lie; None for one that has its own
-    memory."""
+    """Return the parts of a local tensor that consists of several, and their boxes; None if it has memory
+    itself."""
     if not hasattr(local, GET_SHARD):
         if has_memory(local) or local.device.type == "meta":
             return None
@@ -285,46 +279,47 @@ def _parts(name: str, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]] | N
             hint="Keep it as a plain tensor of each rank (holdfast.PerRank), or as a DTensor of plain "
             "tensors.",
         )
-    # Imported here: hardly any DTensor comes this far.
+    # Imported here, because hardly any DTensor comes this far.
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    found = []
-    for at, chunk in enumerate(getattr(local, CHUNKS)()):
+    parts = []
+    for index, chunk in enumerate(getattr(local, CHUNKS)()):
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
         if not box.volume:
             continue
-        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, at))
+        part = getattr(local, GET_SHARD)(MetadataIndex(name, chunk.offsets, index))
         if tuple(part.shape) != box.shape:
             raise BadInput(
                 f"{name!r}: a part of the local tensor has shape {tuple(part.shape)}, but its chunk metadata "
                 f"says {box.shape}."
             )
-        found.append((box, part))
-    return found
+        parts.append((box, part))
+    return parts
 
 
-def _open_axis(name: str, value: DTensor, shape: Dims, found: Pieces, layout: _Layout) -> int:
-    """The axis along which this rank has another length than an even cut gives, so that its offset is not
-    known."""
+def _open_axis(name: str, value: DTensor, shape: Dims, expected: Pieces, layout: _Layout) -> int:
+    """Return the axis along which this rank's length differs from an even cut, so that its offset is
+    unknown."""
     if layout.even and value._local_tensor.numel():
-        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False)) if a != b]
-    else:  # several mesh dimensions cut it, or all of it is elsewhere
+        open_axes = [axis for axis, (a, b) in enumerate(zip(shape, expected.shape, strict=False)) if a != b]
+    else:  # several mesh dimensions cut it, or this rank has nothing of it
         several = [axis for axis in layout.cut if len(layout.cuts[axis]) > 1]
         open_axes = (several if not layout.even else []) or list(layout.cut[:1])
     strays = [
         axis
-        for axis, (a, b) in enumerate(zip(shape, found.shape, strict=False))
+        for axis, (a, b) in enumerate(zip(shape, expected.shape, strict=False))
         if a != b and axis not in open_axes
     ]
     fits = (
-        len(shape) == len(found.shape)
+        len(shape) == len(expected.shape)
         and not strays
-        and all(n == 1 for at, n in enumerate(found.runs) if at not in open_axes)
+        and all(n == 1 for axis, n in enumerate(expected.runs) if axis not in open_axes)
     )
     if (value._local_tensor.numel() and not fits) or len(open_axes) != 1 or open_axes[0] not in layout.cut:
         raise BadInput(
             f"{name!r}: the local tensor has shape {shape}, but its placements {value.placements} on a mesh "
-            f"of shape {tuple(value.device_mesh.shape)} give {found.shape}; declare it with holdfast.Shard."
+            f"of shape {tuple(value.device_mesh.shape)} give {expected.shape}; declare it with "
+            "holdfast.Shard."
         )
     return open_axes[0]
 
@@ -335,10 +330,10 @@ def _add_told(
     local: torch.Tensor,
     chunks: Sequence[ChunkStorageMetadata],
     layout: _Layout,
-    even: Pieces,
+    expected: Pieces,
     declared: Replica | None,
 ) -> None:
-    """A local tensor that says itself where it lies, as torch DCP asks it."""
+    """Add a local tensor whose chunk metadata contains its offset, as torch DCP uses it."""
     shape = tuple(local.shape)
     if len(chunks) != 1 or tuple(chunks[0].sizes) != shape:
         raise BadInput(
@@ -349,8 +344,8 @@ def _add_told(
     cut = layout.cut
     late = None
     if cut:
-        # Told apart, because other ranks may lack the metadata and take their shards for even.
-        start, as_cut = begin[cut[0]], layout.even and shape == even.shape and begin == even.begin
+        # Marked as told, because other ranks may lack the metadata and take their shards for even.
+        start, as_cut = begin[cut[0]], layout.even and shape == expected.shape and begin == expected.begin
         late = DeferredOffset(cut[0], *layout.stand[cut[0]], shape[cut[0]], start if as_cut else told(start))
     _add(table, spec, Box(begin, shape), declared, local, late)
 
@@ -363,9 +358,9 @@ def _add(
     local: torch.Tensor,
     late: DeferredOffset | None,
 ) -> None:
-    if 0 in box.shape:  # nothing is here, but the name is known, and the length counts
+    if 0 in box.shape:  # an empty shard: its name is known, and its length counts
         empty = (0,) * len(spec.shape)
-        # Empty shards are nobody's replicas, however many ranks have one.
+        # Empty shards are not replicas of each other.
         box, declared = Box(empty, empty), (0, 1)
         late = late._replace(length=0) if late is not None else None
     table.add(spec, box, declared, False, TensorMemory(local.detach()), late)

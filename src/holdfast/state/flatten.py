@@ -1,11 +1,11 @@
 """A user's nested state as named leaves, and loaded values back into it.
 
-Dicts are walked always, lists and tuples only where tensors are inside (as torch DCP does); the
-path, joined by dots, is the name. What has `state_dict` and `load_state_dict` is asked for its
-state; on load it gets it back. Everything that is not a tensor is an object.
+Dicts are always walked, lists and tuples only if they contain tensors (as in torch DCP). The path, joined by
+dots, is the name. A value with `state_dict` and `load_state_dict` is walked as its state; a load gives that
+back. Everything that is not a tensor is an object.
 
-Such methods are the user's, and may issue collectives. So they are called in the order of names, which is the
-same on all ranks whatever the order of their dicts is; torch DCP does so, too.
+These methods are user code and may issue collectives. So they are called in the order of names, which is the
+same on all ranks even if the order of their dicts is not; torch DCP does so, too.
 """
 
 from __future__ import annotations
@@ -51,45 +51,45 @@ Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
 
 @dataclass(slots=True)
 class Leaf:
-    """One value of the state: its name and how to put another in its place."""
+    """One value of the state: its name, and a function that replaces it."""
 
     name: str
     value: Any
     put: Callable[[Any], None]
     optional: bool = False
     private: bool = False
-    """It is this rank's own (PerRank): no other rank holds the name."""
+    """Whether it belongs to this rank (PerRank): no other rank holds the name."""
     converts: bool = False
-    """A load converts another dtype to this tensor's, as torch DCP and Megatron do."""
+    """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
     fits: bool = False
-    """A load fills what the stored shape and this tensor's have in common, and zeroes the rest: a vocabulary
-    that is padded differently."""
+    """Whether a load fills the overlap of the stored shape and this tensor's, and zeroes the rest: for a
+    vocabulary that is padded differently."""
     source: Source | None = None
-    """What is told once a load has filled it, if its container is live."""
+    """If its container is live: notified once a load has filled it."""
     outer: torch.Tensor | None = None
     """The wrapper tensor that this one is a part of."""
     patterns: Patterns = (None, None)
-    """Which parts of it are wanted, where it is an optimizer's state."""
+    """If it is an optimizer's state: which parts of it are selected."""
     made: bool = False
-    """A load has made its tensor, which is to be put in the place of one on the meta device."""
+    """Whether a load has created its tensor, to replace one on the meta device."""
 
     def is_empty(self) -> bool:
-        """Is it a dict with nothing in it?"""
+        """Return whether it is an empty dict."""
         return type(self.value) is dict and not self.value
 
 
 @dataclass
 class Flat:
-    """A state taken apart."""
+    """A state as leaves."""
 
     leaves: list[Leaf] = field(default_factory=list)
     after: list[Callable[[], None]] = field(default_factory=list)
-    """To be called once everything is loaded: load_state_dict of stateful values, innermost first."""
+    """To call after everything is loaded: load_state_dict of stateful values, innermost first."""
 
 
 def flatten(state: StateDict, rank: int) -> Flat:
-    """All leaves, in the order of the state. Two leaves under one name are an error."""
-    # A module or an optimizer alone, without a dict around it: its names have no prefix.
+    """Return all leaves, in the order of the state. Raises BadInput if two leaves have the same name."""
+    # A module or an optimizer without a dict around it: its names have no prefix.
     if is_stateful(state):
         state = {"": state}
     if not isinstance(state, Mapping):
@@ -116,20 +116,20 @@ def _walk(
     value: object, name: str, put: Callable[[object], None], flat: Flat, rank: int, private: bool = False
 ) -> None:
     leaves = flat.leaves
-    first = len(leaves)  # from here on they are this value's, whichever branch adds them
+    first = len(leaves)  # leaves from here on belong to this value
     if isinstance(value, LiveDict | LiveList):
-        # First of all: it may have been built before the optimizer's first step (docs/decisions/0012).
+        # First: it may have been built before the optimizer's first step (docs/decisions/0012).
         value.look_again()
     if isinstance(value, torch.Tensor):
         _walk_tensor(value, name, put, flat, private)
-    # Before Mapping, which it is, too: of an empty one the names are not known yet, and a nested one
-    # needs a description of how it is built. Both are one leaf here, and taken apart later.
+    # Before Mapping, which it is, too. The names in an empty one are not known yet, and a nested one needs a
+    # description of its structure. Both are one leaf here, and are split later.
     elif isinstance(value, ParameterState) and (not value or is_nested(value, value.parameter)):
         leaves.append(Leaf(name, value, value.fill, private=private))
     elif isinstance(value, Mapping):
         _walk_mapping(value, name, flat, rank, private)
         if not value and name:
-            # An empty dict is a leaf, so that a load sees it: the checkpoint may have a whole subtree there.
+            # An empty dict is a leaf, so that a load sees it: the checkpoint may have a subtree there.
             leaves.append(Leaf(name, {}, put, private=private))
         if isinstance(value, LiveDict | OpenDict):
             leaves += [
@@ -160,11 +160,11 @@ _AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
 
 
 def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private: bool) -> None:
-    """Its leaves are in its own order. If something of the user's may be called on the way, that is done in
-    the order of names."""
+    """Walk a dict. Its leaves keep its order, but values whose methods are called are visited in the order of
+    names."""
     leaves, first = flat.leaves, len(flat.leaves)
     items = list(mapping.items())
-    # Sorting costs, so it is done only where a method of the user's may be called on the way.
+    # Sorting takes time, so it is done only if user code may be called.
     by_name = not all(
         isinstance(item, _CALLS_NOTHING)
         or (type(item) is tuple and all(isinstance(part, _CALLS_NOTHING) for part in item))
@@ -172,27 +172,27 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
     )
     parts: dict[int, tuple[int, int]] = {}
     names = [str(key) for key, _ in items] if by_name else []
-    for at in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
-        key, item = items[at]
+    for index in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
+        key, item = items[index]
         begin = len(leaves) - first
-        if type(item) in _AS_IT_IS and type(key) is str:  # the hot path, with no call a leaf
+        if type(item) in _AS_IT_IS and type(key) is str:  # the hot path: no call of `_walk` per leaf
             path = f"{name}.{key}" if name else key
             leaves.append(Leaf(path, item, _setter(mapping, key), private=private))
         else:
             _walk(item, join(name, key), _setter(mapping, key), flat, rank, private)
         if by_name:
-            parts[at] = begin, len(leaves) - first
+            parts[index] = begin, len(leaves) - first
     if by_name:
-        # Back into the order of the dict: only the calls were to be in the order of names.
+        # Back into the order of the dict: only the calls had to be in the order of names.
         taken = leaves[first:]
-        leaves[first:] = [leaf for at in range(len(items)) for leaf in taken[slice(*parts[at])]]
+        leaves[first:] = [leaf for index in range(len(items)) for leaf in taken[slice(*parts[index])]]
 
 
 def _walk_tensor(
     value: torch.Tensor, name: str, put: Callable[[object], None], flat: Flat, private: bool
 ) -> None:
-    """A wrapper is walked as the tensors that it is made of, which a load fills where they lie."""
-    # What a collective is still writing must not be copied.
+    """Add a tensor. A wrapper is walked as the tensors that it consists of, which a load fills in place."""
+    # A tensor that a collective is still writing must not be copied.
     value = settled(value)
     if not is_wrapper(value):
         flat.leaves.append(Leaf(name, value, put, private=private))
@@ -208,7 +208,7 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
     state = value.state_dict()
     if isinstance(value, torch.optim.Optimizer):
         state = with_lazy_states(value, state)
-    inner = [state]  # a list, because what state_dict returns need not be a dict to fill
+    inner = [state]  # in a list, so that a load can replace a state that is not a dict
     first = len(flat.leaves)
     _walk(state, name, _setter(inner, 0), flat, rank, private)
     leaves = flat.leaves[first:]
@@ -216,13 +216,13 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
     def give_back() -> None:
         if isinstance(value, torch.optim.Optimizer):
             load_optimizer(value, inner[0])
-        # load_state_dict copies, which does nothing for a parameter on the meta device.
+        # load_state_dict copies, which does nothing to a parameter on the meta device.
         elif isinstance(value, torch.nn.Module) and any(leaf.made for leaf in leaves):
             load_module(value, inner[0])
         else:
             value.load_state_dict(inner[0])
 
-    # Appended after those of inner values, so that inner ones take over their states first.
+    # Appended after those of inner values, so that inner values are loaded first.
     flat.after.append(give_back)
 
 
@@ -239,14 +239,14 @@ def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, priva
     for position, item in enumerate(items):
         put = _fixed if isinstance(value, tuple) else _setter(value, position)
         if isinstance(value, LiveList) and isinstance(item, dict):
-            # A parameter group may lack what the checkpoint has in it: a count, the rate of a schedule.
+            # A parameter group may lack values that the checkpoint has: a count, the rate of a schedule.
             rest = Rest(item.update)
             flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
         _walk(item, join(name, position), put, flat, rank, private)
 
 
 def _fixed(value: object) -> None:
-    """What stands here is filled in place; nothing else can be put there."""
+    """Ignore the value: this leaf is filled in place, and can't be replaced."""
 
 
 def _setter(container: Any, key: object) -> Callable[[object], None]:
@@ -266,29 +266,29 @@ def _attribute(holder: PerRank) -> Callable[[object], None]:
 def select(
     leaves: Sequence[Leaf], include: Sequence[str] | None, exclude: Sequence[str] | None
 ) -> list[Leaf]:
-    """The leaves whose names match some pattern of `include` and none of `exclude` (shell patterns).
+    """Return the leaves whose names match some pattern of `include` and none of `exclude` (shell patterns).
 
-    A pattern that names a subtree takes all of it: `model` matches `model.layers.0.weight`.
+    A pattern that names a subtree selects all of it: `model` matches `model.layers.0.weight`.
     """
     keep = list(leaves)
     for what, patterns in (("include", include), ("exclude", exclude)):
         if isinstance(patterns, str):
-            # Text is a sequence, too: each character would be a pattern.
+            # A str is a sequence, too: each character would be a pattern.
             raise BadInput(f"{what} takes a list of patterns, not the text {patterns!r}.")
         if patterns is None:
             continue
         for pattern in patterns:
-            # A mistyped pattern of `exclude` would save what is to be left out, and one of `include` nothing.
+            # A mistyped `exclude` would save what should be left out, a mistyped `include` nothing.
             if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
-                raise BadInput(
-                    f"{what}: no name in the state matches {pattern!r}; the first is {_first(leaves)!r}."
-                )
+                first = leaves[0].name if leaves else ""
+                raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
         hit = [any(matches(leaf.name, pattern) for pattern in patterns) for leaf in keep]
         keep = [
             leaf
             for leaf, yes in zip(keep, hit, strict=True)
-            # Lazy leaves stay: which of their names match only the checkpoint tells.
-            if yes == (what == "include") or (what == "include" and _is_lazy(leaf))
+            # Lazy leaves stay: only the checkpoint tells which of their names match.
+            if yes == (what == "include")
+            or (what == "include" and isinstance(leaf.value, ParameterState | Rest))
         ]
     for leaf in keep:
         leaf.patterns = include, exclude
@@ -296,57 +296,49 @@ def select(
 
 
 def _may_match(leaf: Leaf, pattern: str) -> bool:
-    """Might a pattern match a name in an optimizer's state that is not known yet?"""
+    """Return whether a pattern may match a name in an optimizer's state whose names are not known yet."""
     if not isinstance(leaf.value, ParameterState):
         return False
     begin, name = re.split(r"[*?\[]", pattern, maxsplit=1)[0], f"{leaf.name}."
     return begin.startswith(name) or (begin != pattern and name.startswith(begin))
 
 
-def _is_lazy(leaf: Leaf) -> bool:
-    """Is it not known yet what is in it?"""
-    return isinstance(leaf.value, ParameterState | Rest)
-
-
 def is_selected(name: str, patterns: Patterns) -> bool:
-    """Does `select` take a leaf of this name?"""
+    """Return whether `select` keeps a leaf of this name."""
     include, exclude = patterns
     taken = include is None or any(matches(name, pattern) for pattern in include)
     return taken and not any(matches(name, pattern) for pattern in exclude or ())
 
 
-def _first(leaves: Sequence[Leaf]) -> str:
-    return leaves[0].name if leaves else ""
-
-
 def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:
-    """The leaves of an optimizer's state that is nested, or zeros in its place, and how it is built."""
+    """Return the leaves of a nested optimizer state, or zeros in its place, and the description of its
+    structure."""
     content = dict(leaf.value) or leaf.value.zeros()
     flat = Flat()
     if content:
         _walk(content, leaf.name, _fixed, flat, rank, leaf.private)
     full = [inner for inner in flat.leaves if not is_empty(inner.value)]
-    found = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
-    if is_nested(content, leaf.value.parameter) and (found or not full):
+    selected = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
+    if is_nested(content, leaf.value.parameter) and (selected or not full):
         name = join(leaf.name, STRUCTURE)
-        found.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
-    return found
+        selected.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
+    return selected
 
 
 def build_shard_table(
     leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False
 ) -> tuple[ShardTable, list[int]]:
-    """The leaves as shards; the second list says which leaf each row belongs to."""
+    """Return the leaves as shards, and for each row the index of its leaf."""
     table, owner = ShardTable(rank), []
-    alone = len(everyone) == 1  # nobody else can have a copy, so this is the only one
-    for at, leaf in enumerate(leaves):
+    alone = len(everyone) == 1  # no other rank can have a copy
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf.value, Rest):
             continue
         if isinstance(leaf.value, ParameterState):
-            # A load makes these rows once it has seen the checkpoint's names (`loading/lazy_state.py`).
+            # A load makes these rows after it has read the checkpoint's names (`loading/lazy_state.py`).
             part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
             table.extend(part)
-            owner.extend([at] * len(part))
+            owner.extend([index] * len(part))
             continue
         before = len(table)
         try:
@@ -359,7 +351,7 @@ def build_shard_table(
         except BadInput as error:
             error.rank = rank
             raise
-        owner.extend([at] * (len(table) - before))
+        owner.extend([index] * (len(table) - before))
     table.check()
     return table, owner
 
@@ -369,7 +361,7 @@ def _add(
 ) -> None:
     name, value = leaf.name, leaf.value
     if isinstance(value, torch.Tensor):
-        # First what nearly every leaf is. A subclass is asked in turn what it is.
+        # First the type of nearly every leaf. For a subclass, each kind is checked.
         if type(value) is torch.Tensor and not is_checkpointable(value):
             add_tensor(table, name, value, undeclared)
         elif is_dtensor(value):
@@ -385,14 +377,14 @@ def _add(
     elif isinstance(value, Part):
         table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
     else:
-        # A load knows the length only from the checkpoint, and makes room then.
+        # A load learns the length from the checkpoint, and makes room then.
         data = b"" if for_load else objects.encode(value, name)
         spec = TensorSpec(name, UINT8, (len(data),), OBJECT)
         table.add(spec, Box((0,), (len(data),)), undeclared, True, BytesMemory(data))
 
 
 def _make_memory(leaf: Leaf) -> None:
-    """Give memory to a tensor on the meta device. Once it is filled it is put in that one's place."""
+    """Replace a tensor on the meta device by one with memory, which takes its place once it is filled."""
     value = leaf.value
     if is_meta(value):
         leaf.value, leaf.made = materialize(leaf.name, value, leaf.put is _fixed), True

@@ -1,12 +1,12 @@
-"""Containers of a state that each save and each load looks at again.
+"""Containers of a state that each save and each load refreshes.
 
-What `get_state_dict` returns may be built once and saved after every step. By then an optimizer has made
-states that it did not have, has replaced tensors and numbers, and a schedule has changed the learning rate.
-So its containers know where their values come from, and are renewed before they are saved, or filled. What
-the user has put there, or has taken out, stays as he left it.
+The result of `get_state_dict` may be built once and saved after every step. Meanwhile an optimizer creates
+states, replaces tensors and numbers, and a schedule changes the learning rate. So the containers know where
+their values come from, and are refreshed before they are saved or filled. Values that the user has put in or
+removed stay as they are.
 
-A copy of one by `copy` or `pickle` is a plain dict of what is there at that time. `dict(...)` and printing
-give what was found the last time.
+A copy by `copy` or `pickle` is a plain dict with the values of that time. `dict(...)` and printing show the
+values of the last refresh.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 
 State: TypeAlias = dict[str, Any]
-"""A state by names. The values are the user's: only those who know a name know what it stands for."""
+"""A state by names. The type of a value depends on its name."""
 StateDict: TypeAlias = Mapping[Any, Any]
-"""A dict of the user's, or an optimizer's, to be read: its keys may be numbers, too."""
+"""A dict of a user or an optimizer, to be read: its keys may also be numbers."""
 _GONE = object()
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class Source(Protocol):
-    """Where the values of live containers come from."""
+    """The model or optimizers that the values of live containers come from."""
 
     def loaded(self) -> None:
-        """Take over what a load has put into them."""
+        """Take over the values that a load has put into the containers."""
         ...
 
 
 def renew(target: MutableMapping[K, V], fresh: Mapping[K, V], last: dict[K, V]) -> None:
-    """Put fresh values into a dict; `last` is what was put there the last time. What is not that is the
-    user's."""
+    """Put fresh values into a dict. `last` has the values that were put there the last time; all others are
+    the user's."""
     for key in [key for key in last if key not in fresh]:
-        # It is gone where it came from. What the user has put in its place stays.
+        # The source has it no more. A value that the user has put in its place stays.
         if target.get(key, _GONE) is last.pop(key):
             del target[key]
     for key, value in fresh.items():
         present = target.get(key, _GONE)
-        # By identity: an equal value that the user has put there is the user's all the same.
+        # By identity: a value of the user's stays, even if it equals the last one.
         if present is last.get(key, _GONE) or present is value:
             target[key] = last[key] = value
 
 
 Make = Callable[[str, torch.dtype, Sequence[int]], torch.Tensor]
-"""Makes a tensor for a name that the checkpoint has: (key, dtype, shape)."""
+"""Creates a tensor for a name of the checkpoint: (key, dtype, shape)."""
 
 
 def zeros(key: str, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    """A plain tensor in host memory, for what belongs to no parameter."""
+    """Return a plain tensor in host memory, for a value that belongs to no parameter."""
     return torch.zeros(tuple(shape), dtype=dtype)
 
 
 class Rest:
-    """What a checkpoint has under a name, and the state has not: a load makes it, of the keys that it takes,
-    and fills it in."""
+    """The names that a checkpoint has under a prefix, and the state has not. A load creates those whose keys
+    `takes` accepts, and passes them to `fill`."""
 
     __slots__ = ("fill", "make", "parameter", "takes")
 
@@ -74,7 +74,7 @@ class Rest:
 
 
 class OpenDict(dict[Any, object]):
-    """A dict that gets from a checkpoint also what it has not, of the keys that it takes."""
+    """A dict that also gets from a checkpoint the keys that it lacks, if `takes` accepts them."""
 
     __slots__ = ("takes",)
 
@@ -83,12 +83,12 @@ class OpenDict(dict[Any, object]):
         self.takes = takes
 
     def rest(self) -> list[tuple[str, Rest]]:
-        """The path to it from here, and what it is."""
+        """Return the path to it from here, and its Rest."""
         return [("", Rest(self.update, takes=self.takes))]
 
 
 class LiveDict(dict[Any, object]):
-    """A dict of what `fetch` finds. `rest` says what a load may put into it beside that, and where."""
+    """A dict of the values that `fetch` returns. `rest` says what else a load may put into it, and where."""
 
     __slots__ = ("_fetch", "_last", "rest", "source")
 
@@ -101,16 +101,15 @@ class LiveDict(dict[Any, object]):
         super().__init__()
         self._fetch, self.source, self.rest = fetch, source, rest
         self._last: dict[Any, object] = {}
-        # At once, so that it can be read before any save or load.
+        # Now, so that it can be read before any save or load.
         self.look_again()
 
     def look_again(self) -> None:
-        """Renew the values."""
+        """Refresh the values."""
         renew(self, self._fetch(), self._last)
 
     def settle(self) -> None:
-        """Take what is in here for found, not for the user's, where it is what the values come from by
-        now."""
+        """Treat the present values of keys that the source has as fetched, not as the user's."""
         fresh = self._fetch()
         self._last |= {key: value for key, value in self.items() if key in fresh}
 
@@ -121,10 +120,10 @@ class LiveDict(dict[Any, object]):
 
 
 class ParameterState(LiveDict):
-    """What an optimizer keeps for one parameter. It is empty until the first step with a gradient.
+    """The state of one parameter in an optimizer. It is empty until the first step with a gradient.
 
-    A save passes an empty one by, or writes what `zeros` gives. A load makes what the checkpoint has under
-    its name, and puts that into it.
+    A save skips an empty one, or writes what `zeros` returns. A load creates the values that the checkpoint
+    has under its name, and puts them into it.
     """
 
     __slots__ = ("make", "parameter", "zeros")
@@ -142,22 +141,22 @@ class ParameterState(LiveDict):
 
     @property
     def is_awaited(self) -> bool:
-        """Is there a state, or will there be one once the optimizer takes a step? A frozen parameter may have
-        one of earlier."""
+        """Whether there is a state, or will be one after the optimizer's next step. A frozen parameter may
+        have an earlier one."""
         return bool(self) or self.parameter.requires_grad
 
     def fill(self, loaded: StateDict) -> None:
-        """Put a loaded state in the present one's place."""
-        # The object stays: whoever was given this state sees what is loaded.
+        """Replace the present state by a loaded one."""
+        # The object stays the same, so everybody who has it sees the loaded values.
         self.clear()
         self.update(loaded)
 
 
 class LiveList(list[object]):
-    """A list of dicts, `param_groups`, of what `fetch` finds.
+    """A list of the dicts that `fetch` returns: `param_groups`.
 
-    Each gets from a checkpoint also what it has not: an optimizer may count steps there, a schedule keep a
-    rate.
+    Each also gets from a checkpoint the keys that it lacks: an optimizer may count steps there, a schedule
+    store a rate.
     """
 
     __slots__ = ("_fetch", "_last", "source")
@@ -169,29 +168,29 @@ class LiveList(list[object]):
         self.look_again()
 
     def look_again(self) -> None:
-        """Renew the values of each dict."""
+        """Refresh the values of each dict."""
         fresh = self._fetch()
-        # Groups have no names: they are known by their place, and if there are fewer now the last ones go.
+        # Groups have no names, so they are matched by position; if there are fewer now, the last ones go.
         del self[len(fresh) :], self._last[len(fresh) :]
-        for at, group in enumerate(fresh):
-            if at == len(self):
+        for index, group in enumerate(fresh):
+            if index == len(self):
                 self.append({})
-            if at == len(self._last):
+            if index == len(self._last):
                 self._last.append({})
-            mine = self[at]
+            mine = self[index]
             if isinstance(mine, dict):
-                renew(mine, group, self._last[at])
+                renew(mine, group, self._last[index])
 
     def settle(self) -> None:
-        """As a LiveDict's."""
+        """Treat the present values as fetched, as in a LiveDict."""
         self._last = [dict(group) if isinstance(group, Mapping) else {} for group in self]
 
     def replace(self, loaded: Iterable[object]) -> None:
-        """Put a loaded list in the present one's place."""
+        """Replace the present list by a loaded one."""
         self[:] = loaded
 
     def plain(self) -> list[object]:
-        """A list of dicts that is to be stored as one object."""
+        """Return a list of dicts, to be stored as one object."""
         return [dict(group) if isinstance(group, Mapping) else group for group in self]
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -200,7 +199,7 @@ class LiveList(list[object]):
 
 
 def settle(value: object) -> None:
-    """Settle a state and what is in it, and look at it again."""
+    """Settle and refresh a state and the containers in it."""
     if isinstance(value, LiveDict | LiveList):
         value.settle()
         value.look_again()

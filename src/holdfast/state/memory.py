@@ -1,8 +1,7 @@
-"""Tensors as bytes: addresses where they lie right, copies where they don't.
+"""Tensors as bytes: an address if they are contiguous in host memory, otherwise copies.
 
-`address` is a raw pointer into a tensor that the object keeps alive. It is used because wrapping
-a tensor in NumPy costs ten times as much as everything else we do with a small one, and because
-bfloat16 and float8 have no NumPy type.
+`address` is a raw pointer into a tensor that the object keeps alive. It is used because wrapping a small
+tensor in NumPy takes ten times as long as all the rest, and because bfloat16 and float8 have no NumPy type.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from holdfast.values import Buffer
 
 
 class TensorMemory:
-    """A tensor whose shape is that of the shard's box. `stored` is the dtype that its bytes have in a
-    checkpoint, where it is another: they are converted on the way in."""
+    """A tensor with the shape of the shard's box. `stored` is the dtype of its bytes in a checkpoint; a load
+    converts them if it differs."""
 
     __slots__ = ("address", "stored", "tensor")
 
@@ -39,17 +38,17 @@ class TensorMemory:
             and not tensor.is_neg()
             and self.stored == tensor.dtype
         )
-        # A copy with a raw pointer knows nothing of strides, devices, or bits that say "conjugate me".
+        # Reading by a raw pointer ignores strides, devices, and torch's conj and neg bits.
         self.address = tensor.data_ptr() if direct else 0
 
     def gather(self, box: Box, out: Buffer) -> None:
         part = self.tensor.detach()[box.slices()]
         target = _wrap(out, part.dtype).view(part.shape)
-        # Row-major in the buffer, whatever strides or device it has; torch resolves conj and neg bits, too.
+        # Row-major in the buffer for all strides and devices; torch also resolves conj and neg bits.
         target.copy_(part, non_blocking=_here.not_waiting)
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
-        # An inference tensor may be changed in inference mode only.
+        # An inference tensor may be changed only in inference mode.
         with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
             part = self.tensor.detach()[box.slices()]
             check_is_view(part, self.tensor)
@@ -57,11 +56,11 @@ class TensorMemory:
 
 
 class ShiftedMemory(TensorMemory):
-    """A tensor whose elements differ from the stored ones by a number."""
+    """A tensor whose elements are the stored ones plus a number."""
 
     def __init__(self, tensor: torch.Tensor, stored: torch.dtype, shift: float) -> None:
         super().__init__(tensor, stored)
-        self.address = 0  # they are not to be read straight to where they belong
+        self.address = 0  # bytes must not be read directly into the tensor
         self._shift = shift
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
@@ -71,7 +70,7 @@ class ShiftedMemory(TensorMemory):
 
 
 def check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
-    """A subclass may answer an index with a copy; what is written into that is lost."""
+    """Raise LoadFailed if indexing a tensor subclass gave a copy: values written into that would be lost."""
     if part.numel() and part.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         raise LoadFailed(
             f"A tensor of type {type(tensor).__module__}.{type(tensor).__qualname__} can't be filled in "
@@ -81,11 +80,11 @@ def check_is_view(part: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def count_changes(tensors: Iterable[torch.Tensor]) -> None:
-    """Let autograd know that these are about to be changed, so that a graph that needs their present values
-    refuses to run.
+    """Increment the version counters of tensors that are about to be changed, so that an autograd graph that
+    needs their present values refuses to run.
 
-    Bytes are mostly read straight to where a tensor lies, which autograd doesn't see. A DTensor and its local
-    tensor count apart. Inference tensors have no such count, and are in no graph.
+    Mostly bytes are read directly into the tensor's memory, which autograd doesn't see. A DTensor and its
+    local tensor have separate counters. Inference tensors have none, and are in no graph.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
@@ -94,14 +93,13 @@ class _Here(threading.local):
     not_waiting = False
 
 
-# A thread's own: while one only begins its copies, another must still get complete ones.
+# Per thread: while one thread only starts its copies, another must still get complete ones.
 _here = _Here()
 
 
 @contextmanager
 def not_waiting() -> Iterator[None]:
-    """Copies from a GPU that this thread makes inside are only begun; whoever asked for this waits for
-    them."""
+    """Only start the copies from a GPU that this thread makes inside; the caller waits for them."""
     _here.not_waiting = True
     try:
         yield
@@ -114,8 +112,8 @@ def _wrap(buffer: Buffer, dtype: torch.dtype) -> torch.Tensor:
 
 
 class ViewMemory:
-    """A tensor that lacks leading axes of length one that its box has. It is looked at when it is written, if
-    this rank writes it: of tens of thousands of copies of experts, most are not."""
+    """A tensor without the leading axes of length one that its box has. The view is made only when it is
+    written by this rank: of tens of thousands of copies of experts, most are not."""
 
     __slots__ = ("lead", "tensor")
 
@@ -137,7 +135,7 @@ class ViewMemory:
 
 
 class Part(NamedTuple):
-    """A part of a tensor that knows its place; what it holds is looked at, or read, when it is written."""
+    """A part of a tensor with its box. Its memory is read only when it is written."""
 
     spec: TensorSpec
     box: Box
@@ -146,25 +144,25 @@ class Part(NamedTuple):
 
     @staticmethod
     def object(name: str, data: bytes) -> Part:
-        """An object that is encoded already."""
+        """Return a Part for an object that is encoded already."""
         spec = TensorSpec(name, CODE_OF["uint8"], (len(data),), OBJECT)
         return Part(spec, Box((0,), (len(data),)), BytesMemory(data))
 
 
 class BytesMemory:
-    """An object's encoded bytes; a load makes room and reads others in their place."""
+    """The encoded bytes of an object. A load makes room and reads other bytes into it."""
 
     __slots__ = ("_keep", "address", "data")
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        # Memory of our own, which a load may write into: bytes never change.
+        # A mutable copy, which a load may write into: bytes are immutable.
         self._keep = ctypes.create_string_buffer(data, max(len(data), 1))
         self.address = ctypes.addressof(self._keep)
 
     def resize(self, size: int) -> None:
-        """Make room for `size` bytes that are about to be read in."""
-        # The bytes of the object that was here are of no use: it is replaced as a whole.
+        """Make room for `size` bytes that are about to be read."""
+        # The old bytes are not kept: the object is replaced as a whole.
         self._keep = ctypes.create_string_buffer(max(size, 1))
         self.address = ctypes.addressof(self._keep)
 
@@ -181,41 +179,41 @@ class BytesMemory:
 
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:
-    """What a checkpoint says of a tensor of this global shape (None: its own); BadInput if it can't be
+    """Return the spec of a tensor with this global shape (None: its own). Raises BadInput if it can't be
     stored."""
     check_kind(name, tensor)
     whole = tensor.shape if shape is None else shape
-    # torch prints `torch.float32`; the table of types has the names without that prefix.
+    # torch prints `torch.float32`; the table of dtypes has the names without that prefix.
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 
 def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
-    """A plain tensor: this rank holds all of it; who else does is undeclared."""
+    """Add a plain tensor: this rank holds all of it; it is undeclared who else does."""
     spec = spec_of(name, tensor)
     table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
 
 
 class CallerStreams:
-    """What the current streams of this thread have been given up to now, on each GPU that has a tensor of a
-    holding."""
+    """The work that the current streams of this thread have now, on each GPU that has a tensor of a shard
+    table."""
 
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[torch.cuda.Stream] = []
-        # Asking for a stream initialises CUDA, which a process that has no tensor on a GPU must not pay for.
+        # Asking for a stream would initialise CUDA, also in a process without tensors on a GPU.
         if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
             self.streams = [torch.cuda.current_stream(device) for device in devices]
-        # Events, not a synchronize: the caller's thread goes on, and the copying one waits on the GPU.
+        # Events, not synchronize(): the caller's thread goes on, and the copying streams wait on the GPU.
         self._given = [stream.record_event() for stream in self.streams]
 
     def wait(self) -> None:
-        """Have this thread's current streams come after it."""
+        """Make this thread's current streams wait for that work."""
         for stream, event in zip(self.streams, self._given, strict=True):
             torch.cuda.current_stream(stream.device).wait_event(event)
 
     def finish(self) -> None:
-        """Wait until what this thread's current streams have been given is done, so that the caller's may use
-        it."""
+        """Wait until the work of this thread's current streams is done, so that the caller's streams may use
+        its results."""
         for stream in self.streams:
             torch.cuda.current_stream(stream.device).synchronize()

@@ -1,4 +1,5 @@
-"""Tensors on the meta device, which have a shape and no memory: a load gives them some, as torch DCP does."""
+"""Tensors on the meta device, which have a shape and no memory: a load gives them memory, as torch DCP
+does."""
 
 from __future__ import annotations
 
@@ -14,18 +15,18 @@ from holdfast.torch_private import devices
 
 
 def is_meta(value: object) -> TypeGuard[torch.Tensor]:
-    """Is it a tensor without memory?"""
+    """Return whether a value is a tensor on the meta device."""
     if not isinstance(value, torch.Tensor) or is_sharded_tensor(value):
         return False
     return value.device.type == "meta"
 
 
 def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.Tensor:
-    """An uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of the
-    default process group.
+    """Return an uninitialised tensor of the same kind: a DTensor on its mesh's device, any other on that of
+    the default process group.
 
-    Without a process group that is torch's default device. A wrapper is refused, and one whose place is
-    `fixed`: no other tensor can be put there.
+    Without a process group that is torch's default device. Raises BadInput for a wrapper, and if `fixed`:
+    then no other tensor can take its place.
     """
     if fixed:
         raise BadInput(
@@ -43,8 +44,8 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
 
     device = _current(tensor.device_mesh.device_type)
     local = torch.empty_like(tensor._local_tensor, device=device, requires_grad=False)
-    vars(local).update(vars(tensor._local_tensor))  # chunk metadata, where there is any
-    # Shape and stride are given, because from_local would derive them from an even cut. run_check would
+    vars(local).update(vars(tensor._local_tensor))  # chunk metadata, if there is any
+    # With shape and stride, because from_local would derive them from an even cut. run_check would
     # communicate.
     return DTensor.from_local(
         local,
@@ -60,12 +61,12 @@ def _default_device() -> torch.device:
     if dist.is_available() and dist.is_initialized():
         kinds = [device.type for device in devices(dist.group.WORLD)]
         return _current("cpu" if "cpu" in kinds else kinds[0])
-    found = torch.get_default_device()
-    return torch.device("cpu") if found.type == "meta" else found
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default
 
 
 def _current(kind: str) -> torch.device:
-    """The device of a kind that this process uses."""
+    """Return the device of this type that the process uses."""
     if kind == "cpu":
         return torch.device(kind)
     return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,5 +1,4 @@
-"""Modules as states: the names of what they hold without what wrappers add to them, and loaded values back
-into them."""
+"""Modules as states: names without those that wrappers add, and loaded values back into modules."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "module",
     "OptimizedModule": "_orig_mod",
 }
-"""Modules that hold the real one under a name of their own."""
+"""Wrapper modules by class name, and the attribute that holds the wrapped module."""
 
 
 @lru_cache(maxsize=4096)
@@ -26,13 +25,15 @@ def _kinds(kind: type) -> frozenset[str]:
 
 
 def _clean(part: torch.nn.Module) -> Callable[[str], str]:
-    """What takes the segments of wrappers out of a name; some wrappers take out their own, and not those
-    below."""
+    """Return a function that removes the segments of wrappers from a name.
+
+    Some wrappers remove their own segment, but not those below.
+    """
     wrappers: dict[int, str] = {}
     for path, module in part.named_modules():
         kind: type = type(module)
         kinds = _kinds(kind)
-        # By class name, as all wrappers here: their modules need not be imported to know them.
+        # All wrappers are recognised by class name, so that their modules need not be imported.
         if "FullyShardedDataParallel" in kinds:
             raise BadInput(
                 f"The model's {path or 'root'!r} is wrapped by FSDP1 (FullyShardedDataParallel), whose "
@@ -44,25 +45,26 @@ def _clean(part: torch.nn.Module) -> Callable[[str], str]:
         return lambda name: name
 
     def clean(name: str) -> str:
-        kept, at = [], part
+        kept, owner = [], part
         for segment in name.split("."):
-            while (inner := wrappers.get(id(at))) is not None and segment != inner:
-                at = getattr(at, inner)  # taken out already
+            while (inner := wrappers.get(id(owner))) is not None and segment != inner:
+                owner = getattr(owner, inner)  # the wrapper has removed its segment itself
             if inner is None:
                 kept.append(segment)
-            at = getattr(at, segment, None)  # type: ignore[assignment]
+            owner = getattr(owner, segment, None)  # type: ignore[assignment]
         return ".".join(kept)
 
     return clean
 
 
 def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
-    """The name of each parameter, by identity; a tied one has its first. No two parameters have one name."""
+    """Return the name of each parameter, by identity; a tied one has its first. Raises BadInput if two share
+    a name."""
     names: dict[int, str] = {}
     of: dict[str, int] = {}
     for part in parts:
         clean = _clean(part)
-        # All names of tied parameters: none of them may be that of another parameter.
+        # All names of tied parameters: none of them may be the name of another parameter.
         for path, parameter in part.named_parameters(remove_duplicate=False):
             name = clean(path)
             if of.setdefault(name, id(parameter)) != id(parameter):
@@ -75,7 +77,7 @@ def names_of(parts: Sequence[torch.nn.Module]) -> dict[int, str]:
 
 
 def name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
-    """The name of an optimizer's parameter; BadInput if the model has it not."""
+    """Return the name of an optimizer's parameter. Raises BadInput if the model does not have it."""
     try:
         return names[id(parameter)]
     except KeyError:
@@ -87,7 +89,7 @@ def name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
 
 
 def state_of(parts: Sequence[torch.nn.Module]) -> State:
-    """The values of all parts by their names."""
+    """Return the values of all parts by their names."""
     state: State = {}
     for part in parts:
         clean = _clean(part)
@@ -105,8 +107,9 @@ def state_of(parts: Sequence[torch.nn.Module]) -> State:
 def given_of(
     parts: Sequence[torch.nn.Module], state: Mapping[str, object], strict: bool
 ) -> list[tuple[torch.nn.Module, State]]:
-    """What each part is to be given, by its own names: all but what it has already. Nothing is changed."""
-    left, found = set(state), []
+    """Return the values for each part, by its own names, without those that it has already. Changes
+    nothing."""
+    left, by_part = set(state), []
     for part in parts:
         clean, there = _clean(part), part.state_dict()
         given: State = {}
@@ -123,17 +126,17 @@ def given_of(
                     f"{name!r} of model_state_dict is a whole tensor, and the model has a DTensor.",
                     hint="Give what get_state_dict gave, without full_state_dict.",
                 )
-            # Only what lies elsewhere: a load has mostly filled the module's own tensors already.
+            # Only values in other memory: mostly a load has filled the module's own tensors already.
             if not same_memory(value, present):
                 given[path] = value
-        found.append((part, given))
+        by_part.append((part, given))
     if left and strict:
         raise BadInput(f"model_state_dict has {min(left)!r}, and the model does not.")
-    return found
+    return by_part
 
 
 def give(part: torch.nn.Module, given: Mapping[str, object]) -> None:
-    """Load some of a module's values; what it has on the meta device is replaced."""
+    """Load some values into a module; parameters on the meta device are replaced."""
     unmade = _on_meta(part, given) if given else {}
     if unmade:
         _assign(part, unmade)
@@ -141,13 +144,13 @@ def give(part: torch.nn.Module, given: Mapping[str, object]) -> None:
 
 
 def load_module(module: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """`load_state_dict` of a module that had tensors on the meta device, which are replaced."""
+    """Call `load_state_dict` of a module that had tensors on the meta device, which are replaced."""
     _assign(module, _on_meta(module, state))
     module.load_state_dict(state)
 
 
 def _on_meta(module: torch.nn.Module, state: Mapping[str, object]) -> State:
-    """Of a loaded state what the module has no memory for yet."""
+    """Return the loaded values for which the module has no memory yet."""
     meta = {
         path
         for path, value in module.state_dict().items()
@@ -161,7 +164,7 @@ def _on_meta(module: torch.nn.Module, state: Mapping[str, object]) -> State:
 
 
 def _assign(module: torch.nn.Module, given: State) -> None:
-    """`load_state_dict(assign=True)`, after which parameters that were tied are tied."""
+    """Call `load_state_dict(assign=True)`, and tie again the parameters that were tied."""
     owners: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
@@ -170,7 +173,7 @@ def _assign(module: torch.nn.Module, given: State) -> None:
     for tied in owners.values():
         made = [getattr(inner, name) for inner, name in tied]
         real = next((parameter for parameter in made if parameter.device.type != "meta"), None)
-        # assign= gives each name a parameter of its own, so the head would no longer follow its embedding.
+        # assign= gives each name a separate parameter, so tied weights would no longer be tied.
         if len(tied) > 1 and real is not None:
             for inner, name in tied:
                 setattr(inner, name, real)
@@ -184,17 +187,17 @@ class ModelView:
         self.state = LiveDict(self._fetch, self)
 
     def _fetch(self) -> State:
-        found = state_of(self._parts)
+        state = state_of(self._parts)
         if not self._without_frozen:
-            return found
+            return state
         names = names_of(self._parts)
-        # Asked at each look: parameters may be frozen, or thawed, in the course of the training.
+        # Checked each time: parameters may be frozen or unfrozen during the training.
         frozen = {names[id(p)] for part in self._parts for p in part.parameters() if not p.requires_grad}
-        return {name: value for name, value in found.items() if name not in frozen}
+        return {name: value for name, value in state.items() if name not in frozen}
 
     def loaded(self) -> None:
-        """Into the model what is not in place already: values that are no tensors, and what the user has put
-        into the state."""
+        """Put into the model what is not there yet: values that are not tensors, and values that the user has
+        put into the state."""
         for part, given in given_of(self._parts, self.state, strict=False):
             if given:
                 give(part, given)

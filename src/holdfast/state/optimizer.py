@@ -4,12 +4,11 @@ The layout is that of `torch.distributed.checkpoint.state_dict`, so checkpoints 
 their names without what wrappers add to them, moments under `state.<name>.<key>`, hyperparameters under
 `param_groups`.
 
-Theory. An optimizer makes a parameter's state at its first gradient, so a fresh one has none, and an expert
+An optimizer creates a parameter's state at its first gradient, so a fresh optimizer has none, and an expert
 that no token reached has none either, maybe on one rank only. torch fills the gap with a step of zero
-gradients, on whatever ranks find their state empty. Here a state that is not there is an empty
-`ParameterState`: a load creates the values that the checkpoint has, a save skips it or, if asked, writes
-zeros. All that is returned is live (`live.py`): each save looks again at what the optimizer has by then, and
-a load puts into it what it read.
+gradients, on those ranks whose state is empty. Here a missing state is an empty `ParameterState`: a load
+creates the values that the checkpoint has, a save skips it or, on request, writes zeros. All returned states
+are live (`live.py`): each save reads the present values of the optimizer, and each load updates it.
 """
 
 from __future__ import annotations
@@ -40,22 +39,21 @@ def get_state_dict(
 ) -> tuple[State, State]:
     """`torch.distributed.checkpoint.state_dict.get_state_dict`, without a step or a collective.
 
-    Returns the model's state and the optimizers', of this rank's own tensors, to save, or to load into. They
-    can be built once: each save and load looks again at the model and the optimizers, but for values that you
-        have replaced, and a load puts what it read into them.
-    (`set_state_dict` after it does no harm.) That goes with these dicts and those in them; a deep copy is a
-    copy of what is there now.
+    Returns the states of the model and the optimizers, with this rank's own tensors, to save or to load into.
+    They can be built once: each save and load reads the model and the optimizers again, except values that
+    you have replaced, and a load updates the model and the optimizers. (`set_state_dict` after it does no
+    harm.) This holds for these dicts and those in them; a deep copy has the values of its time.
 
     model: a module, or this rank's parts of one (pipeline stages).
-    options: torch's `StateDictOptions`, of which `flatten_optimizer_state_dict`, `ignore_frozen_params` and
-        `strict` are heeded.
+    options: torch's `StateDictOptions`; `flatten_optimizer_state_dict`, `ignore_frozen_params` and `strict`
+        are used.
     missing: what a save does with a trainable parameter that has no optimizer state on this rank: "skip"
-        leaves it out, which is right if no rank has it, and an error that names it if some have; "zeros"
-        saves zeros for this rank's part.
-    flatten_optimizer_state_dict: hyperparameters parameter by parameter, as torch does under this name:
-        needed where ranks hold different parameters (pipeline stages, experts as modules of their own).
+        leaves it out; if other ranks have a state of it, that is an error that names it. "zeros" saves zeros
+        for this rank's part.
+    flatten_optimizer_state_dict: store hyperparameters per parameter, as torch does under this name: needed
+        if ranks hold different parameters (pipeline stages, experts as separate modules).
 
-    Raises BadInput for two parameters of one name, for a parameter of the optimizer that is not in the model,
+    Raises BadInput if two parameters have the same name, if a parameter of the optimizer is not in the model,
     for FSDP1, and for options that gather or scatter.
     """
     _check(options, "get_state_dict")
@@ -63,7 +61,7 @@ def get_state_dict(
     if missing not in ("skip", "zeros"):
         raise BadInput(f"missing={missing!r}: give 'skip' or 'zeros'.")
     parts = _parts(model)
-    names_of(parts)  # two parameters of one name are refused, also without an optimizer
+    names_of(parts)  # refuses two parameters with the same name, also without an optimizer
     view = OptimizerView(parts, _several(optimizers), missing == "zeros", flat)
     return ModelView(parts, getattr(options, "ignore_frozen_params", False)).state, view.state
 
@@ -77,19 +75,19 @@ def set_state_dict(
     options: object = None,
     strict: bool = True,
 ) -> None:
-    """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states where they belong, on this
-    rank alone.
+    """`torch.distributed.checkpoint.state_dict.set_state_dict`: puts loaded states into the model and the
+    optimizers, on this rank alone.
 
-    Takes what `get_state_dict` gave and a load has filled (of torch's function of this name, or ours).
-    Tensors of the model were filled in place; optimizer states become the optimizer's own, without a copy.
-    Everything is checked before anything is changed.
+    Takes the result of `get_state_dict` (torch's or ours) after a load has filled it. Tensors of the model
+    were filled in place; the optimizer takes the loaded states without a copy. Everything is checked before
+    anything is changed.
 
     model_state_dict: an empty one leaves the model as it is, as in torch.
     options: torch's `StateDictOptions`, as in `get_state_dict`.
     strict: a name of the model's state that is not in the model, or the other way round, is an error.
 
-    Raises MissingTensors if the checkpoint had a part of some parameter's state only, BadInput for optimizers
-    and an empty optim_state_dict.
+    Raises MissingTensors if the checkpoint has only a part of some parameter's state, BadInput if there are
+    optimizers and optim_state_dict is empty.
     """
     _check(options, "set_state_dict")
     strict = (
@@ -135,7 +133,7 @@ def _check(options: object, call: str) -> None:
             )
 
 
-# -- out of the optimizers ----------------------------------------------------------------------------
+# -- from the optimizers ------------------------------------------------------------------------------
 
 
 class OptimizerView:
@@ -160,12 +158,12 @@ class OptimizerView:
             }
 
     def loaded(self) -> None:
-        """Into the optimizers what a load has put into the state."""
+        """Put into the optimizers what a load has put into the state."""
         _Changes(self._parts, self._optimizers, self.state).make()
         settle(self.state)
 
     def _each(self) -> Iterator[tuple[torch.optim.Optimizer, State, dict[str, torch.Tensor]]]:
-        """Each group, and its parameters by their names."""
+        """Yield each group, and its parameters by their names."""
         names, seen = names_of(self._parts), set[str]()
         for optimizer in self._optimizers:
             _check_keys(optimizer)
@@ -173,7 +171,7 @@ class OptimizerView:
                 mine: dict[str, torch.Tensor] = {}
                 for parameter in group["params"]:
                     name = name_of(parameter, names)
-                    # One name can hold one state; the other would be lost without a word.
+                    # A name can have only one state; the other would be lost silently.
                     if name in seen:
                         raise BadInput(
                             f"The parameter {name!r} is in two groups, or in two optimizers; its state has "
@@ -184,23 +182,24 @@ class OptimizerView:
                 yield optimizer, group, mine
 
     def _states(self) -> dict[str, ParameterState]:
-        found = {
+        states = {
             name: self._state_of(optimizer, group, parameter)
             for optimizer, group, parameters in self._each()
             for name, parameter in parameters.items()
         }
-        # States of parameters that have left the optimizer are let go, and their parameters with them.
-        self._known = {id(state.parameter): state for state in found.values()}
-        return found
+        # Forget states of parameters that are no longer in the optimizer, and so these parameters.
+        self._known = {id(state.parameter): state for state in states.values()}
+        return states
 
     def _state_of(
         self, optimizer: torch.optim.Optimizer, group: State, parameter: torch.Tensor
     ) -> ParameterState:
-        """One object for each parameter, so that all who were given it see the same."""
-        known = self._known.get(id(parameter))  # which is alive as long as this refers to it
+        """Return the state of a parameter: always the same object, so that all who have it see the same
+        values."""
+        known = self._known.get(id(parameter))  # the id is valid, because the state refers to the parameter
         if known is None:
             known = self._known[id(parameter)] = ParameterState(
-                partial(_present, optimizer, parameter),
+                lambda: optimizer.state.get(parameter) or {},
                 parameter,
                 partial(make, group, parameter),
                 partial(zeros_of, optimizer, parameter) if self._zeros and parameter.requires_grad else dict,
@@ -212,24 +211,22 @@ class OptimizerView:
         return [{**_hyper(group), "params": list(parameters)} for _, group, parameters in self._each()]
 
     def _flat(self) -> State:
-        """torch's flat layout; a state that is not there yet, or is nested, stands under its parameter's
-        name."""
-        found: State = {}
+        """Return torch's flat layout. A state that is empty or nested is under its parameter's name."""
+        flat: State = {}
         for optimizer, group, parameters in self._each():
             hyper = _hyper(group)
             for name, parameter in parameters.items():
-                found |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
+                flat |= {f"param_groups.{name}.{key}": value for key, value in hyper.items()}
                 there = optimizer.state.get(parameter)
                 if there and not is_nested(there, parameter):
-                    found |= {f"state.{name}.{key}": value for key, value in there.items()}
+                    flat |= {f"state.{name}.{key}": value for key, value in there.items()}
                 else:
-                    found[f"state.{name}"] = self._state_of(optimizer, group, parameter)
-        self._known = {id(v.parameter): v for v in found.values() if isinstance(v, ParameterState)}
-        return found
+                    flat[f"state.{name}"] = self._state_of(optimizer, group, parameter)
+        self._known = {id(v.parameter): v for v in flat.values() if isinstance(v, ParameterState)}
+        return flat
 
     def _rest(self) -> list[tuple[str, Rest]]:
-        """What an optimizer keeps in its groups, and in states, that it does not yet have, in the flat
-        layout."""
+        """Return what a load may add to groups and states in the flat layout, and the path of each."""
         return [
             (path, Rest(partial(self._fill, path), make_it, parameter))
             for optimizer, group, parameters in self._each()
@@ -245,17 +242,13 @@ class OptimizerView:
         self.state.update({f"{path}.{key}": value for key, value in loaded.items()})
 
 
-def _present(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State:
-    return optimizer.state.get(parameter) or {}
-
-
 def _hyper(group: State) -> State:
-    # torch keeps `param_names` where it was given named parameters; names here are the model's.
+    # torch sets `param_names` if it was given named parameters; here names are the model's.
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _check_keys(optimizer: torch.optim.Optimizer) -> None:
-    """What belongs to no parameter has no name here."""
+    """Raise BadInput if the optimizer has a state that belongs to no parameter, and so has no name."""
     for key in optimizer.state:
         if not isinstance(key, torch.Tensor):
             raise BadInput(
@@ -269,7 +262,7 @@ def _check_keys(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Changes:
-    """What a state makes of optimizers: checked when it is made, before anything is changed."""
+    """The changes that a state makes to optimizers: checked at construction, before anything is changed."""
 
     def __init__(
         self,
@@ -294,7 +287,7 @@ class _Changes:
                     for parameter in group["params"]
                     for name in (name_of(parameter, names),)
                 ]
-                # By group, because the states of a group's other parameters tell what belongs to a whole one.
+                # By group, because the other states of a group tell what a complete state contains.
                 for given, state in zip(mine, check_whole(mine), strict=True):
                     self._states.append((optimizer, given.parameter, state))
                 hyper = {given.name: by_name[given.name] for given in mine if given.name in by_name}
@@ -302,21 +295,21 @@ class _Changes:
 
     def make(self) -> None:
         for optimizer, parameter, state in self._states:
-            # No entry, as in an optimizer that has not seen a gradient of it.
+            # No entry, as in an optimizer that has not had a gradient of it.
             if not state:
                 optimizer.state.pop(parameter, None)
             elif not _is_same(optimizer.state.get(parameter), state):
                 optimizer.state[parameter] = state
-        for group, found in self._hypers:
-            for key, value in found.items():
+        for group, hyper in self._hypers:
+            for key, value in hyper.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    # A rate that is a tensor stays on its device; a load may have made it in host memory.
+                    # A rate that is a tensor stays on its device; a load may have created it in host memory.
                     value = value.to(group[key].device)
                 group[key] = value
 
 
 def _is_same(present: object, state: State) -> bool:
-    """Are these the optimizer's own values, so that nothing is to be done?"""
+    """Return whether these are the optimizer's own values, so that nothing has to be changed."""
     return (
         isinstance(present, dict)
         and present.keys() == state.keys()
@@ -325,16 +318,16 @@ def _is_same(present: object, state: State) -> bool:
 
 
 def _now(state: StateDict | None) -> StateDict | None:
-    """A state that is still empty is what the optimizer has by now."""
+    """Refresh a state that is still empty: the optimizer may have one by now."""
     if isinstance(state, ParameterState) and not state:
         state.look_again()
     return state
 
 
-def _one_of(found: dict[str, State]) -> State:
-    """The hyperparameters that the parameters of a group had; they must be the same."""
+def _one_of(hypers: dict[str, State]) -> State:
+    """Return the hyperparameters of a group: all its parameters must have been saved with the same."""
     first: State | None = None
-    for name, hyper in found.items():
+    for name, hyper in hypers.items():
         if first is None:
             first, whose = hyper, name
         elif any(_differ(hyper.get(key), value) for key, value in first.items()):
@@ -351,13 +344,13 @@ def _differ(one: object, other: object) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return not torch.equal(one.cpu(), other.cpu())
     with suppress(Exception):
-        # Arrays and others may have no single answer, and then count as different.
+        # Comparing arrays, for example, may give no single bool; then they count as different.
         return bool(one != other)
     return True
 
 
 def _nested(flat: StateDict) -> State:
-    """torch's flat layout as the nested one. Names have dots, keys of states and groups have none."""
+    """Convert torch's flat layout to the nested one. Names contain dots, keys of states and groups do not."""
     state: State = {}
     groups: dict[str, State] = {}
     for path, value in flat.items():

@@ -1,9 +1,9 @@
-"""The states that an optimizer keeps for its parameters: what a load makes, what is whole, and an optimizer
-that is in a state as it is.
+"""The states of an optimizer's parameters: creating them in a load, checking that they are complete, and
+optimizers that are themselves in a state.
 
-No optimizer is known by name here. Where a state that was never made is to lie, its parameter says; what
-belongs to a state, the states of other parameters of the same group say. Only `step` has a meaning of its
-own, as it has in `torch.optim.Optimizer.load_state_dict`.
+No optimizer is recognised by name. A parameter determines where its missing state is created; the states of
+other parameters in its group determine what a complete state contains. Only `step` has a special meaning, as
+in `torch.optim.Optimizer.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STEP = "step"
 def make(
     group: Mapping[str, object], parameter: torch.Tensor, key: str, dtype: torch.dtype, shape: Sequence[int]
 ) -> torch.Tensor:
-    """A tensor for a state that the checkpoint has: where torch's optimizers want it."""
+    """Create a tensor for a state that the checkpoint has, where torch's optimizers expect it."""
     if key != _STEP and tuple(shape) == tuple(parameter.shape):
         return like(parameter, dtype)
     if is_dtensor(parameter) and shape:
@@ -37,16 +37,16 @@ def make(
             f"{tuple(parameter.shape)}.",
             hint="How it is to be sharded only the optimizer knows: let it take a step before the load.",
         )
-    # torch's optimizers count steps in host memory, but for those that run inside a CUDA graph or one kernel.
+    # torch's optimizers count steps in host memory, except in a CUDA graph (capturable) or fused.
     on_device = key != _STEP or group.get("capturable") or group.get("fused")
     return torch.zeros(tuple(shape), dtype=dtype, device=parameter.device if on_device else "cpu")
 
 
 def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Zeros that lie as the parameter does."""
-    # zeros_like keeps strides, and of a DTensor mesh and placements: the state is cut as the parameter is.
+    """Return zeros with the device, strides and placements of the parameter."""
+    # zeros_like keeps strides, and mesh and placements of a DTensor: the state is cut as the parameter is.
     made = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
-    if is_dtensor(parameter):  # chunk metadata stands on the local tensor, and would stay behind
+    if is_dtensor(parameter):  # zeros_like does not copy chunk metadata, which is on the local tensor
         chunks = getattr(parameter._local_tensor, CHUNKS, None)
         if chunks is not None:
             setattr(made._local_tensor, CHUNKS, chunks)  # type: ignore[attr-defined]
@@ -54,10 +54,10 @@ def like(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device | Non
 
 
 def zeros_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State:
-    """Zeros for a parameter's state, shaped as the states of other parameters are. Nothing, if there are none
-    on this rank.
+    """Return zeros for a parameter's state, shaped as the states of other parameters are; {} if this rank has
+    none.
 
-    What is not shaped as its parameter (`step`) is said by ranks that have it.
+    Values that are not shaped as their parameter (`step`) are saved by ranks that have them.
     """
     for other, there in optimizer.state.items():
         shaped = {
@@ -65,17 +65,17 @@ def zeros_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> State
             for key, value in there.items()
             if isinstance(value, torch.Tensor) and value.dim() and value.shape == other.shape
         }
-        # The first one stands for all: nothing else here tells what this parameter's state would have.
+        # The first one, because nothing else tells what this parameter's state would contain.
         if shaped:
             return {key: like(parameter, value.dtype, value.device) for key, value in shaped.items()}
     return {}
 
 
-# -- what belongs to a state --------------------------------------------------------------------------
+# -- complete states ----------------------------------------------------------------------------------
 
 
 class Given(NamedTuple):
-    """A parameter of a group, and the state that is to become its own."""
+    """A parameter of a group, and its new state."""
 
     name: str
     parameter: torch.Tensor
@@ -83,18 +83,18 @@ class Given(NamedTuple):
 
 
 def check_whole(group: Sequence[Given]) -> list[State]:
-    """The states of a group's parameters, as the optimizer can take them; {} for one that has none.
+    """Return the states of a group's parameters, as the optimizer can take them; {} for one that has none.
 
-    A state is a part if another parameter of the same shape has all that it has and more, or if all others
-    with as many dimensions have. (Adafactor keeps other values for vectors than for matrices; what a
-    parameter has may depend on its size.) Raises MissingTensors for a part, but for one that lacks `step`
-    only: no rank had taken one, and all saved zeros.
+    A state is incomplete if another parameter of the same shape has all of its keys and more, or if all
+    others with as many dimensions do. (Adafactor keeps other values for vectors than for matrices; the keys
+    may depend on the parameter's size.) Raises MissingTensors for an incomplete state, unless it lacks only
+    `step`: then no rank had taken a step, and all saved zeros.
     """
     alike: dict[object, Counter[frozenset[object]]] = {}
     for _, parameter, state in group:
         if state:
             for kind in (tuple(parameter.shape), parameter.dim()):
-                # Counted once, so that a state is compared with the kinds of states there are, not with each.
+                # Counted, so that a state is compared with each set of keys once, not with each state.
                 alike.setdefault(kind, Counter())[frozenset(state)] += 1
     return [_whole(given, group, alike) if given.state else {} for given in group]
 
@@ -129,7 +129,7 @@ def _lacking(
     same_shape: Counter[frozenset[object]],
     same_dimensions: Counter[frozenset[object]],
 ) -> frozenset[object]:
-    """What other states have, and this one should."""
+    """Return the keys that other states have, and this one should."""
     more = [keys for keys in same_shape if keys > mine]
     others = [keys for keys in same_dimensions if keys != mine]
     if not more and same_dimensions[mine] == 1 and all(keys > mine for keys in others):
@@ -137,14 +137,13 @@ def _lacking(
     return frozenset().union(*more) - mine
 
 
-# -- an optimizer that is in a state as it is ---------------------------------------------------------
+# -- an optimizer that is itself in a state -----------------------------------------------------------
 
 
 def with_lazy_states(optimizer: torch.optim.Optimizer, state: object) -> object:
-    """What `optimizer.state_dict()` gave, in which parameters that have no state yet stand, too: a load can
-    make theirs.
+    """Return `optimizer.state_dict()` with entries for parameters that have no state yet: a load creates it.
 
-    One of another layout than torch's is left as it is.
+    A state in another layout than torch's is returned as it is.
     """
     if not isinstance(state, Mapping):
         return state
@@ -154,35 +153,35 @@ def with_lazy_states(optimizer: torch.optim.Optimizer, state: object) -> object:
     numbers = [list(group.get("params", ())) for group in groups if isinstance(group, Mapping)]
     if list(map(len, numbers)) != [len(group["params"]) for group in optimizer.param_groups]:
         return state
-    found = dict(state["state"])
+    states = dict(state["state"])
     for group, packed in zip(optimizer.param_groups, numbers, strict=True):
         for parameter, number in zip(group["params"], packed, strict=True):
-            there = found.get(number) or {}
-            found[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
-    # Numbers are parameters, and each has an entry; other keys belong to none, and are taken as they are.
-    whole: State = {**state, "state": OpenDict(found, lambda key: not key.partition(".")[0].isdecimal())}
-    if has_tensors(groups):  # else they are one object
+            there = states.get(number) or {}
+            states[number] = ParameterState(partial(dict, there), parameter, partial(make, group, parameter))
+    # Numbers are parameters, and each has an entry; other keys belong to no parameter, and load unchanged.
+    whole: State = {**state, "state": OpenDict(states, lambda key: not key.partition(".")[0].isdecimal())}
+    if has_tensors(groups):  # otherwise they are one object
         whole["param_groups"] = [OpenDict(group) for group in groups]
     return whole
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """`optimizer.load_state_dict` of what `with_lazy_states` gave, once it is filled.
+    """Call `optimizer.load_state_dict` with the result of `with_lazy_states`, after it was filled.
 
-    torch casts states to their parameter's dtype, which loses what a bfloat16 parameter's float32 moments are
-    for. They keep theirs.
+    torch casts states to their parameter's dtype, and so rounds float32 moments of bfloat16 parameters. Here
+    states keep their dtype.
     """
     if not isinstance(state, Mapping) or not isinstance(state.get("state"), Mapping):
         optimizer.load_state_dict(state)
         return
     states = {
-        number: dict(found) if isinstance(found, ParameterState) else found
-        for number, found in state["state"].items()
-        if not isinstance(found, ParameterState) or found
+        number: dict(entry) if isinstance(entry, ParameterState) else entry
+        for number, entry in state["state"].items()
+        if not isinstance(entry, ParameterState) or entry
     }
     groups = [dict(group) for group in state["param_groups"]]
     optimizer.load_state_dict({**state, "state": states, "param_groups": groups})
-    # One that loads in its own way knows what it casts, and why.
+    # An optimizer with its own load_state_dict decides itself what it casts.
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
@@ -194,7 +193,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Any) -> None:
 
 
 def _in_dtype_of(loaded: object, cast: object) -> object:
-    """What the optimizer has made of a loaded state, with the tensors that it has cast as they were."""
+    """Return a state as the optimizer has loaded it, but with the original tensors where it has cast them."""
     if isinstance(loaded, torch.Tensor) and isinstance(cast, torch.Tensor):
         return loaded if loaded.dtype != cast.dtype else cast
     if isinstance(loaded, dict) and isinstance(cast, dict):

@@ -1,9 +1,8 @@
-"""How a value that is made of several is built: what is walked, what its parts are called, and how to build
-it anew.
+"""The structure of nested values: which are walked, the names of their parts, and how to build them again.
 
-Names alone don't tell a list from a dict with numbers for keys, nor which class wraps `codes` and `scale`.
-Where a state is filled in place that need not be known. An optimizer's state that a load has to make is
-stored with a description of its containers, if it has any.
+Names alone don't tell a list from a dict with numbers as keys, nor which class wraps `codes` and `scale`. A
+state that is filled in place does not need to know. An optimizer's state that a load has to create is stored
+with a description of its containers, if it has any.
 """
 
 from __future__ import annotations
@@ -20,29 +19,29 @@ from holdfast.state.tensors import PerRank, Shard
 from holdfast.values import Json
 
 STRUCTURE = "__structure__"
-"""What the description of a nested state is called, under the state's own name."""
+"""The name of the description of a nested state, under the state's own name."""
 LEAF = 0
-"""The description of what is stored as it is."""
+"""The description of a value that is stored as it is."""
 Description: TypeAlias = Json
-"""LEAF, or a list that begins with the kind of a container: what `describe` gives, and a checkpoint may
-claim."""
+"""LEAF, or a list that begins with the kind of a container. `describe` makes it; one from a checkpoint may be
+invalid."""
 _ABSENT = object()
 
 
 class Stateful(Protocol):
-    """What keeps its state to itself: modules, optimizers, schedulers, data loaders."""
+    """An object with a state: modules, optimizers, schedulers, data loaders."""
 
     def state_dict(self) -> Any:
-        """Its state, mostly a dict."""
+        """Return its state, mostly a dict."""
         ...
 
     def load_state_dict(self, state_dict: Any, /) -> object:
-        """Take over a loaded one."""
+        """Load a state."""
         ...
 
 
 def join(name: str, key: object) -> str:
-    """The name of a part: the path to it, joined by dots."""
+    """Return the name of a part: the path to it, joined by dots."""
     if not isinstance(key, str | int | float | bool | tuple) and key is not None:
         raise BadInput(f"A dict under {name!r} has the key {key!r}; names are made of text and numbers.")
     text = str(key)
@@ -50,7 +49,7 @@ def join(name: str, key: object) -> str:
 
 
 def is_stateful(value: object) -> TypeGuard[Stateful]:
-    """Has it `state_dict` and `load_state_dict`?"""
+    """Return whether a value has `state_dict` and `load_state_dict`."""
     return (
         not isinstance(value, type)
         and callable(getattr(value, "state_dict", None))
@@ -59,8 +58,8 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 
 def has_tensors(value: object) -> bool:
-    """Are there tensors in it? A list is taken apart only then."""
-    # What has a place of its own to be filled in; a list of plain values is replaced as one object.
+    """Return whether a value contains tensors. Only then is a list split into its items."""
+    # Values that are filled in place; a list of plain values is replaced as one object.
     if isinstance(value, torch.Tensor | Shard | PerRank | ParameterState) or is_stateful(value):
         return True
     if isinstance(value, Mapping):
@@ -69,7 +68,7 @@ def has_tensors(value: object) -> bool:
 
 
 def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
-    """Has a parameter's state more to it than plain names with tensors and values? What is None may become
+    """Return whether a parameter's state has more than plain names with tensors and values. None may become
     anything."""
     return any(
         type(key) is not str or "." in key or value is None or describe(value, parameter) != LEAF
@@ -78,16 +77,15 @@ def is_nested(state: StateDict, parameter: torch.Tensor) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """Is it a container with nothing in it? A description says all of it."""
+    """Return whether a value is an empty container. Its description says all of it."""
     return isinstance(value, Mapping | list | tuple) and not value
 
 
 def describe(value: object, parameter: torch.Tensor | None = None) -> Description:
-    """The containers of a value, as a plain value: `["dict", [[key, part], ...]]`, `["list", [part, ...]]`,
-    and so on.
+    """Return the containers of a value as a plain value: `["dict", [[key, part], ...]]`, `["list", [part,
+    ...]]`, and so on.
 
-    parameter: whose state it is; tensors that don't lie as it does, nor one row after the other, are
-        described, too.
+    parameter: whose state it is. Tensors whose strides are neither its own nor row-major are described, too.
     """
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value, parameter)
@@ -103,7 +101,7 @@ def describe(value: object, parameter: torch.Tensor | None = None) -> Descriptio
 
 def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Description:
     if type(value) is torch.Tensor:
-        # Row-major is what `build` makes by itself; a slice of something larger need not lie so again.
+        # `build` makes row-major tensors anyway; a slice of a larger tensor need not get its strides again.
         if value.layout is not torch.strided or value.is_contiguous() or not _is_dense(value):
             return LEAF
         as_parameter = parameter is not None and (parameter.shape, parameter.stride()) == (
@@ -119,7 +117,7 @@ def _describe_tensor(value: torch.Tensor, parameter: torch.Tensor | None) -> Des
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Are its elements all there is in its memory, each once, in some order of its axes?"""
+    """Return whether the elements fill the tensor's memory, each once, in some order of its axes."""
     expected = 1
     for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size != 1 and stride != expected:
@@ -129,7 +127,7 @@ def _is_dense(value: torch.Tensor) -> bool:
 
 
 def _plain(context: object) -> object:
-    """torch.Size as a tuple: it is one, and can be stored as one."""
+    """Convert torch.Size to tuple, which can be stored."""
     if isinstance(context, Mapping):
         return {key: _plain(part) for key, part in context.items()}
     if isinstance(context, tuple):
@@ -138,8 +136,8 @@ def _plain(context: object) -> object:
 
 
 def guess(keys: Iterable[str]) -> Description:
-    """A description by names alone, for a checkpoint that has none (torch DCP's): numbers from 0 on without a
-    gap are a list's."""
+    """Return a description made from names alone, for a checkpoint that has none (torch DCP's). Keys that are
+    numbers from 0 on without a gap make a list."""
     root: dict[str, Description] = {}
     for key in keys:
         *path, last = key.split(".")
@@ -148,7 +146,7 @@ def guess(keys: Iterable[str]) -> Description:
             node = node.setdefault(part, {}) if isinstance(node, dict) else None
         if isinstance(node, dict) and last not in node:
             node[last] = LEAF
-        else:  # what lies above it is a value itself
+        else:  # a prefix of this key is itself a value
             root[key] = LEAF
     return ["dict", [[key, _guessed(node)] for key, node in root.items()]]
 
@@ -160,15 +158,15 @@ def _guessed(node: Description) -> Description:
         return ["dict", [[key, _guessed(part)] for key, part in node.items()]]
     numbered = {int(key): _guessed(part) for key, part in node.items()}
     if sorted(numbered) == list(range(len(node))):
-        return ["list", [numbered[at] for at in range(len(node))]]
+        return ["list", [numbered[index] for index in range(len(node))]]
     return ["dict", [[key, part] for key, part in numbered.items()]]
 
 
 def build(
     description: Description, name: str, values: Mapping[str, object], present: object = None
 ) -> object:
-    """A value of its parts, which are in `values` by their names. What of `present` has the memory of its
-    parts stays."""
+    """Build a value from its parts, which are in `values` by their names. What `present` has with the memory
+    of its parts is kept."""
     try:
         value = _build(description, name, values, present)
         return {} if value is _ABSENT else value
@@ -191,18 +189,18 @@ def _build(description: Description, name: str, values: Mapping[str, object], pr
     if kind == "tensor":
         return _build_tensor(name, values, present, *rest)
     if kind == "dict":
-        found = {
+        parts = {
             key: _build(part, join(name, key), values, _part_of(present, key, isinstance(present, Mapping)))
             for key, part in rest[0]
         }
-        # Parts may be left out by include= or exclude=; a container of which nothing is there is absent, too.
-        there = {key: value for key, value in found.items() if value is not _ABSENT}
-        return there if there or not found else _ABSENT
+        # include= or exclude= may leave out parts; a container without any part is absent, too.
+        there = {key: value for key, value in parts.items() if value is not _ABSENT}
+        return there if there or not parts else _ABSENT
     if kind not in ("list", "tuple"):
         raise ValueError(f"{kind!r} is no kind of container")
     items = [
-        _build(part, join(name, at), values, _part_of(present, at, isinstance(present, list | tuple)))
-        for at, part in enumerate(rest[0])
+        _build(part, join(name, index), values, _part_of(present, index, isinstance(present, list | tuple)))
+        for index, part in enumerate(rest[0])
     ]
     if items and all(item is _ABSENT for item in items):
         return _ABSENT
@@ -211,8 +209,8 @@ def _build(description: Description, name: str, values: Mapping[str, object], pr
 
 
 def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """The same elements, in memory as they were when they were saved: matrix products are bitwise the same
-    only then."""
+    """Return the same elements with the strides that they were saved with: only then matrix products are
+    bitwise the same."""
     if value.stride() == strides or not value.numel():
         return value
     made = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
@@ -222,7 +220,7 @@ def _restrided(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def _part_of(value: Any, key: object, is_container: bool) -> object:
-    """What is at that place now, if anything is."""
+    """Return the present value under a key; None if there is none."""
     try:
         return value[key] if is_container else None
     except LookupError:
@@ -240,7 +238,7 @@ def _build_tensor(
     }
     if any(value is _ABSENT for value in inner.values()):
         return _ABSENT
-    # All parts were filled where they lie: the wrapper has its new value, and others still hold it.
+    # All parts were filled in place: the present wrapper has its new value, and references to it stay valid.
     if inner.keys() == there.keys() and all(
         inner[key] is there[key] or same_memory(inner[key], there[key]) for key in inner
     ):

@@ -1,10 +1,9 @@
-"""Tensor subclasses: which have memory to read and fill, which are made of other tensors, and which can't be
-stored.
+"""Tensor subclasses: which have memory, which consist of other tensors, and which can't be stored.
 
 A wrapper subclass (`torch.Tensor._make_wrapper_subclass`: quantized weights, 8-bit optimizer states) has no
-memory of its own. One that names the tensors it is made of (`__tensor_flatten__`, the protocol of
-torch.compile) is stored as those, each under the wrapper's name and its attribute's: `weight.codes`,
-`weight.scale`. Filled in place, they make the wrapper another value.
+memory of its own. If it names the tensors that it consists of (`__tensor_flatten__`, the protocol of
+torch.compile), those are stored, each under the wrapper's name and its attribute's: `weight.codes`,
+`weight.scale`. Filling them in place changes the wrapper's value.
 """
 
 from __future__ import annotations
@@ -26,12 +25,13 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Is it a torch DTensor? Told by name, so that plain tensors never import torch.distributed.tensor."""
+    """Return whether a value is a DTensor. Checked by name, so that plain tensors never import
+    torch.distributed.tensor."""
     return _is_a(value, "DTensor")
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
-    """Is it a ShardedTensor, of FSDP1 or torchrec?"""
+    """Return whether a value is a ShardedTensor, of FSDP1 or torchrec."""
     return _is_a(value, "ShardedTensorBase")
 
 
@@ -42,30 +42,31 @@ def _is_a(value: object, name: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _has_base(kind: type, name: str) -> bool:
-    # By name: isinstance would import torch.distributed.tensor, which a process without DTensors never needs.
+    # By name: isinstance would import torch.distributed.tensor, which plain tensors don't need.
     return any(
         base.__name__ == name and base.__module__.startswith("torch.distributed") for base in kind.__mro__
     )
 
 
 def type_name(value: object) -> str:
-    """For messages, and to find the type again."""
+    """Return the qualified name of a value's type."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Is there memory behind its elements?"""
-    if type(tensor).__module__.startswith("torch._subclasses"):  # a tracer's, which warns when it is asked
+    """Return whether there is memory behind the elements of a tensor."""
+    if type(tensor).__module__.startswith("torch._subclasses"):  # a tracer's tensor would log a warning
         return False
     try:
         # An empty tensor has no address, and needs none.
         return not tensor.numel() or tensor.data_ptr() != 0
-    except RuntimeError:  # it says so itself
+    except RuntimeError:  # torch refuses: it has no storage
         return False
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a collective, once it is there (AsyncCollectiveTensor); any other tensor as it is."""
+    """Wait for the result of a collective (AsyncCollectiveTensor) and return it; return any other tensor as
+    it is."""
     if type(tensor) in _ORDINARY or not _is_a(tensor, "AsyncCollectiveTensor"):
         return tensor
     done: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
@@ -73,7 +74,7 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
-    """Is it a tensor that is made of others, which it names?"""
+    """Return whether a value is a tensor that consists of others, which it names."""
     if type(value) in _ORDINARY or not hasattr(type(value), "__tensor_unflatten__"):
         return False
     if not isinstance(value, torch.Tensor) or value.is_nested or is_dtensor(value):
@@ -84,13 +85,13 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a wrapper is made of, by the names of its attributes."""
+    """Return the tensors that a wrapper consists of, by the names of its attributes."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     return [(name, getattr(wrapper, name)) for name in names]
 
 
 def memory_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that a tensor of any type is made of on this rank."""
+    """Yield the plain tensors that a tensor of any type consists of on this rank."""
     if is_dtensor(value):
         yield from memory_of(value._local_tensor)
     elif is_sharded_tensor(value):
@@ -107,10 +108,11 @@ def memory_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def same_memory(one: object, other: object) -> bool:
-    """Do two values share all of their memory, so that what is loaded into the one is in the other?"""
+    """Return whether two values share all of their memory, so that a load into one is a load into the
+    other."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
-    # A DTensor and its local tensor share memory, and yet the one can't stand for the other.
+    # A DTensor and its local tensor share memory, but can't replace each other.
     if is_dtensor(one) != is_dtensor(other) or is_sharded_tensor(one) != is_sharded_tensor(other):
         return False
     mine, theirs = list(memory_of(one)), list(memory_of(other))
@@ -127,7 +129,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def check_kind(name: str, tensor: torch.Tensor) -> None:
-    """Refuse, with a sentence, a tensor that has no dense memory."""
+    """Raise BadInput if a tensor has no dense memory."""
     if is_lazy(tensor):
         raise BadInput(
             f"{name!r} is a parameter of a lazy module that has no shape yet.",
@@ -161,10 +163,11 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
 
 
 def allowed_type(path: str, name: str) -> type[Any]:
-    """A tensor subclass by its type's name, if this process allows it to be built from a file."""
-    # The rule by which torch's weights-only reader builds objects: a checkpoint alone allows nothing.
-    for found in torch.serialization.get_safe_globals():
-        kind, known = found if isinstance(found, tuple) else (found, None)
+    """Return a tensor subclass by its name. Raises LoadFailed unless this process allows it to be built from
+    a file."""
+    # The rule of torch's weights-only reader: only the process, never a checkpoint, allows a type.
+    for entry in torch.serialization.get_safe_globals():
+        kind, known = entry if isinstance(entry, tuple) else (entry, None)
         if isinstance(kind, type) and path in (known, f"{kind.__module__}.{kind.__qualname__}"):
             return kind
     raise LoadFailed(

@@ -1,4 +1,4 @@
-"""What a user says of a value that its type does not say: `Shard` and `PerRank`."""
+"""Declarations of a user about a value: `Shard` and `PerRank`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from holdfast.layout.deferred_offset import DeferredOffset
 class Shard:
     """A local tensor declared as a box of a global one.
 
-    `tensor` (any device) holds the indices from `offset` on, in its own shape, of a tensor of
-    shape `global_shape`. `replica=(index, count)` says that `count` ranks hold this very box and
-    this is the index-th of them; they share the writing. The default (0, 1) says that only this
-    rank holds it. Several Shards of one global tensor go into a list under one name.
+    `tensor` (any device) is the box that begins at `offset`, with the tensor's shape, of a tensor of shape
+    `global_shape`. `replica=(index, count)` says that `count` ranks hold this box and this is the index-th of
+    them; they share the writing. The default (0, 1) says that only this rank holds it. Put several Shards of
+    one global tensor into a list under one name.
 
-    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end,
-    whose lengths this rank need not know. Positions count from 0 among the shards that have the same offsets
-    along the other axes; all of those have None there. Replicas share a position.
+    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end;
+    this rank need not know their lengths. Positions count from 0 among the shards with the same offsets along
+    the other axes; all of those have None there. Replicas have the same position.
     """
 
     __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
@@ -36,7 +36,7 @@ class Shard:
     ) -> None:
         self.tensor = tensor
         self.global_shape = tuple(int(s) for s in global_shape)
-        # None becomes 0: an open offset is counted from where the shard begins.
+        # None becomes 0: a deferred offset is relative to where the shard begins.
         self.offset = tuple(int(o or 0) for o in offset)
         self.replica = (int(replica[0]), int(replica[1]))
         if not isinstance(tensor, torch.Tensor):
@@ -54,13 +54,13 @@ class Shard:
         unknown = [axis for axis, begin in enumerate(offset) if begin is None]
         if not unknown and position is None:
             return None
-        # Lengths that are added up along one axis place a shard along that axis only.
+        # Adding up lengths along one axis gives the offset along that axis only.
         if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
             raise BadInput(
                 f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
                 "position says which of the ranks along it this is, from 0 on."
             )
-        # Shards that share all other offsets share a lane: those offsets as the digits of one number.
+        # Shards with equal other offsets are in one lane, whose number has these offsets as digits.
         lane = 0
         for axis, begin in enumerate(self.offset):
             if axis != unknown[0]:
@@ -70,20 +70,20 @@ class Shard:
         )
 
     def __repr__(self) -> str:
-        at = (
+        begin = (
             f"{self.offset}"
             if self.late is None
             else f"position {self.late.position} of axis {self.late.axis}"
         )
-        return f"Shard({tuple(self.tensor.shape)} at {at} of {self.global_shape}, replica={self.replica})"
+        return f"Shard({tuple(self.tensor.shape)} at {begin} of {self.global_shape}, replica={self.replica})"
 
 
 class PerRank:
-    """A value of which every rank has its own: RNG state, data-loader position, timers.
+    """A value that is different on every rank: RNG state, data-loader position, timers.
 
-    It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank
-    that has none (the world has grown) keeps the present value if `optional`, else the load
-    fails. After a load, `value` holds what was read.
+    It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank that has none
+    (the world has grown) keeps the present value if `optional`, otherwise the load fails. After a load,
+    `value` is the loaded value.
     """
 
     __slots__ = ("optional", "value")

@@ -1,2 +1,2 @@
-"""Where files are: a folder, or anything that passes `holdfast.testing.StoreContract`; and a run folder's
-steps. No torch."""
+"""Where files are kept: a folder, or any class that passes `holdfast.testing.StoreContract`; and the steps of
+a run folder. No torch."""

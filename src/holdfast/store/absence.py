@@ -1,4 +1,4 @@
-"""Why there is no checkpoint at a place, in one sentence, and what to do. No torch, no NumPy."""
+"""Why a place holds no checkpoint, in one sentence, and what to do. No torch, no NumPy."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _SHOWN = 5
 
 
 def explain_absence(store: Store) -> tuple[str, str]:
-    """The sentence, and a hint, for a place that has no index."""
+    """Return the sentence and a hint for a place that has no index."""
     why, hint = _why(store)
     return f"{store.url} holds no committed checkpoint: {why}.", hint
 
 
 def _why(store: Store) -> tuple[str, str]:
-    found = store.stat()
-    if found is None:
+    entry = store.stat()
+    if entry is None:
         return _missing(store)
-    if found.kind not in FOLDERS:
+    if entry.kind not in FOLDERS:
         return "it is a file, not a folder", "Give the folder that the index lies in."
     names = store.list()
     if SLICE in names:
@@ -61,9 +61,9 @@ def _why(store: Store) -> tuple[str, str]:
 
 
 def _missing(store: Store) -> tuple[str, str]:
-    """Of a folder that is not there: was it a step of a run that has others?"""
+    """Explain a folder that is not there: it may be a step of a run that has others."""
     parent, name = os.path.split(store.url)
-    # The url of another store is no path whose parent could be opened.
+    # The url of another kind of store is not a path whose parent could be opened.
     if isinstance(store, LocalStore) and step_of(name) is not None:
         steps = _newest(LocalStore(parent), _SHOWN)
         if steps:
@@ -84,9 +84,9 @@ def _run(store: Store) -> tuple[str, str]:
 
 
 def _newest(store: Store, most: int) -> dict[int, str]:
-    """The newest committed steps, as far as they can be seen."""
+    """Return the newest committed steps, as far as this process can see them."""
     try:
-        # What can't be looked at is left out: this is said beside an error, and must not replace it.
+        # Steps that can't be read are left out: this explains an error, and must not replace it.
         return newest_steps(store, most)
     except HoldfastError:
         return {}

@@ -1,15 +1,15 @@
-"""The byte seam: what Holdfast asks of a place that keeps files. This is all of it.
+"""The interface to storage: all that Holdfast requires of a place that keeps files.
 
-A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a
-`StorageError` that says which file and why; a missing file is `NotFound`. The promises that the
-protocol rests on, checked for any implementation by `holdfast.testing.StoreContract`:
+A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a `StorageError` that
+names the file and the reason; a missing file is `NotFound`. The protocol relies on these promises, which
+`holdfast.testing.StoreContract` checks for any implementation:
 
-- what `Writer.finish` returned from is durable, the name of the file included;
-- `publish` is atomic: a reader, or the next boot, sees the old bytes, or the new ones, whole;
-- of several `publish` calls that replace the same thing, one wins and the others get `Conflict`;
-- what `publish` raises says whether the new version is in place: data that it names is deleted only if it is
-  not;
-- `create`, `publish` and `delete` pass through no link: what lies behind one belongs to somebody else.
+- after `Writer.finish` has returned, the file is durable, including its name;
+- `publish` is atomic: a reader, or the next boot, sees all of the old bytes or all of the new ones;
+- of several `publish` calls that replace the same version, one succeeds and the others raise `Conflict`;
+- the error of `publish` tells whether the new version is in place: only if it is not, the data that it names
+  is deleted;
+- `create`, `publish` and `delete` follow no links: what is behind a link belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from holdfast.errors import BadInput, StorageError
 from holdfast.values import Buffer
 
 VISIBLE_WITHIN = 75.0
-"""Seconds that a network file system may take to show another host's file: NFS keeps what it knows of a
-folder for 60."""
-
-
-# An index ends in its seal, and the owner's file of a run in a text that is drawn anew for each version. So
-# the ends of two versions differ, and telling them apart takes one small read.
+"""Seconds that a network file system may take to show another host's file: NFS caches folders for 60."""
+# An index ends with its seal, and the owner file of a run with random text, new for each version. So the ends
+# of two versions differ, and one small read tells them apart.
 VERSION_BYTES = 16
-"""Bytes at the end of a published file that tell one version of it from another."""
+"""Number of bytes at the end of a published file that tell one version of it from another."""
 
 
 class NotFound(StorageError):
@@ -40,16 +37,16 @@ class NotFound(StorageError):
 
 
 class Unsettled(StorageError):
-    """`publish` failed, but the new version is in place, or may be: nothing that it names may be deleted."""
+    """`publish` failed, but the new version is, or may be, in place: its data must not be deleted."""
 
     @property
     def in_place(self) -> bool:
-        """True: it is there, but perhaps not durable. False: that can't be told."""
+        """True: it is in place, but perhaps not durable. False: that can't be told."""
         return bool(self.details.get("in_place"))
 
 
 class Kind(Enum):
-    """What a name stands for."""
+    """The kind of thing that a name stands for."""
 
     FILE = "file"
     FOLDER = "folder"
@@ -58,16 +55,16 @@ class Kind(Enum):
 
 
 FOLDERS = (Kind.FOLDER, Kind.LINK)
-"""What the folder of a store may be."""
+"""The kinds that the folder of a store may have."""
 
 
 class Entry(NamedTuple):
-    """What a store knows of a name."""
+    """The metadata of a name in a store."""
 
     kind: Kind
     size: int
     modified: float
-    """Seconds since the epoch, by the storage's clock; 0 if it keeps none."""
+    """Seconds since the epoch, by the storage's clock; 0 if it has none."""
 
 
 class Reader(Protocol):
@@ -76,18 +73,18 @@ class Reader(Protocol):
     size: int
 
     def read(self, start: int, length: int) -> bytes:
-        """Those bytes, or fewer at the end of the file."""
+        """Return these bytes, or fewer at the end of the file."""
         ...
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
-        """Fill writable buffers one after the other from `start`; returns the bytes read."""
+        """Fill writable buffers one after the other from `start`; return the number of bytes read."""
         ...
 
     def close(self) -> None: ...
 
 
 class Writer(Protocol):
-    """A new file that nobody sees as complete yet. Safe to use from several threads at once."""
+    """A new file that no reader takes for complete yet. Safe to use from several threads at once."""
 
     def write_at(self, start: int, buffers: Sequence[Buffer]) -> None: ...
 
@@ -101,10 +98,10 @@ class Writer(Protocol):
 
 
 class Store(Protocol):
-    """A folder of files, and the first parent of its children.
+    """A folder of files, possibly the child of another store.
 
-    `create`, `publish` and `delete` raise a `StorageError` if a folder on the way from the first parent is a
-    link.
+    `create`, `publish` and `delete` raise a `StorageError` if a folder between the first parent and the file
+    is a link.
     """
 
     url: str
@@ -112,52 +109,56 @@ class Store(Protocol):
     def open(self, path: str) -> Reader: ...
 
     def create(self, path: str) -> Writer:
-        """A new file; one that exists already is a `StorageError`, not overwritten."""
+        """Create a file. Raises StorageError if it exists already."""
         ...
 
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
-        """Put a small file in place at once. `replacing` is the last VERSION_BYTES bytes of the version
-        it may replace, None if there must be none; otherwise `Conflict`.
+        """Put a small file in place atomically. `replacing` is the last VERSION_BYTES bytes of the version
+        that it may replace, None if there must be none; otherwise raises `Conflict`.
 
         Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
-        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be."""
+        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be.
+        """
         ...
 
     def delete(self, path: str) -> None:
-        """Remove a file, or a folder that is empty; one that is not there is no error.
+        """Remove a file, or an empty folder; a missing one is no error.
 
-        A link is removed as such, what it leads to stays."""
+        A link is removed itself; its target stays.
+        """
         ...
 
     def remove(self) -> bool:
-        """Remove this folder itself if it is empty, and no link. Is it gone?"""
+        """Remove this folder itself if it is empty and not a link. Return whether it is gone."""
         ...
 
     def stat(self, path: str = "") -> Entry | None:
-        """What is under a name, a link if it is one; None if nothing is.
+        """Return what a name stands for (a link itself, not its target); None if there is nothing.
 
-        Without a path: this folder, links followed unless it is a child of another store."""
+        Without a path: this folder. Links are followed then, unless it is a child of another store.
+        """
         ...
 
     def list(self, folder: str = "") -> list[str]:
-        """Names right inside a folder, sorted; folders, and links to folders, end with `/`. A missing folder
-        is empty.
+        """Return the names directly in a folder, sorted. Folders, and links to folders, end with `/`. A
+        missing folder is empty.
 
-        A link that leads nowhere, or in a circle, is a name like any other."""
+        A link that leads nowhere, or in a circle, is listed like a file.
+        """
         ...
 
     def child(self, folder: str) -> Store:
-        """The store of a folder inside this one; it need not exist yet."""
+        """Return the store of a folder in this one; the folder need not exist yet."""
         ...
 
 
 def replace_file(store: Store, path: str, data: bytes) -> None:
-    """Put a small file in place at once, whatever stands there; a link is replaced, not followed."""
+    """Put a small file in place atomically, whatever is there; a link is replaced, not followed."""
     store.publish(path, data, version_of(store, path))
 
 
 def version_of(store: Store, path: str) -> bytes | None:
-    """The last bytes of a file, which tell one published version from another; None if it is not there."""
+    """Return the last bytes of a file, which identify its published version; None if it is not there."""
     try:
         reader = store.open(path)
     except NotFound:
@@ -167,8 +168,8 @@ def version_of(store: Store, path: str) -> bytes | None:
 
 
 def checked(path: str) -> str:
-    """A relative path that stays inside, or one sentence."""
-    # Names come from indexes, too, which a forger may have written.
+    """Return a relative path. Raises BadInput if it leaves the store."""
+    # Some names come from indexes, which an attacker may have written.
     parts = path.split("/")
     if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise BadInput(f"{path!r} is not a path inside a store.")
@@ -177,14 +178,14 @@ def checked(path: str) -> str:
 
 @contextmanager
 def storage_errors(doing: str, path: str) -> Iterator[None]:
-    """Turn the system's errors into one sentence that names the file."""
+    """Turn OSErrors into StorageErrors that name the file."""
     try:
         yield
-    # A StorageError is an OSError itself, and says more than what would be made of it here.
+    # A StorageError is an OSError itself, and says more than one made here would.
     except StorageError:
         raise
     except OSError as error:
-        # ENOTDIR: a part of the path is a file, so there is nothing of that name below it either.
+        # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
         kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
         hints = {
             errno.ENOSPC: "Free space there, or prune old steps, and save again.",
@@ -198,6 +199,6 @@ def storage_errors(doing: str, path: str) -> Iterator[None]:
             hint=hints.get(error.errno or 0, ""),
             details={"errno": error.errno},
         )
-        # Set by hand: OSError takes an errno from two arguments, and this one was given a sentence.
+        # Set by hand: OSError sets errno only if it is given two arguments, and this one has a sentence.
         raised.errno = error.errno
         raise raised from None

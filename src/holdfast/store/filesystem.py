@@ -1,5 +1,5 @@
-"""What the local store asks of the system: calls that are tried again, folders that are durable, paths that
-pass no link."""
+"""System calls of the local store: calls that are retried, folders that are made durable, paths without
+links."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from holdfast.errors import StorageError
 log = logging.getLogger("holdfast")
 T = TypeVar("T")
 PATIENCE = 30.0
-"""Seconds that a call which may pass by itself is tried again."""
+"""Seconds for which a call is retried after an error that may pass."""
 FIRST_PAUSE = 0.01
 LONGEST_PAUSE = 1.0
 VANISHING = 5.0
-"""Seconds that folders are made anew because a failed save takes its empty ones away at the same moment."""
+"""Seconds for which folders are made again because a failed save removes its empty ones at the same time."""
 STALE = frozenset({errno.ESTALE})
-"""A network file system lost a file's handle: what has the name now is found by opening it again."""
-# Descriptors that are used up (EMFILE, ENFILE) are given back by other threads and processes.
+"""A network file system lost a file's handle. Opening the name again finds the file that has it now."""
+# EMFILE, ENFILE: other threads and processes will close some of their descriptors.
 PASSING = STALE | {errno.EINTR, errno.EAGAIN, errno.EMFILE, errno.ENFILE}
-"""Failures to open something that say nothing of it."""
+"""Errors of `open` that may pass."""
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _SEARCH = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
-"""To go through a folder, which needs less than to list it."""
-_told: set[int] = set()
-"""Devices of which was said that they can't sync folders."""
+"""Flags to traverse a folder, which needs fewer permissions than listing it."""
+_warned: set[int] = set()
+"""Devices that can't sync folders, about which a warning was logged."""
 
 
 def retry(action: Callable[[], T], passing: frozenset[int] | None = None) -> T:
@@ -56,7 +56,7 @@ def retry(action: Callable[[], T], passing: frozenset[int] | None = None) -> T:
 
 
 def close_quietly(fd: int) -> None:
-    """Close a descriptor to which nothing is owed any more: read from, or synced already."""
+    """Close a descriptor that was only read from, or is synced already."""
     try:
         os.close(fd)
     except OSError as error:
@@ -64,43 +64,44 @@ def close_quietly(fd: int) -> None:
 
 
 def inode(path: str, follow: bool = False) -> tuple[int, int] | None:
-    """Device and number of the file that has a name now (of a link, or with `follow` of what it leads to);
-    None if none has.
+    """Return device and number of the file that has a name now, None if there is none.
 
-    The file is opened, because that makes a network file system ask its server; where that can't be done, the
+    follow: of a link, those of its target.
+
+    The file is opened, because that makes a network file system ask its server. If it can't be opened, the
     name is looked up.
     """
     try:
-        # O_NONBLOCK: opening a pipe would wait for its other end. O_NOFOLLOW refuses a link, which
-        # is looked up below.
+        # O_NONBLOCK: opening a pipe would wait for its other end. O_NOFOLLOW refuses a link, which is looked
+        # up below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
     except FileNotFoundError:
         return None
     except OSError:
         try:
-            found = os.stat(path, follow_symlinks=follow)
+            status = os.stat(path, follow_symlinks=follow)
         except FileNotFoundError:
             return None
     else:
         try:
-            found = os.fstat(fd)
+            status = os.fstat(fd)
         finally:
             close_quietly(fd)
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 # -- folders ------------------------------------------------------------------------------------
 
 
 def open_folder(path: str) -> int:
-    """A descriptor of a folder."""
+    """Open a folder; return the descriptor."""
     return retry(partial(os.open, path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), PASSING)
 
 
 def sync_open_folder(fd: int, path: str) -> None:
-    """Make the names in a folder durable; where a file system can't, say so once and go on.
+    """Make the names in a folder durable. If the file system can't, log that once and go on.
 
-    A sync that failed is not tried again: the system may have dropped what it could not write.
+    A failed sync is not retried: the system may have dropped what it could not write.
     """
     try:
         os.fsync(fd)
@@ -108,19 +109,18 @@ def sync_open_folder(fd: int, path: str) -> None:
         if error.errno not in _NO_FOLDER_SYNC:
             raise
         device = os.fstat(fd).st_dev
-        if device not in _told:
-            _told.add(device)
+        if device not in _warned:
+            _warned.add(device)
             log.warning(
                 "%s: this file system can't sync a folder (%s), so nothing can promise that files which were "
-                "committed there "
-                "keep their names over a power cut.",
+                "committed there keep their names over a power cut.",
                 path,
                 os.strerror(error.errno or 0),
             )
 
 
 def sync_folder(path: str) -> None:
-    """`sync_open_folder` of a path."""
+    """Open a folder by its path and call `sync_open_folder`."""
     fd = open_folder(path)
     try:
         sync_open_folder(fd, path)
@@ -129,9 +129,10 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> list[str]:
-    """mkdir -p. The folders that hold a new name are returned; syncing them makes the names durable."""
+    """Make a folder and its missing parents. Return the folders that hold a new name: syncing them makes the
+    names durable."""
     missing = []
-    # Not os.makedirs, because what was missing must be known: those are the names to be made durable.
+    # Not os.makedirs, because the names of the missing folders must be made durable.
     while not os.path.isdir(path) and path != os.path.dirname(path):
         missing.append(path)
         path = os.path.dirname(path)
@@ -139,8 +140,8 @@ def make_folders(path: str) -> list[str]:
         try:
             os.mkdir(folder)
         except FileExistsError:
-            # Mostly another rank was faster. Its folder is returned as well: it may die before it
-            # has synced the name.
+            # Mostly another rank was faster. The folder is returned as well, because that rank may die before
+            # it has synced the name.
             if not stat.S_ISDIR(os.stat(folder).st_mode):
                 raise StorageError(
                     f"{folder} is a file, not a folder.", details={"errno": errno.ENOTDIR}
@@ -149,10 +150,10 @@ def make_folders(path: str) -> list[str]:
 
 
 def create_file(path: str, access: int) -> int:
-    """A descriptor of a new file, in folders that are made, durably, if they are not there.
+    """Create a file and return its descriptor. Missing folders are made, durably.
 
-    A failed save takes its empty folders away, maybe at the same moment: then they are made again. They are
-    synced once the file is in them, and they can't go any more.
+    A failed save removes its empty folders, maybe at the same time; then they are made again. They are synced
+    when the file is in them, because then nobody removes them.
     """
     ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
     while True:
@@ -178,15 +179,15 @@ def create_file(path: str, access: int) -> int:
 
 @contextmanager
 def folder_beneath(root: str, parts: Sequence[str]) -> Iterator[int]:
-    """A descriptor of the folder that `parts` name below `root`, none of which may be a link; `root` itself
-    may be one."""
+    """Open the folder that `parts` name below `root`. None of the parts may be a link; `root` itself may be
+    one."""
     fd = os.open(root, _SEARCH)
     try:
         path = root
         for part in parts:
             path = os.path.join(path, part)
-            # Each folder is opened inside of the one before, so no name on the way can be
-            # exchanged for a link.
+            # Each folder is opened relative to the one before, so no name on the way can be replaced by a
+            # link.
             inside = _open_inside(fd, part, path)
             close_quietly(fd)
             fd = inside
@@ -199,7 +200,7 @@ def _open_inside(folder: int, name: str, path: str) -> int:
     try:
         return os.open(name, _SEARCH | os.O_NOFOLLOW, dir_fd=folder)
     except OSError:
-        # The errno does not tell: with O_DIRECTORY a link is ENOTDIR, and so is a file.
+        # The errno does not tell: with O_DIRECTORY both a link and a file give ENOTDIR.
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise StorageError(f"{path} is a link; nothing behind it is deleted.") from None
         raise

@@ -1,8 +1,8 @@
 """Files on a local or network file system, with plain positioned reads and writes.
 
-Durability, in this order: the file's data (fsync), then its name (fsync of the folder, and of
-every folder made on the way). fsync may report an error once and then lie, so a file whose
-fsync failed is abandoned. How a file is published is `holdfast.store.publishing`.
+Durability, in this order: the file's data (fsync), then its name (fsync of the folder, and of every folder
+made on the way). fsync may report an error once and then report success, so a file whose fsync failed is
+abandoned. `holdfast.store.publishing` publishes files.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from holdfast.store.filesystem import (
 from holdfast.store.publishing import publish
 from holdfast.values import Buffer
 
-# Buffers that one call takes: IOV_MAX of Linux.
+# Buffers per call: IOV_MAX of Linux.
 _IOV = 1024
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 
 
 class LocalReader:
-    """An open file descriptor."""
+    """A file open for reading."""
 
     def __init__(self, path: str, root: str) -> None:
         self._path = path
@@ -48,14 +48,14 @@ class LocalReader:
 
     def read(self, start: int, length: int) -> bytes:
         with storage_errors("Reading", self._path):
-            parts, at = [], start
+            parts, position = [], start
             while length > 0:
-                # Linux reads 2 GiB less a page at once, whatever was asked for.
-                part = os.pread(self._fd, min(length, 1 << 30), at)
+                # Linux reads at most 2 GiB less a page per call.
+                part = os.pread(self._fd, min(length, 1 << 30), position)
                 if not part:
                     break
                 parts.append(part)
-                at, length = at + len(part), length - len(part)
+                position, length = position + len(part), length - len(part)
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
@@ -65,8 +65,8 @@ class LocalReader:
                 some = buffers[first : first + _IOV]
                 wanted = sum(map(len, some))
                 got = os.preadv(self._fd, some, start + total)
-                # A call may come back with less than all: a signal, or a network file system. Nothing left is
-                # the end of the file.
+                # A call may read less than requested (a signal, a network file system). If it reads nothing,
+                # this is the end of the file.
                 while got < wanted:
                     rest = _after(some, got)
                     more = os.preadv(self._fd, rest, start + total + got)
@@ -83,33 +83,34 @@ class LocalReader:
 
 
 def _open_within(path: str, root: str) -> int:
-    """Open a file for reading that lies in a folder, after all links were followed."""
+    """Open a file for reading. Raises StorageError if it lies outside of the folder after all links were
+    followed."""
     real, inside = os.path.realpath(path), os.path.realpath(root)
-    # By parts of the path: `/run-2/x` begins like `/run`, and does not lie in it.
+    # By parts of the path: `/run-2/x` begins with `/run`, but does not lie in it.
     if os.path.commonpath((real, inside)) != inside and not _is_blob(real, inside):
         raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
     return os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
 
 
 def _is_blob(real: str, folder: str) -> bool:
-    """Is `folder` a snapshot in the Hugging Face cache, and the file one of its repository's? A snapshot
-    consists of links to `blobs`, which lies beside `snapshots`."""
+    """Return whether the file is a blob of the repository whose snapshot in the Hugging Face cache is
+    `folder`. A snapshot consists of links to `blobs`, which lies beside `snapshots`."""
     snapshots, _ = os.path.split(folder)
     repository, name = os.path.split(snapshots)
     return name == "snapshots" and os.path.dirname(real) == os.path.join(repository, "blobs")
 
 
 def _after(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
-    """What is left of buffers after `done` bytes of them."""
-    for at, buffer in enumerate(buffers):
+    """Return what is left of the buffers after their first `done` bytes."""
+    for index, buffer in enumerate(buffers):
         if done < len(buffer):
-            return [memoryview(buffer)[done:], *buffers[at + 1 :]]
+            return [memoryview(buffer)[done:], *buffers[index + 1 :]]
         done -= len(buffer)
     return []
 
 
 class LocalWriter:
-    """A file descriptor opened with O_EXCL."""
+    """A file that was created with O_EXCL, open for writing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -124,15 +125,15 @@ class LocalWriter:
                 done = 0
                 while done < wanted:
                     wrote = os.pwritev(self._fd, _after(some, done) if done else some, start + done)
-                    # Else the loop would go on for ever.
+                    # Otherwise the loop would never end.
                     if wrote == 0:
                         raise OSError(errno.ENOSPC, "no byte was taken")
                     done += wrote
                 start += wanted
 
     def finish(self) -> None:
-        # The descriptor is let go of first: after a failed sync the system may have dropped the pages and
-        # report success the next time, so nobody may ask it again.
+        # The descriptor is forgotten first: after a failed sync the system may have dropped the pages and
+        # report success the next time, so it must not be synced again.
         fd, self._fd = self._fd, -1
         with storage_errors("Syncing", self._path):
             try:
@@ -150,14 +151,17 @@ class LocalWriter:
 
 
 class LocalStore:
-    """A folder of the file system. Its own path may lead through links; below the first of its parents
-    nothing that is written or deleted may."""
+    """A folder of the file system.
+
+    Its own path may contain links; below the first of its parents nothing is written or deleted through a
+    link.
+    """
 
     def __init__(self, root: str | os.PathLike[str], top: str | None = None) -> None:
         self.root = os.path.abspath(os.fspath(root))
         self.url = self.root
         self._top = top or self.root
-        """The folder of the first parent, which a caller named."""
+        """The folder of the first parent, which the caller named."""
 
     def _full(self, path: str) -> str:
         return os.path.join(self.root, checked(path))
@@ -166,13 +170,13 @@ class LocalStore:
         return LocalReader(self._full(path), self.root)
 
     def _below_top(self, path: str) -> list[str]:
-        """The parts of a path, from the first parent on."""
+        """Return the parts of a path, from the first parent on."""
         return os.path.relpath(self._full(path), self._top).split("/")
 
     def _for_writing(self, path: str) -> str:
-        """The full path, if none of the folders on the way is a link."""
-        # Looked at, then used by its path, so a link that is made in between is followed. `delete` goes by
-        # descriptors, which leaves no such gap: what it does can't be undone.
+        """Return the full path. Raises StorageError if a folder on the way is a link."""
+        # A link that is made between this check and the use of the path is followed. `delete`, which can't be
+        # undone, uses descriptors, which leaves no such gap.
         folder = self._top
         for part in self._below_top(path)[:-1]:
             folder = os.path.join(folder, part)
@@ -190,7 +194,7 @@ class LocalStore:
         *folders, name = self._below_top(path)
         with (
             storage_errors("Deleting", self._full(path)),
-            # A failed save, `prune` and `keep=` may delete the same file at once; gone is gone.
+            # A failed save, `prune` and `keep=` may delete the same file at the same time.
             suppress(FileNotFoundError, NotADirectoryError),
             folder_beneath(self._top, folders) as folder,
         ):
@@ -201,8 +205,7 @@ class LocalStore:
 
     def remove(self) -> bool:
         try:
-            # Fails while any file is there, another rank's or a stranger's, so nothing has to be
-            # looked at beforehand.
+            # Fails if there is any file, another rank's or a stranger's, so no check is needed before.
             os.rmdir(self.root)
         except FileNotFoundError:
             return True
@@ -216,10 +219,10 @@ class LocalStore:
         target = self._full(path) if path else self.root
         with storage_errors("Looking at", target):
             try:
-                found = os.stat(target, follow_symlinks=target == self._top)
+                status = os.stat(target, follow_symlinks=target == self._top)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Entry(_kind(found.st_mode), found.st_size, found.st_mtime)
+        return Entry(_kind(status.st_mode), status.st_size, status.st_mtime)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._full(folder) if folder else self.root
@@ -248,11 +251,18 @@ def _leads_to_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def open_store(place: str | os.PathLike[str]) -> LocalStore:
-    """The store at a path; `~` is a home folder. (Object stores will be told by their URL.)
+    """Return the store at a path; `~` is a home folder. (Object stores will be recognised by their URL.)
 
-    Raises BadInput for what can't be a path, StorageError for a place that is no path.
+    Raises BadInput if the value can't be a path, StorageError for a URL that is not a file's.
     """
-    text = _as_text(place)
+    try:
+        text = os.fspath(place)
+    except TypeError:
+        raise BadInput(f"{place!r} is not a path; give a str or a pathlib.Path.") from None
+    if not isinstance(text, str):
+        raise BadInput(f"{text!r} is bytes; give the path as a str.")
+    if "\0" in text:
+        raise BadInput(f"{text!r} is not a path: it has a null character in it.")
     url = _URL.match(text)
     if url is not None:
         if url[1] != "file":
@@ -271,7 +281,7 @@ def open_store(place: str | os.PathLike[str]) -> LocalStore:
     except FileNotFoundError:
         raise BadInput(f"{text!r} is relative, and the current folder of this process is gone.") from None
     try:
-        # Python holds bytes of a path that are not UTF-8 as lone surrogates, which no message can carry.
+        # Python represents bytes that are not UTF-8 as lone surrogates, which no message can carry.
         store.root.encode()
     except UnicodeEncodeError:
         raise BadInput(
@@ -279,15 +289,3 @@ def open_store(place: str | os.PathLike[str]) -> LocalStore:
             hint="Rename the folder.",
         ) from None
     return store
-
-
-def _as_text(place: object) -> str:
-    try:
-        text = os.fspath(place)  # type: ignore[call-overload]
-    except TypeError:
-        raise BadInput(f"{place!r} is not a path; give a str or a pathlib.Path.") from None
-    if not isinstance(text, str):
-        raise BadInput(f"{text!r} is bytes; give the path as a str.")
-    if "\0" in text:
-        raise BadInput(f"{text!r} is not a path: it has a null character in it.")
-    return text

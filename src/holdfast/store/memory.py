@@ -1,4 +1,4 @@
-"""Files in this process's memory: for tests and simulations, with the same promises."""
+"""Files in this process's memory, with the same promises: for tests and simulations."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class MemoryReader:
         return self._data[start : start + length]
 
     def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
-        at = start
+        position = start
         for buffer in buffers:
             view = memoryview(buffer).cast("B")
-            part = self._data[at : at + len(view)]
+            part = self._data[position : position + len(view)]
             view[: len(part)] = part
-            at += len(part)
-        return at - start
+            position += len(part)
+        return position - start
 
     def close(self) -> None:
         pass
@@ -61,7 +61,7 @@ class MemoryWriter:
 
 
 class MemoryStore:
-    """A dict of files; children share it. A folder is there while something is in it; there are no links."""
+    """A dict of files; children share it. A folder exists while it has a file; there are no links."""
 
     def __init__(
         self, files: dict[str, bytes] | None = None, prefix: str = "", lock: threading.Lock | None = None
@@ -87,7 +87,7 @@ class MemoryStore:
         with self._lock:
             if name in self.files:
                 raise _error(StorageError, f"Creating {name} failed: it exists.", errno.EEXIST)
-            # The name is taken before a byte is written, so of several that create it one wins.
+            # The name is taken before a byte is written, so only one of several writers can create it.
             self.files[name] = b""
         return MemoryWriter(self, name)
 
@@ -115,13 +115,13 @@ class MemoryStore:
 
     def list(self, folder: str = "") -> list[str]:
         start = self._prefix + (checked(folder) + "/" if folder else "")
-        found = set()
-        # A copy, because other threads add files meanwhile.
+        names = set()
+        # A copy, because other threads may add files meanwhile.
         for name in list(self.files):
             if name.startswith(start):
                 head, slash, _ = name[len(start) :].partition("/")
-                found.add(head + slash)
-        return sorted(found)
+                names.add(head + slash)
+        return sorted(names)
 
     def child(self, folder: str) -> MemoryStore:
         return MemoryStore(self.files, self._full(folder) + "/", self._lock)

@@ -1,15 +1,15 @@
-"""Putting a small file in place at once, and knowing afterwards whether it is there.
+"""Puts a small file in place atomically, and finds out afterwards whether it is there.
 
-A hidden neighbour is written and synced, and put in place by `link`, which fails if the name is taken, or by
-`rename`, which replaces at once. Before it renames it locks the version that it replaces, so that of several
-that replace it one wins. Then the folder is synced.
+A hidden file beside the target is written and synced, and put in place by `link`, which fails if the name
+exists, or by `rename`, which replaces atomically. Before `rename` the version to replace is locked, so that
+one of several replacements succeeds. Then the folder is synced.
 
-What these calls answer is not the last word. On a network file system the answer can be lost, and the
-question be asked again: then `link` says EEXIST and `rename` says ENOENT of what they themselves have done.
-After a time-out the server may still act on them later. So after every failure we look: is the inode at the
-name that of the hidden file, whose descriptor is still open so that no other file can have its number? If it
-is not, the hidden name is removed, which a late `link` or `rename` would need, and we look once more. Only
-then is it known that the new version is not in place. What stays unknown is `Unsettled`.
+The results of these calls can be wrong. On a network file system a reply can be lost and the request be sent
+again: then `link` reports EEXIST and `rename` ENOENT for what they themselves have done. After a time-out the
+server may still execute them later. So after every failure we look whether the inode at the name is that of
+the hidden file, whose descriptor is still open so that no other file can get its number. If it is not, the
+hidden name, which a late `link` or `rename` would need, is removed, and we look once more. Only then is it
+known that the new version is not in place. If that can't be found out, `Unsettled` is raised.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from holdfast.store.filesystem import (
 )
 
 HIDDEN = ".publishing-"
-# What file systems without hard links answer to `link`. `rename` would be no way out: it replaces what
+# Errors of `link` on file systems without hard links. `rename` can't take its place: it would replace what
 # another save has put there meanwhile.
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
 class _Hidden:
-    """The new version, under a name that nobody looks at."""
+    """The new version, under a hidden name."""
 
     def __init__(self, folder: str) -> None:
-        # A name of its own for each: what a crash has left behind stands in nobody's way.
+        # A random name, so that a file that a crash has left behind does no harm.
         self.path = os.path.join(folder, HIDDEN + secrets.token_hex(8))
         self._fd = create_file(self.path, os.O_WRONLY)
         self._named = True
@@ -54,26 +54,27 @@ class _Hidden:
         view = memoryview(data)
         while len(view):  # one write takes 2 GiB at most, and may take less
             view = view[os.write(self._fd, view[: 1 << 30]) :]
-        os.fsync(self._fd)  # before it has its name: whoever sees the name sees all bytes, after a crash too
+        os.fsync(self._fd)  # before it has its name: who sees the name sees all bytes, also after a crash
         self._links = os.fstat(self._fd).st_nlink
 
     def link(self, target: str) -> None:
-        """Give it a second name, which no file may have yet."""
+        """Give the file a second name, which must not exist yet."""
         os.link(self.path, target)
 
     def rename(self, target: str) -> None:
-        """Give it another name, whatever has that now."""
+        """Give the file another name, replacing what has that name."""
         os.rename(self.path, target)
         self._named = False
 
     def is_at(self, target: str) -> bool | None:
-        """After `link` or `rename` failed: is this file what has the name `target`? None: that can't be told.
+        """Return whether this file has the name `target`, after `link` or `rename` failed; None if that can't
+        be told.
 
-        False is for good.
+        False is final.
         """
         try:
-            # Any error but ENOENT is tried again here: the worst end is not to know, so it is
-            # worth PATIENCE seconds.
+            # Any error but ENOENT is retried here: not to know is the worst result, so it is worth PATIENCE
+            # seconds.
             here = retry(lambda: os.fstat(self._fd))
             mine = here.st_dev, here.st_ino
             if here.st_nlink > self._links or retry(lambda: inode(target)) == mine:
@@ -81,7 +82,7 @@ class _Hidden:
             self._close()  # a network file system keeps a file that is open
             retry(self._remove)
             return None if retry(lambda: inode(target)) == mine else False
-        except OSError:  # ENOENT, too: nothing but our own `rename` takes the hidden name away
+        except OSError:  # also ENOENT: nothing but our own `rename` removes the hidden name
             return None
 
     def _remove(self) -> None:
@@ -94,7 +95,7 @@ class _Hidden:
             close_quietly(fd)
 
     def discard(self) -> None:
-        """Close, and take the hidden name away; one that stays is swept by `prune`."""
+        """Close the file and remove the hidden name; one that stays is removed by `prune`."""
         self._close()
         if self._named:
             with suppress(OSError):
@@ -102,31 +103,31 @@ class _Hidden:
 
 
 def publish(target: str, data: bytes, replacing: bytes | None) -> None:
-    """What `holdfast.store.base.Store.publish` promises, for a path."""
+    """Implement `holdfast.store.base.Store.publish` for a path."""
     folder = os.path.dirname(target)
     with ExitStack() as opened, storage_errors("Publishing", target):
         hidden = _Hidden(folder)
-        # Before the first byte is written: a full disk must not keep the hidden file.
+        # Before the first byte is written: a full disk must not leave the hidden file behind.
         opened.callback(hidden.discard)
         hidden.write(data)
         folders: dict[str, int] = {}
-        # The parent as well: whoever has made the step's folder need not have synced its name.
+        # The parent as well: the rank that made the step's folder need not have synced its name.
         parent = os.path.dirname(folder)
         for path in (folder, parent):
-            # Opened before: once the new version is in place, nothing may fail because no descriptor is left.
+            # Opened in advance: once the new version is in place, running out of descriptors must do no harm.
             try:
                 folders[path] = open_folder(path)
             except PermissionError:
                 if path != parent:
                     raise
-                continue  # somebody else's, which may be entered but not read: its names were there before
+                continue  # a folder of another user that can't be read: its names were there before
             opened.callback(close_quietly, folders[path])
         if replacing is None:
             _settle(hidden, target, hidden.link)
         else:
             opened.callback(close_quietly, _lock(target, replacing))
             _settle(hidden, target, hidden.rename)
-        hidden.discard()  # before the sync, which then makes this durable as well
+        hidden.discard()  # before the sync, which makes this durable as well
         try:
             for path, fd in folders.items():
                 sync_open_folder(fd, path)
@@ -135,12 +136,11 @@ def publish(target: str, data: bytes, replacing: bytes | None) -> None:
 
 
 def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
-    """Put it in place by `act`. Returns if it is there, raises `Unsettled` unless it is known that it is
-    not."""
+    """Put the file in place by `act`. Raises `Unsettled` unless it is known whether it is there."""
     try:
         act(target)
     except OSError as error:
-        # Also after FileExistsError: it may be our own link that exists, if the first answer was lost.
+        # Also after FileExistsError: it may be our own link that exists, if the first reply was lost.
         there = hidden.is_at(target)
         if there:
             return
@@ -154,14 +154,14 @@ def _settle(hidden: _Hidden, target: str, act: Callable[[str], None]) -> None:
 
 
 def _lock(target: str, replacing: bytes) -> int:
-    """A descriptor of what is in place, locked until it is closed; `Conflict` if it is not the version to
-    replace."""
+    """Open and lock the version that is in place; return the descriptor. Raises `Conflict` if it is not the
+    one to replace."""
     try:
         fd = retry(lambda: _open_to_lock(target), STALE)
     except FileNotFoundError:
         raise _conflict(target) from None
     try:
-        # First the content: a lock on a version that is not the one to replace would prove nothing.
+        # First the content: a lock on another version than the one to replace would prove nothing.
         here = os.fstat(fd)
         if (
             not stat.S_ISREG(here.st_mode)
@@ -169,13 +169,12 @@ def _lock(target: str, replacing: bytes) -> int:
         ):
             raise _conflict(target)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # freed by close, and by death
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released by close, and at the process's end
         except BlockingIOError:
             raise _conflict(target) from None
         except OSError:
-            pass  # a file system without locks: the check above is all there is
-        # Another save may have renamed over it between open and lock; then this lock is on a file nobody
-        # sees.
+            pass  # a file system without locks: only the check above protects
+        # Another save may have replaced it between open and lock; then this lock is on a file without a name.
         if inode(target, follow=True) != (here.st_dev, here.st_ino):
             raise _conflict(target)
     except BaseException:
@@ -185,7 +184,7 @@ def _lock(target: str, replacing: bytes) -> int:
 
 
 def _open_to_lock(path: str) -> int:
-    """Open a file for `flock`: for writing, which NFS wants for an exclusive lock, if this user may."""
+    """Open a file for `flock`: for writing, which NFS requires for an exclusive lock, if this user may."""
     flags = os.O_CLOEXEC | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | flags)
