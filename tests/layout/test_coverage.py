@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.layout.box import Box, from_flat_range, whole
-from holdfast.layout.coverage import first_problem, tiles
+from holdfast.layout.coverage import first_problem
+from tests.support.boxes import tiles
 
 
 def rows(boxes: list[Box], dims: int) -> tuple[np.ndarray, np.ndarray]:

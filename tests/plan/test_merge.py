@@ -15,11 +15,10 @@ from holdfast.format.columns import Columns, pad
 from holdfast.format.digest import digest_many
 from holdfast.format.index import encode
 from holdfast.layout.box import Box, whole
-from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import CODE_OF, OBJECT
 from holdfast.plan.merge import Merger, check_vanished
 from tests.format.indexes import content, open_bytes
-from tests.support.boxes import split
+from tests.support.boxes import split, tiles
 
 
 class Chunk(NamedTuple):

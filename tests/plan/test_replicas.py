@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.layout.box import Box, whole
-from holdfast.layout.coverage import tiles
 from holdfast.plan.replicas import cut, first_writer, piece, shares
 from holdfast.plan.shard_table import contiguous_at
+from tests.support.boxes import tiles
 
 MiB = 1 << 20
 

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from holdfast.errors import BadInput
 from holdfast.format.digest import block_size
 from holdfast.layout.box import Box, whole
-from holdfast.layout.coverage import tiles
 from holdfast.layout.tensor import TensorSpec
 from holdfast.options import Options
 from holdfast.plan.replicas import shares
 from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
 from holdfast.plan.shard_table import ShardTable, contiguous_at, describe
 from tests.plan.shard_tables import NoMemory, boxes_of, holding
+from tests.support.boxes import tiles
 
 CUT = Options(columns=("*",))
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}

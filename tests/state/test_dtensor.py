@@ -24,12 +24,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.errors import BadInput
-from holdfast.layout.coverage import tiles
 from holdfast.layout.deferred_offset import told
 from holdfast.plan.shard_table import ShardTable
 from holdfast.state.dtensor import local_runs, spans
 from holdfast.state.flatten import build_shard_table, flatten
 from holdfast.state.subclasses import is_dtensor
+from tests.support.boxes import tiles
 
 Placement = Cut | _StridedShard | Replicate
 

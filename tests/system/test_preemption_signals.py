@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
 import pytest
+
+import holdfast
+from holdfast.roster.memory import MemoryRoster
 
 PROGRAM = """
 import os, signal, sys, threading, time
@@ -53,3 +57,20 @@ def test_a_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
 @pytest.mark.timeout(900)
 def test_a_long_flood_of_signals_stops_the_loop_and_nothing_else() -> None:
     flood(120)
+
+
+def test_a_signal_that_can_not_be_watched_leaves_the_others_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGUSR2)
+    with pytest.raises((OSError, ValueError)):
+        holdfast.Preemption(signals=(signal.SIGUSR2, signal.SIGKILL), roster=MemoryRoster())
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_a_handler_that_python_did_not_install_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`signal.signal` answers None for a handler from C."""
+    install = signal.signal
+    monkeypatch.setattr(signal, "signal", lambda number, handler: install(number, handler) and None)
+    preemption = holdfast.Preemption(signals=(signal.SIGUSR2,), roster=MemoryRoster())
+    monkeypatch.undo()
+    preemption.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import BadInput, ShapeMismatch
 from holdfast.layout.box import Box, whole
-from holdfast.layout.coverage import tiles
 from holdfast.views.family import Family, View, families, view_of
 from holdfast.views.mapping import WAYS, Segment, Sizes
+from tests.support.boxes import tiles
 
 FAMILIES = {family.name: family for family in families().values()}
 LAYERS, EXPERTS = 3, 4

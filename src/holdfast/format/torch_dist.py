@@ -271,3 +271,10 @@ def to_columns(entries: list[Entry], members: list[list[Member]]) -> Columns:
 
 
 __all__ = ["Chunk", "Entry", "Member", "read_metadata", "to_columns"]
+
+
+def only_one(values: object, name: str) -> object:
+    """Take a ShardedObject out of the list of one in which megatron-core stores it."""
+    if not isinstance(values, list) or len(values) != 1:
+        raise CorruptCheckpoint(f"{name!r} is not a list of one, as megatron-core stores what is sharded.")
+    return values[0]

@@ -25,6 +25,7 @@ from holdfast.format.archive import Archive, BadArchive
 from holdfast.format.columns import Array, Columns, unpad
 from holdfast.format.limits import bounded_memory
 from holdfast.format.names import COMMON, COMMON_FILE, COMMON_SHARD, CONFIG, HOLDFAST_CONFIG, METADATA, SHARD
+from holdfast.format.torch_dist import only_one
 from holdfast.format.torch_objects import Allowed, allowing
 from holdfast.integrations import dcp_metadata as metadata
 from holdfast.integrations.dcp_metadata import Described, Stored, stored_at
@@ -34,7 +35,7 @@ from holdfast.io.open_checkpoint import TorchDist, open_source
 from holdfast.io.raw_read import read_all, read_box
 from holdfast.io.small_files import read_file
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec, dtype_code
+from holdfast.layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast.options import Options
 from holdfast.plan.shard_table import contiguous_at
 from holdfast.protocol.call import begin_call
@@ -42,7 +43,7 @@ from holdfast.roster.memory import MemoryRoster
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
 from holdfast.state.flatten import Flat, Leaf
-from holdfast.state.memory import Part
+from holdfast.state.memory import Part, torch_dtype
 from holdfast.store.base import Reader, Store, replace_file, storage_errors
 from holdfast.store.local import open_store
 from holdfast.values import Buffer
@@ -200,12 +201,7 @@ def _refuse_what_is_there(out: str | os.PathLike[str], what: str) -> None:
 def _unwrapped(data: bytes, name: str) -> bytes:
     """Take a ShardedObject out of the list of one in which megatron-core stores it."""
     with allowing(_safe_types()):
-        values = objects.decode(data, name)
-        if not isinstance(values, list) or len(values) != 1:
-            raise CorruptCheckpoint(
-                f"{name!r} is not a list of one, as megatron-core stores what is sharded."
-            )
-        return objects.encode(values[0], name)
+        return objects.encode(only_one(objects.decode(data, name), name), name)
 
 
 def _intact(data: bytes, name: str) -> bytes:
@@ -267,7 +263,7 @@ def _export(store: Store, columns: Columns, where: str, writer: _Writer, progres
                     writer.add(dcp.MetadataIndex(name), _archive([value] if SHARD in name else value))
                     described[name] = dcp.BytesStorageMetadata()
         else:
-            dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+            dtype = torch_dtype(int(columns.dtype[row]))
             chunks = []
             for chunk in range(first, last):
                 ndim = int(columns.ndim[row])

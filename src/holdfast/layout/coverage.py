@@ -41,13 +41,6 @@ class Problem(NamedTuple):
     """For `outside`, the row of the box; else -1."""
 
 
-def tiles(shape: tuple[int, ...], offsets: Int64s, sizes: Int64s) -> bool:
-    """Return whether the boxes (`offsets` and `sizes`, each n x d) cover each index of `shape` exactly
-    once."""
-    rows = np.zeros(len(offsets), np.int64)
-    return first_problem(np.asarray([shape], np.int64).reshape(1, len(shape)), rows, offsets, sizes) is None
-
-
 def first_problem(shapes: Int64s, tensors: Int64s, offsets: Int64s, sizes: Int64s) -> Problem | None:
     """Return the first problem among tensors with d dimensions, or None.
 

@@ -13,11 +13,11 @@ from holdfast.errors import MissingTensors, ShapeMismatch
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import Source
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import DTYPES, TensorSpec, listed
+from holdfast.layout.tensor import TensorSpec, listed
 from holdfast.loading.published import see_published
 from holdfast.plan.merge import what
 from holdfast.plan.shard_table import ShardTable
-from holdfast.state.memory import TensorMemory
+from holdfast.state.memory import TensorMemory, torch_dtype
 from holdfast.store.base import Store
 
 
@@ -38,8 +38,8 @@ def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[
     """
     table, buffers = ShardTable(), []
     for one in wanted:
-        stored = getattr(torch, DTYPES[one.spec.dtype].name)
-        buffers.append(torch.empty(one.box.shape, dtype=getattr(torch, DTYPES[one.dtype].name)))
+        stored = torch_dtype(one.spec.dtype)
+        buffers.append(torch.empty(one.box.shape, dtype=torch_dtype(one.dtype)))
         table.add(one.spec, one.box, (0, 1), False, TensorMemory(buffers[-1], stored))
     blank: list[torch.Tensor] = []
     seen, _ = see_published(source, table, range(len(table)), blank)

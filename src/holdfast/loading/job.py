@@ -34,7 +34,7 @@ from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.open_checkpoint import Source, open_source
 from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import DTYPES, KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
+from holdfast.layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
 from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
@@ -49,7 +49,7 @@ from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import LOAD_TRANSITIONS
 from holdfast.roster.base import Roster
 from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
-from holdfast.state.memory import BytesMemory, CallerStreams, TensorMemory
+from holdfast.state.memory import BytesMemory, CallerStreams, TensorMemory, torch_dtype
 from holdfast.store.base import VISIBLE_WITHIN, NotFound, Store
 from holdfast.store.local import open_store
 
@@ -353,7 +353,7 @@ class LoadJob:
             assert isinstance(memory, TensorMemory)
             if leaf.converts and spec.dtype != dtype:
                 # Read as it is stored and converted on the way in, so never directly into its memory.
-                memory = TensorMemory(memory.tensor, getattr(torch, DTYPES[dtype].name))
+                memory = TensorMemory(memory.tensor, torch_dtype(dtype))
                 spec = spec._replace(dtype=dtype)
             if leaf.fits and spec.shape != shape and len(spec.shape) == len(shape):
                 self.blank.append(memory.tensor)

@@ -20,11 +20,11 @@ import torch
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.format.columns import Columns
 from holdfast.io.open_checkpoint import Source
-from holdfast.layout.tensor import DTYPES, TENSOR, Dims
+from holdfast.layout.tensor import TENSOR, Dims
 from holdfast.plan.shard_table import ShardTable
 from holdfast.state.flatten import Leaf, Patterns, build_shard_table, is_selected, leaves_of
 from holdfast.state.live import ParameterState, Rest, zeros
-from holdfast.state.memory import TensorMemory
+from holdfast.state.memory import TensorMemory, torch_dtype
 from holdfast.state.structure import STRUCTURE, build, guess, join
 
 
@@ -148,7 +148,7 @@ class LazyStates:
         for row in rows:
             name, tensor = columns.names[row], None
             if int(columns.kind[row]) == TENSOR:
-                dtype: torch.dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+                dtype = torch_dtype(int(columns.dtype[row]))
                 shape = columns.shape_of(row)
                 # A present tensor that fits is filled in place.
                 tensor = present.get(name)

@@ -20,7 +20,7 @@ from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
 from holdfast.loading.scaled import FLOATS, IN_8_BITS, Packed, in_blocks
 from holdfast.plan.shard_table import Memory, ShardTable
-from holdfast.state.memory import ShiftedMemory, TensorMemory, check_is_view
+from holdfast.state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast.state.reordered import as_published
 from holdfast.views.mapping import MINUS_ONE, Segment
 
@@ -136,7 +136,7 @@ class _Look:
             raise _not_there(self.source, segment.name, spec)
         self._check(segment, place, spec)
         self._check_dtype(place, spec)
-        stored = getattr(torch, DTYPES[place.code].name)
+        stored = torch_dtype(place.code)
         memory: Memory = TensorMemory(view, stored)
         if place.code == IN_8_BITS != spec.dtype:
             memory = in_blocks(self.source, place, view, theirs.offset)

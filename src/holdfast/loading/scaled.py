@@ -11,7 +11,7 @@ from holdfast.io.hugging_face import PublishedModel
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import CODE_OF, DTYPES, Dims, TensorSpec
 from holdfast.plan.shard_table import Memory
-from holdfast.state.memory import TensorMemory
+from holdfast.state.memory import TensorMemory, torch_dtype
 from holdfast.values import Buffer
 from holdfast.views.mapping import Segment
 
@@ -50,9 +50,9 @@ def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin
             hint="Scales of blocks are read, whose sides are weight_block_size in quantization_config.",
             details={"tensor": name},
         )
-    dtype = getattr(torch, DTYPES[scales.code].name)
+    dtype = torch_dtype(scales.code)
     values = torch.frombuffer(bytearray(source.read_rows(name)), dtype=dtype).view(scales.shape).float()
-    return _InBlocks(target, getattr(torch, DTYPES[place.code].name), origin, values, sides)
+    return _InBlocks(target, torch_dtype(place.code), origin, values, sides)
 
 
 def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:

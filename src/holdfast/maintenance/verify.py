@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptCheckpoint, HoldfastError
-from holdfast.format.columns import Array, Columns, unpad
+from holdfast.format.columns import Array, Columns, expand_ranges, unpad
 from holdfast.format.container import Entry, Header, read_header
 from holdfast.format.digest import digest
 from holdfast.format.index import PAGE, Index
@@ -486,5 +486,4 @@ def _chunk_rows(columns: Columns, chunks: Array) -> Array:
 def _digests(columns: Columns, chunks: Array) -> Array:
     """Return the block digests of some chunks, one after the other."""
     counts = np.diff(columns.digest_end, prepend=0)[chunks]
-    ends = columns.digest_end[chunks]
-    return columns.digests[np.repeat(ends - np.cumsum(counts), counts) + np.arange(int(counts.sum()))]
+    return columns.digests[expand_ranges(columns.digest_end[chunks] - counts, counts)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from holdfast.deadline import REAL_CLOCK, Deadline
@@ -74,7 +74,13 @@ class Preemption:
         begin = partial(begin_call, self._roster, participants=who, timeout=budget, stall_timeout=budget)
         self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
         self._signalled: int | None = None
-        self._before = {number: signal.signal(number, self._on_signal) for number in signals}
+        self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self._before[number] = signal.signal(number, self._on_signal)
+        except BaseException:
+            self._restore_handlers()
+            raise
         self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
         self._thread.start()
 
@@ -93,12 +99,16 @@ class Preemption:
 
     def close(self) -> None:
         """Restore signal handlers, and stop watching."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        self._restore_handlers()
         self._closed.set()
         self._wanted.set()
         self._thread.join(timeout=1.0)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._before.items():
+            # None stands for a handler that was not installed from Python, and can't be from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ import torch
 
 from holdfast.errors import LoadFailed
 from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import CODE_OF, OBJECT, Dims, Replica, TensorSpec, dtype_code
+from holdfast.layout.tensor import CODE_OF, DTYPES, OBJECT, Dims, Replica, TensorSpec, dtype_code
 from holdfast.plan.shard_table import Memory, ShardTable
 from holdfast.state.subclasses import check_kind
 from holdfast.values import Buffer
@@ -176,6 +176,12 @@ class BytesMemory:
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         start, length = inside.offset[0], inside.shape[0]
         ctypes.memmove(self.address + box.offset[0], bytes(memoryview(data)[start : start + length]), length)
+
+
+def torch_dtype(code: int) -> torch.dtype:
+    """Return torch's dtype of a code in `layout.tensor.DTYPES`."""
+    dtype: torch.dtype = getattr(torch, DTYPES[code].name)
+    return dtype
 
 
 def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None) -> TensorSpec:

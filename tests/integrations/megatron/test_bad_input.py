@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast import megatron
 from holdfast.errors import (
@@ -193,3 +194,10 @@ def test_factories_that_copy_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(BadInput, match=r"'experts\.weight1' is stored in another order"):
         _parts(factory)
+
+
+def test_an_empty_list_is_no_common_state(tmp_path: Path) -> None:
+    """megatron-core 0.19 keeps its common state as an object in a list of one."""
+    holdfast.save({"common_state/shard_0_1": []}, tmp_path / "a", no_dist=True)
+    with pytest.raises(HoldfastError, match="is not a list of one"):
+        megatron.load_common_state_dict(tmp_path / "a")

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
-from holdfast.layout.coverage import tiles
 from holdfast.maintenance.diff import compare
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import load_save_train, train_and_save
 from tests.integrations.megatron.models import Layout, Recipe, build, config_of, describe, parallel
+from tests.support.boxes import tiles
 from tests.support.processes import ProcessWorld
 
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}

@@ -40,7 +40,7 @@ from holdfast.protocol.call import Call, begin_call
 from holdfast.protocol.operation import read_state
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Roster
-from holdfast.state.memory import ShiftedMemory, TensorMemory
+from holdfast.state.memory import ShiftedMemory, TensorMemory, torch_dtype
 from holdfast.state.reordered import as_ours
 from holdfast.store.base import Store, replace_file, storage_errors
 from holdfast.store.local import LocalStore, open_store
@@ -400,7 +400,7 @@ def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Te
         return
     theirs = segment.theirs(ours).relative_to(part.offset)
     view = as_ours(target[theirs.slices()], segment.axes)
-    stored = getattr(torch, DTYPES[spec.dtype].name)
+    stored = torch_dtype(spec.dtype)
     memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
     table.add(spec, ours, (0, 1), False, memory)
 

@@ -22,13 +22,15 @@ from holdfast.format.names import (
     METADATA,
     SHARD,
 )
+from holdfast.format.torch_dist import only_one
 from holdfast.format.torch_objects import allowing
 from holdfast.integrations.foreign_errors import of_megatron, raising
 from holdfast.integrations.megatron import mcore
 from holdfast.io.open_checkpoint import open_source
 from holdfast.io.raw_read import read_object
 from holdfast.io.small_files import read_file
-from holdfast.layout.tensor import DTYPES, OBJECT
+from holdfast.layout.tensor import OBJECT
+from holdfast.state.memory import torch_dtype
 from holdfast.store.base import Store, replace_file
 from holdfast.store.local import open_store
 
@@ -47,8 +49,8 @@ def read_common(store: Store) -> mcore.StateDict:
         common = read_object(store, COMMON)
         if common is None and (data := read_file(store, COMMON_FILE)) is not None:
             common = objects.decode(objects.TORCH + data, COMMON_FILE)
-        elif common is None and isinstance(shard := read_object(store, COMMON_SHARD), list):
-            common = shard[0]
+        elif common is None and (shard := read_object(store, COMMON_SHARD)) is not None:
+            common = only_one(shard, COMMON_SHARD)
     return common if isinstance(common, dict) else {}
 
 
@@ -99,7 +101,7 @@ def load_sharded_metadata(
             if SHARD in name:
                 entries[name] = mcore.ShardedObject.empty_from_unique_key(name)
             continue
-        dtype = getattr(torch, DTYPES[int(columns.dtype[row])].name)
+        dtype = torch_dtype(int(columns.dtype[row]))
         # On the meta device, because a checkpoint's tensors may not fit into one process.
         data = torch.empty(columns.shape_of(row), dtype=dtype, device="meta")
         entries[name] = mcore.ShardedTensor.from_rank_offsets(name, data).without_data()
