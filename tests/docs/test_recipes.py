@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,7 @@ use_cpu()
 from megatron.core.dist_checkpointing import ShardedTensor
 from holdfast import megatron
 import sys
-for folder in sys.argv[1:]:
-    megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, folder)
+megatron.save({"w": ShardedTensor.from_rank_offsets("w", torch.arange(4.0)), "kind": "actor"}, sys.argv[1])
 """
 
 
@@ -127,12 +127,19 @@ def test_python_on_a_recipe_installs(page: str, block: str, tmp_path: Path) -> N
     assert said == "[True]\n"
 
 
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of megatron-core's tensors, to be copied."""
+    folder = tmp_path_factory.mktemp("saved")
+    python(SAVE, "checkpoint", cwd=folder)
+    return folder / "checkpoint"
+
+
 @pytest.mark.parametrize(("page", "block"), blocks("sh"))
-def test_commands_on_a_recipe_run(page: str, block: str, tmp_path: Path) -> None:
+def test_commands_on_a_recipe_run(page: str, block: str, checkpoint: Path, tmp_path: Path) -> None:
     sources = re.findall(r"^holdfast (?:export torch_dist|verify|inspect|latest) (\S+)", block, re.MULTILINE)
-    if sources:
-        folders = [folder for folder in sources if not (tmp_path / folder).exists()]
-        python(SAVE, *dict.fromkeys(folders), cwd=tmp_path)
+    for folder in dict.fromkeys(sources):
+        shutil.copytree(checkpoint, tmp_path / folder)
     (tmp_path / "program.py").write_text(
         "import torch, holdfast\nassert holdfast.installed()\nprint('installed')\n"
     )

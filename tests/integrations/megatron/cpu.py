@@ -16,6 +16,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _done: list[Any] = []
+_marking: list[None] = []
+"""Not empty while tensors say whether they are on the host (`with_a_device`)."""
 
 
 class _Stream:
@@ -37,6 +39,8 @@ class _OnCpu(TorchFunctionMode):
     """Sends what is addressed to "cuda" to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and not _marking and getattr(func, "__name__", "") != "to":
+            return func(*args)  # of most calls there is nothing to change
         named = dict(kwargs or {})
         if str(named.get("device")).startswith("cuda"):
             named["device"] = "cpu"
@@ -62,9 +66,11 @@ def with_a_device() -> Iterator[None]:
     before = torch.Tensor.pin_memory
     torch.Tensor.pin_memory = pinned  # type: ignore[assignment,method-assign]
     torch.Tensor.is_cuda = property(lambda self: not getattr(self, "on_host", False))
+    _marking.append(None)
     try:
         yield
     finally:
+        _marking.pop()
         torch.Tensor.pin_memory = before  # type: ignore[method-assign]
         del torch.Tensor.is_cuda
 

@@ -129,13 +129,16 @@ class Training:
         )
         size, rank = ps.get_data_parallel_world_size(), ps.get_data_parallel_rank()
         mine = tokens[rank * BATCH // size : (rank + 1) * BATCH // size]
+        # As few microbatches as a pipeline wants: each costs the same, however many rows it has.
+        rows = max(1, len(mine) // self.layout.pp)
+        parts = mine.split(rows)
         found: list[torch.Tensor] = []
 
         def forward(iterator: Iterator[torch.Tensor], model: Any) -> Any:
-            rows = next(iterator)
-            places = torch.arange(LENGTH)[None].expand(len(rows), -1)
+            batch = next(iterator)
+            places = torch.arange(LENGTH)[None].expand(len(batch), -1)
             mask = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)[None, None]
-            out = model(rows[:, :-1].contiguous(), places, mask, labels=rows[:, 1:].contiguous())
+            out = model(batch[:, :-1].contiguous(), places, mask, labels=batch[:, 1:].contiguous())
 
             def loss(value: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
                 mean = value.float().mean()
@@ -146,13 +149,11 @@ class Training:
 
         get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=[iter(mine[:, None]) for _ in self.models]
-            if len(self.models) > 1
-            else iter(mine[:, None]),
+            data_iterator=[iter(parts) for _ in self.models] if len(self.models) > 1 else iter(parts),
             model=self.models if len(self.models) > 1 else self.models[0],
-            num_microbatches=len(mine),
+            num_microbatches=len(parts),
             seq_length=LENGTH,
-            micro_batch_size=1,
+            micro_batch_size=rows,
             decoder_seq_length=LENGTH,
             forward_only=False,
         )

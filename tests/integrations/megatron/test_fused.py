@@ -73,11 +73,11 @@ Saved = tuple[Path, list[tuple[list[float], Groups]]]
 CASES = [
     (FUSED, HOME),
     (FUSED, Layout(ep=4)),
-    (FUSED, Layout(tp=2, pp=2)),
     (PRECISE, HOME),
     (PRECISE, Layout(tp=2, pp=2)),
     (PLAIN, HOME),
     (EXPERTS_FIRST, HOME),
+    pytest.param(FUSED, Layout(tp=2, pp=2), marks=pytest.mark.soak),
 ]
 
 

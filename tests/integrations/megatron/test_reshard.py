@@ -19,17 +19,22 @@ OFFLOADED = Recipe(bf16=True, offload=0.5)
 HOME = Layout(tp=2, ep=2)
 CASES = [
     (QWEN, Layout()),
-    (QWEN, Layout(tp=4)),
     (QWEN, Layout(ep=8)),
     (QWEN, Layout(cp=2, ep=4)),
     (QWEN, Layout(pp=2, vpp=2, ep=2)),
     (QWEN, Layout(tp=2, ep=2, etp=2)),
-    (QWEN, Layout(tp=2, pp=2, ep=2)),
     (QWEN, Layout(pp=4, ep=2)),
-    (DEEPSEEK, Layout()),
     (DEEPSEEK, Layout(tp=2, pp=2, ep=2)),
-    (DEEPSEEK, Layout(pp=2, vpp=2, ep=4)),
     (OFFLOADED, Layout(pp=2, ep=4)),
+    *(
+        pytest.param(recipe, layout, marks=pytest.mark.soak)
+        for recipe, layout in (
+            (QWEN, Layout(tp=4)),
+            (QWEN, Layout(tp=2, pp=2, ep=2)),
+            (DEEPSEEK, Layout()),
+            (DEEPSEEK, Layout(pp=2, vpp=2, ep=4)),
+        )
+    ),
 ]
 OBJECTS = ("common_state",)
 """Its parameter groups are listed per optimizer, and layouts without expert parallelism have only one."""
