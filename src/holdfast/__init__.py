@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from holdfast.saving.job import SaveReport, save
     from holdfast.state.optimizer import get_state_dict, set_state_dict
     from holdfast.state.tensors import PerRank, Shard
-    from holdfast.store.run_folder import latest
+    from holdfast.store.latest import latest
     from holdfast.version import __version__ as __version__
 
 _WHERE = {
@@ -66,7 +66,7 @@ _WHERE = {
     "guarded": "holdfast.integrations.guard",
     "install": "holdfast.integrations.install",
     "installed": "holdfast.integrations.install",
-    "latest": "holdfast.store.run_folder",
+    "latest": "holdfast.store.latest",
     "load": "holdfast.loading.job",
     "open_groups": "holdfast.groups.lifecycle.open",
     "same": "holdfast.maintenance.same",

@@ -13,8 +13,7 @@ from holdfast.background.writer_client import WriterClient
 from holdfast.background.writer_messages import Job
 from holdfast.background.writer_process import write_job
 from holdfast.errors import HoldfastError
-from holdfast.format.container import WrittenFile
-from holdfast.format.names import DATA
+from holdfast.format.names import DATA, WrittenFile
 from holdfast.io.file_writer import About, discard, split_files
 from holdfast.layout.tensor import OBJECT, Replica
 from holdfast.options import Options

@@ -17,7 +17,7 @@ from weakref import WeakSet
 from holdfast.background.arena import Arena
 from holdfast.background.writer_messages import Attach, Done, Failed, FromWriter, Job, Moved, Planned, Wire
 from holdfast.errors import HoldfastError, from_message
-from holdfast.format.container import WrittenFile
+from holdfast.format.names import WrittenFile
 
 START = Path(__file__).absolute().with_name("writer_start.py")
 """What the writer process runs."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.format.container import WrittenFile
+from holdfast.format.names import WrittenFile
 from holdfast.io.file_writer import About
 from holdfast.layout.box import Box
 from holdfast.layout.deferred_offset import DeferredOffset

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from holdfast.background.arena import Arena, ArenaMemory
 from holdfast.background.writer_messages import Attach, Done, Failed, Job, Moved, Planned, ToWriter, Wire
 from holdfast.errors import HoldfastError
-from holdfast.format.container import WrittenFile
+from holdfast.format.names import WrittenFile
 from holdfast.io.file_writer import WriteRequest, write_files
 from holdfast.layout.tensor import DTYPES
 from holdfast.plan.save import plan_save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli import output
-from holdfast.store.run_folder import latest
+from holdfast.store.latest import latest
 
 
 @click.command("latest")

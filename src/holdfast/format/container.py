@@ -116,12 +116,3 @@ def _parsed(text: bytes, length: int, where: str) -> tuple[dict[str, Entry], dic
     # which may be as long as the header.
     except (ValueError, RecursionError, msgspec.ValidationError) as error:
         raise CorruptCheckpoint(f"The header of {where} can't be read: {str(error)[:1000]}.") from None
-
-
-class WrittenFile(NamedTuple):
-    """What a rank reports to the committer about a file."""
-
-    name: str
-    size: int
-    index_start: int
-    index_size: int

@@ -8,6 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class WrittenFile(NamedTuple):
+    """What a rank reports to the committer about a file."""
+
+    name: str
+    size: int
+    index_start: int
+    index_size: int
+
 
 FORMAT = "holdfast-1"
 """The format version, in an index and in the header of each data file."""

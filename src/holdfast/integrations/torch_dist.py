@@ -42,7 +42,7 @@ from holdfast.protocol.call import begin_call
 from holdfast.roster.memory import MemoryRoster
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
-from holdfast.state.flatten import Flat, Leaf
+from holdfast.state.leaf import Flat, Leaf
 from holdfast.state.memory import Part, torch_dtype
 from holdfast.store.base import Reader, Store, replace_file, storage_errors
 from holdfast.store.local import open_store

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.format.columns import Array, Columns, expand_ranges
-from holdfast.format.container import WrittenFile, encode_header
+from holdfast.format.container import encode_header
 from holdfast.format.digest import block_counts, digest, digest_many
 from holdfast.format.index import encode
-from holdfast.format.names import DATA, EMBEDDED, FORMAT, data_file, name_of_chunk
+from holdfast.format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
 from holdfast.io.host_memory import Progress
 from holdfast.io.stream import ChunkSource, stream_chunks
 from holdfast.layout.tensor import DTYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -23,38 +23,13 @@ from holdfast.io.index_file import open_index
 from holdfast.io.indexed_model import IndexedModel, is_imported
 from holdfast.io.slice import Slice, slice_of
 from holdfast.io.small_files import read_file
+from holdfast.io.source import Source
 from holdfast.layout.tensor import OBJECT, dtype_code
 from holdfast.store.base import NotFound, Reader, Store
 from holdfast.values import Buffer
 
 OPEN_FILES = 256
 """Limit of files of a `torch_dist` checkpoint that are open at once."""
-
-
-class Source(Protocol):
-    """An index: a Holdfast index, or the metadata of another format presented as one."""
-
-    where: str
-    identity: str
-    about: dict[str, Any]
-    tensors: int
-    object_prefix: bytes
-    """Prefix that an object's bytes need for `objects.decode`."""
-    fetched_for: str
-    """Ranks and grid that a slice was fetched for; "" if the source is complete."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read of the index or metadata so far."""
-        ...
-
-    def names(self) -> list[str]: ...
-
-    def find(self, wanted: Sequence[str]) -> Array: ...
-
-    def find_one(self, name: str) -> int: ...
-
-    def select(self, rows: Array | None = None) -> Columns: ...
 
 
 @contextmanager

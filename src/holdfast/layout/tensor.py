@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 from holdfast.errors import BadInput
 
+Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
+"""include, exclude"""
+
+
 Dims = tuple[int, ...]
 Replica = tuple[int, int]
 """(index, count) of a copy of a shard."""
@@ -78,6 +82,13 @@ class TensorSpec(NamedTuple):
 def matches(name: str, pattern: str) -> bool:
     """Return whether a name matches a shell pattern, or lies in the subtree that the pattern names."""
     return fnmatch.fnmatchcase(name, pattern) or name.startswith(pattern + ".")
+
+
+def is_selected(name: str, patterns: Patterns) -> bool:
+    """Return whether a name matches `include` (None: all do) and does not match `exclude`."""
+    include, exclude = patterns
+    taken = include is None or any(matches(name, pattern) for pattern in include)
+    return taken and not any(matches(name, pattern) for pattern in exclude or ())
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import MissingTensors, ShapeMismatch
 from holdfast.io.file_reader import plan_read, read_into
-from holdfast.io.open_checkpoint import Source
+from holdfast.io.source import Source
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import TensorSpec, listed
 from holdfast.loading.published import see_published

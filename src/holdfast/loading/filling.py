@@ -10,7 +10,7 @@ import torch
 from holdfast.errors import HoldfastError, LoadFailed
 from holdfast.io.file_reader import ReadPlan
 from holdfast.plan.shard_table import ShardTable
-from holdfast.state.flatten import Leaf
+from holdfast.state.leaf import Leaf
 from holdfast.state.live import Source
 from holdfast.state.memory import count_changes
 from holdfast.state.subclasses import is_sharded_tensor

@@ -32,9 +32,10 @@ from holdfast.format import objects
 from holdfast.format.columns import Array, Columns
 from holdfast.format.limits import bounded_memory
 from holdfast.io.file_reader import plan_read, read_into
-from holdfast.io.open_checkpoint import Source, open_source
+from holdfast.io.open_checkpoint import open_source
+from holdfast.io.source import Source
 from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
+from holdfast.layout.tensor import KINDS, OBJECT, TENSOR, Dims, Patterns, TensorSpec, listed, nearest
 from holdfast.loading.filling import announce, check_filled, give_back
 from holdfast.loading.lazy_state import LazyStates, refuse_empty
 from holdfast.loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
@@ -48,7 +49,8 @@ from holdfast.protocol.messages import Chosen, HaveRead
 from holdfast.protocol.operation import Operation, read_state
 from holdfast.protocol.phases import LOAD_TRANSITIONS
 from holdfast.roster.base import Roster
-from holdfast.state.flatten import Flat, Leaf, Patterns, build_shard_table, flatten, select
+from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.state.leaf import Flat, Leaf
 from holdfast.state.memory import BytesMemory, CallerStreams, TensorMemory, torch_dtype
 from holdfast.store.base import VISIBLE_WITHIN, NotFound, Store
 from holdfast.store.local import open_store

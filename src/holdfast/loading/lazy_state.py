@@ -19,10 +19,11 @@ import torch
 
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 from holdfast.format.columns import Columns
-from holdfast.io.open_checkpoint import Source
-from holdfast.layout.tensor import TENSOR, Dims
+from holdfast.io.source import Source
+from holdfast.layout.tensor import TENSOR, Dims, Patterns, is_selected
 from holdfast.plan.shard_table import ShardTable
-from holdfast.state.flatten import Leaf, Patterns, build_shard_table, is_selected, leaves_of
+from holdfast.state.flatten import build_shard_table, leaves_of
+from holdfast.state.leaf import Leaf
 from holdfast.state.live import ParameterState, Rest, zeros
 from holdfast.state.memory import TensorMemory, torch_dtype
 from holdfast.state.structure import STRUCTURE, build, guess, join

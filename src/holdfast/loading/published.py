@@ -15,7 +15,7 @@ import torch
 from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 from holdfast.format.hugging_face import Place
 from holdfast.io.hugging_face import PublishedModel
-from holdfast.io.open_checkpoint import Source
+from holdfast.io.source import Source
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import DTYPES, OBJECT, TensorSpec
 from holdfast.loading.scaled import FLOATS, IN_8_BITS, Packed, in_blocks

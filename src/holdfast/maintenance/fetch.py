@@ -11,8 +11,9 @@ from holdfast.errors import BadInput
 from holdfast.format.columns import Columns
 from holdfast.format.slice import CHECKPOINT, PUBLISHED
 from holdfast.io.hugging_face import PublishedModel
-from holdfast.io.open_checkpoint import Source, TorchDist, open_source
+from holdfast.io.open_checkpoint import TorchDist, open_source
 from holdfast.io.slice import Slice
+from holdfast.io.source import Source
 from holdfast.layout.grid import Grid, grid_of
 from holdfast.layout.ranks import ranks_of, ranks_text
 from holdfast.layout.tensor import DTYPES, TensorSpec

@@ -28,7 +28,8 @@ from holdfast.protocol.messages import from_roster
 from holdfast.protocol.operation import read_state
 from holdfast.protocol.task import CollectiveTask
 from holdfast.roster.base import Roster
-from holdfast.state.flatten import Flat, build_shard_table, flatten, select
+from holdfast.state.flatten import build_shard_table, flatten, select
+from holdfast.state.leaf import Flat
 from holdfast.state.memory import CallerStreams
 from holdfast.values import Buffer, Message
 

@@ -25,9 +25,10 @@ from holdfast.format.index import Index
 from holdfast.format.names import is_weight
 from holdfast.io.hugging_face import HuggingFaceFolder, PublishedModel
 from holdfast.io.indexed_model import IndexedModel
-from holdfast.io.open_checkpoint import Source, open_source
+from holdfast.io.open_checkpoint import open_source
 from holdfast.io.raw_read import slabs
 from holdfast.io.slice import Slice
+from holdfast.io.source import Source
 from holdfast.layout.box import Box, whole
 from holdfast.layout.tensor import CODE_OF, DTYPES, TENSOR, Dims, TensorSpec, matches
 from holdfast.loading.boxes import Wanted, read_boxes

@@ -26,8 +26,9 @@ from holdfast.format.slice import ABOUT, PUBLISHED, Origin, read_origin
 from holdfast.io.file_reader import plan_read, read_into
 from holdfast.io.file_writer import WriteRequest, write_files
 from holdfast.io.host_memory import HostMemory
-from holdfast.io.open_checkpoint import Source, open_source
+from holdfast.io.open_checkpoint import open_source
 from holdfast.io.small_files import read_file
+from holdfast.io.source import Source
 from holdfast.layout.box import Box, cut
 from holdfast.layout.tensor import TensorSpec
 from holdfast.maintenance.reindex import WholeFile, look

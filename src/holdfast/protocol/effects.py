@@ -3,7 +3,7 @@ task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,6 @@ from holdfast.protocol.messages import (
     to_message,
 )
 from holdfast.protocol.phases import TRANSITIONS, Transitions
-from holdfast.protocol.whereabouts import Inquiry
 from holdfast.values import Message
 
 
@@ -77,6 +76,18 @@ Effect = Put | Get | Claim | Count | Delete | Pause | Do | Alive
 Steps = Generator[Effect, Any, Any]
 
 
+class Questions(Protocol):
+    """The questions of one call to ranks that it waits for (`whereabouts.Inquiry`)."""
+
+    def ask(self, ranks: Iterable[int], call: str) -> None:
+        """Ask those that were not asked yet, without waiting for the answers."""
+        ...
+
+    def answers(self, ranks: Sequence[int], patience: float) -> dict[int, str]:
+        """Return the locations of ranks that have answered within `patience` seconds."""
+        ...
+
+
 @dataclass
 class Context:
     """The state of one operation on one rank."""
@@ -92,7 +103,7 @@ class Context:
     on_phase: Callable[[str], None] = lambda phase: None
     on_wait: Callable[[Sequence[int] | None], None] = lambda ranks: None
     """Called with the ranks that this rank waits for; None when it works."""
-    inquiry: Inquiry = field(default_factory=lambda: Inquiry(None))
+    inquiry: Questions | None = None
     """Asks ranks that are about to be given up where their code is."""
     phase: str = "entered"
     who: str = ""

@@ -92,7 +92,8 @@ class PeerMonitor:
         # At the deadline `look` names the ranks that the committer waits for. Ask the same ones.
         if now >= self.gives_up_at - ASK_BEFORE:
             missed += (not context.is_committer and self._waits_for(committer)) or there
-        context.inquiry.ask(missed[:QUOTED], context.key)
+        if context.inquiry is not None:
+            context.inquiry.ask(missed[:QUOTED], context.key)
 
     def _mark(self, message: Message) -> object:
         """Return the progress mark of a rank, from its presence message: its stall timer is reset when this
@@ -165,7 +166,8 @@ class PeerMonitor:
         context = self.context
         # Past the deadline wait 1/8 s more for answers, no longer: the call must return.
         left = max(0.0, self.gives_up_at - context.clock.now()) + PATIENCE / 4
-        answers = context.inquiry.answers([info.rank for info in infos[:QUOTED]], left)
+        quoted = [info.rank for info in infos[:QUOTED]]
+        answers = context.inquiry.answers(quoted, left) if context.inquiry is not None else {}
         infos = [msgspec.structs.replace(info, at=answers.get(info.rank, "")) for info in infos]
         shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
             f"; and {count - QUOTED} more" if count > QUOTED else ""

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from holdfast.errors import HoldfastError
-from holdfast.format.container import WrittenFile
+from holdfast.format.names import WrittenFile
 from holdfast.values import Json, Message
 
 

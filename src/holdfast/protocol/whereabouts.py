@@ -205,8 +205,7 @@ def _end_all() -> Failure | None:
 class Inquiry:
     """The questions of one call of this rank to ranks that it waits for."""
 
-    def __init__(self, roster: Roster | None) -> None:
-        """roster: None if there is nobody to ask."""
+    def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._tickets: dict[int, str] = {}
         self._near: dict[int, str] = {}
@@ -217,7 +216,7 @@ class Inquiry:
         """Ask those that were not asked yet, without waiting for the answers."""
         roster = self._roster
         for rank in ranks:
-            if roster is None or rank in self._tickets or rank in self._near:
+            if rank in self._tickets or rank in self._near:
                 continue
             with suppress(HoldfastError):  # the call itself meets the same error, and raises it
                 near = _here.get((roster.job(), rank))
@@ -236,7 +235,7 @@ class Inquiry:
         locations = {rank: self._near[rank] for rank in ranks if rank in self._near}
         waiting = [rank for rank in ranks if rank in self._tickets]
         ends = min(self._until, time.monotonic() + patience)
-        while waiting and self._roster is not None and isinstance(self._roster, Wakeable):
+        while waiting and isinstance(self._roster, Wakeable):
             with suppress(HoldfastError):
                 messages = self._roster.base().get([_answer_key(rank) for rank in waiting])
                 for rank, message in zip(waiting, messages, strict=True):

@@ -12,10 +12,10 @@ from holdfast.errors import BadInput, HoldfastError
 from holdfast.format.columns import Columns
 from holdfast.format.names import INDEX, rank_in_name
 from holdfast.io.index_file import open_index
+from holdfast.layout.tensor import is_selected
 from holdfast.protocol.operation import Operation
 from holdfast.saving.commit import Commit
 from holdfast.saving.request import PREVIOUS, SaveRequest
-from holdfast.state.flatten import is_selected
 from holdfast.store.base import Store, version_of
 from holdfast.values import Message
 

@@ -21,9 +21,8 @@ from holdfast.errors import (
     StorageError,
 )
 from holdfast.format.columns import Columns
-from holdfast.format.container import WrittenFile
 from holdfast.format.index import encode
-from holdfast.format.names import INDEX, is_data_file
+from holdfast.format.names import INDEX, WrittenFile, is_data_file
 from holdfast.io.file_writer import About
 from holdfast.io.index_file import embedded_index, open_index
 from holdfast.plan.merge import Merger, check_vanished, same_tensors

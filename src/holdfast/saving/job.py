@@ -16,8 +16,8 @@ import msgspec
 
 from holdfast.errors import CommitUnconfirmed, HoldfastError, StorageError
 from holdfast.format import objects
-from holdfast.format.container import WrittenFile
 from holdfast.format.digest import digest, hex_digest
+from holdfast.format.names import WrittenFile
 from holdfast.io.file_writer import About, WriteRequest, discard, write_files
 from holdfast.layout.grid import Grid
 from holdfast.layout.tensor import OBJECT, Replica, listed

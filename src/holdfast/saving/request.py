@@ -11,7 +11,7 @@ from holdfast.errors import BadInput
 from holdfast.layout.grid import Grid
 from holdfast.options import Options
 from holdfast.protocol.call import Call, check_arguments, whole_step
-from holdfast.state.flatten import Flat
+from holdfast.state.leaf import Flat
 from holdfast.store.base import Store
 from holdfast.values import Json, Message
 

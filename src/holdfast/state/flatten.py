@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +21,11 @@ from holdfast.errors import BadInput
 from holdfast.format import objects
 from holdfast.format.names import name_of_rank
 from holdfast.layout.box import Box
-from holdfast.layout.tensor import CODE_OF, OBJECT, Replica, TensorSpec, matches
+from holdfast.layout.tensor import CODE_OF, OBJECT, Replica, TensorSpec, is_selected, matches
 from holdfast.plan.shard_table import ShardTable
 from holdfast.state.dtensor import add_dtensor
-from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, Source, StateDict
+from holdfast.state.leaf import Flat, Leaf
+from holdfast.state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
 from holdfast.state.memory import BytesMemory, Part, TensorMemory, add_tensor, spec_of
 from holdfast.state.meta import is_meta, materialize
 from holdfast.state.modules import load_module
@@ -45,46 +45,6 @@ from holdfast.state.subclasses import inner_tensors, is_dtensor, is_sharded_tens
 from holdfast.state.tensors import PerRank, Shard
 
 UINT8 = CODE_OF["uint8"]
-Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
-"""include, exclude"""
-
-
-@dataclass(slots=True)
-class Leaf:
-    """One value of the state: its name, and a function that replaces it."""
-
-    name: str
-    value: Any
-    put: Callable[[Any], None]
-    optional: bool = False
-    private: bool = False
-    """Whether it belongs to this rank (PerRank): no other rank holds the name."""
-    converts: bool = False
-    """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
-    fits: bool = False
-    """Whether a load fills the overlap of the stored shape and this tensor's, and zeroes the rest: for a
-    vocabulary that is padded differently."""
-    source: Source | None = None
-    """If its container is live: notified once a load has filled it."""
-    outer: torch.Tensor | None = None
-    """The wrapper tensor that this one is a part of."""
-    patterns: Patterns = (None, None)
-    """If it is an optimizer's state: which parts of it are selected."""
-    made: bool = False
-    """Whether a load has created its tensor, to replace one on the meta device."""
-
-    def is_empty(self) -> bool:
-        """Return whether it is an empty dict."""
-        return type(self.value) is dict and not self.value
-
-
-@dataclass
-class Flat:
-    """A state as leaves."""
-
-    leaves: list[Leaf] = field(default_factory=list)
-    after: list[Callable[[], None]] = field(default_factory=list)
-    """To call after everything is loaded: load_state_dict of stateful values, innermost first."""
 
 
 def flatten(state: StateDict, rank: int) -> Flat:
@@ -301,13 +261,6 @@ def _may_match(leaf: Leaf, pattern: str) -> bool:
         return False
     begin, name = re.split(r"[*?\[]", pattern, maxsplit=1)[0], f"{leaf.name}."
     return begin.startswith(name) or (begin != pattern and name.startswith(begin))
-
-
-def is_selected(name: str, patterns: Patterns) -> bool:
-    """Return whether `select` keeps a leaf of this name."""
-    include, exclude = patterns
-    taken = include is None or any(matches(name, pattern) for pattern in include)
-    return taken and not any(matches(name, pattern) for pattern in exclude or ())
 
 
 def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:

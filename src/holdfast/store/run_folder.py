@@ -10,7 +10,6 @@ Fewer may be removed: folders that are named as Holdfast names them, hold our in
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, suppress
@@ -21,7 +20,6 @@ from holdfast.errors import BadInput, HoldfastError, StorageError
 from holdfast.format.marker import MARKER_HEAD, is_marker
 from holdfast.format.names import COMMON_FILE, CONFIG, DATA, INDEX, METADATA, TRACKER, TRAINER_STATE
 from holdfast.store.base import FOLDERS, Kind, Store
-from holdfast.store.local import open_store
 
 log = logging.getLogger("holdfast")
 T = TypeVar("T")
@@ -92,18 +90,6 @@ def committed_folder(store: Store, step: int) -> str | None:
     """Return the folder of one committed step, without reading the others; None if it is not committed."""
     marked = _best(store, [folder for other, folder in all_step_folders(store) if other == step])
     return None if marked is None else marked.folder
-
-
-def latest(run: str | os.PathLike[str]) -> str | None:
-    """Return the folder of the newest committed step of a run, or None. Reads no data and needs no torch.
-
-    Raises BadInput if there are checkpoints, but none that is a step's.
-    """
-    store = open_store(run)
-    for folder in newest_steps(store, 1).values():
-        return store.child(folder).url
-    refuse_other_checkpoints(store)
-    return None
 
 
 class _Marked(NamedTuple):

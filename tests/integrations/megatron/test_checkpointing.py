@@ -10,7 +10,7 @@ from holdfast.errors import BadInput, NotCommitted
 from holdfast.integrations.torch_dist import export_torch_dist, import_torch_dist
 from holdfast.maintenance.diff import compare
 from holdfast.maintenance.inspect import Run, describe
-from holdfast.store.run_folder import latest
+from holdfast.store.latest import latest
 from tests.integrations.megatron.jobs import (
     broken_factory,
     installed,

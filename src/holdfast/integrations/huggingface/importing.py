@@ -28,7 +28,7 @@ from holdfast.protocol.operation import agree, read_state
 from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob, SaveReport
 from holdfast.saving.request import SaveRequest
-from holdfast.state.flatten import Flat, Leaf
+from holdfast.state.leaf import Flat, Leaf
 from holdfast.state.memory import Part
 from holdfast.store.base import Reader, Store
 from holdfast.store.local import open_store

@@ -34,7 +34,7 @@ from holdfast.protocol.consensus import StepConsensus
 from holdfast.protocol.operation import agree, read_state
 from holdfast.roster.base import Roster
 from holdfast.saving.job import SaveJob
-from holdfast.state.flatten import Flat, Leaf
+from holdfast.state.leaf import Flat, Leaf
 from holdfast.store.base import Store
 from holdfast.store.local import open_store
 from holdfast.store.run_folder import step_of

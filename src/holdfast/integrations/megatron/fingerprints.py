@@ -11,7 +11,7 @@ from holdfast.integrations.megatron.shards import Copies, to_save
 from holdfast.maintenance.fingerprints import Fingerprint, fingerprint_leaves
 from holdfast.protocol.call import begin_call
 from holdfast.roster.base import Roster
-from holdfast.state.flatten import Flat
+from holdfast.state.leaf import Flat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

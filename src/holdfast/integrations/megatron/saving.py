@@ -15,7 +15,7 @@ from holdfast.integrations.megatron.shards import Copies, to_save
 from holdfast.protocol.call import Call
 from holdfast.saving.job import SaveJob
 from holdfast.saving.request import SaveRequest
-from holdfast.state.flatten import Flat
+from holdfast.state.leaf import Flat
 from holdfast.store.base import Store
 from holdfast.values import Message
 

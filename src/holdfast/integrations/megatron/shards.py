@@ -26,7 +26,7 @@ from holdfast.format.names import COMMON
 from holdfast.integrations.megatron import mcore
 from holdfast.layout.box import Box
 from holdfast.layout.tensor import Dims, TensorSpec
-from holdfast.state.flatten import Leaf
+from holdfast.state.leaf import Leaf
 from holdfast.state.memory import Part, ViewMemory, spec_of
 from holdfast.state.tensors import Shard
 
