@@ -394,7 +394,7 @@ def test_a_forged_commit_is_no_success(
 
         def put(self, key: str, message: Any) -> None:
             super().put(key, message)
-            stage = {"while it waits": "/fingerprint/1", "when it has written": "/written/1"}.get(when)
+            stage = {"while it waits": "/row_digest/1", "when it has written": "/written/1"}.get(when)
             if stage is not None and key.endswith(stage):
                 forge(key.removesuffix(stage))
 

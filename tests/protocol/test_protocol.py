@@ -270,6 +270,6 @@ def test_a_cancel_while_the_index_is_refused_leaves_a_plain_failure() -> None:
     with pytest.raises(StorageError, match=r"Publishing failed: Input/output error"):
         perform(steps, roster, Presence(roster, "save of x", 1.0), cancel)
     assert context.phase == "failed"
-    (final,) = roster.get([context.final])
+    (final,) = roster.get([context.final_key])
     assert final is not None
     assert final["error"]["kind"] == "StorageError"

@@ -51,7 +51,7 @@ class Rank:
         """Claim the outcome, and leave; the first one is everyone's."""
         agreed = to_message(Outcome("agreed", at.rank, abandoned=at.abandoned))
         mine = agreed if state == "agreed" else abandoned_by(at.rank, LATE)
-        at.known_outcome = from_roster(self.roster.claim(at.outcome, mine), Outcome)
+        at.known_outcome = from_roster(self.roster.claim(at.outcome_key, mine), Outcome)
         self._do(leave(at, self.history))
 
 
@@ -109,7 +109,7 @@ def test_a_late_rank_finds_the_error_of_its_call_and_meets_the_others_in_its_nex
     retry = first.enter()  # the others are there already, with their second call
     late = second.enter()
     assert late.key == given_up.key
-    (outcome,) = second.roster.get([late.outcome])
+    (outcome,) = second.roster.get([late.outcome_key])
     assert outcome is not None
     assert str(from_message(outcome["error"])) == str(LATE)
     second.end(late, "abandoned")
@@ -137,7 +137,7 @@ def test_a_call_that_a_rank_gave_up_is_settled_before_its_next(two: tuple[Rank, 
     one, stuck = first.enter(), second.enter()
     second.history.give_up(stuck.key)
     after = second.enter()
-    (outcome,) = first.roster.get([one.outcome])
+    (outcome,) = first.roster.get([one.outcome_key])
     assert outcome is not None
     assert outcome["state"] == "abandoned"
     first.end(one)  # what it claims now is no more than a claim
@@ -172,7 +172,7 @@ def test_a_call_that_a_rank_never_came_to_is_swept_by_a_later_good_end(
     given_up = first.enter("load")
     first.end(given_up, "abandoned")
     together(first, second)
-    assert given_up.outcome in board.messages, "a thread of the other rank may still look"
+    assert given_up.outcome_key in board.messages, "a thread of the other rank may still look"
     clock.advance(SWEEP_AFTER + 1)
     together(first, second)
     assert not [key for key in (*board.messages, *board.counters) if key.startswith(given_up.key)]

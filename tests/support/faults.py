@@ -44,7 +44,7 @@ def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
         for _ in range(rng.choice([1, 2, 3, 5])):
             where = (rng.randrange(ranks), rng.randrange(calls))
             if rng.random() < 0.7:
-                faults.fails_at[where] = rng.choice(["fingerprint", "fingerprint", "write"])
+                faults.fails_at[where] = rng.choice(["row_digest", "row_digest", "write"])
             else:
                 faults.late_call[where] = rng.choice([0.1, 0.5, 0.9, 3.0, 12.0, 40.0])
         if rng.random() < 0.6:
@@ -62,7 +62,7 @@ def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
         elif kind == 4:
             faults.stopped[rank] = (when, rng.choice([1.0, 4.0, 30.0]))
         elif kind == 5:
-            faults.stuck[rank] = rng.choice(["write", "prepare", "publish", "fingerprint"])
+            faults.stuck[rank] = rng.choice(["write", "prepare", "publish", "row_digest"])
         elif kind == 6:
             faults.write_fails.add(rank)
         elif kind == 7:

@@ -23,8 +23,10 @@ class SimulatedSave:
         if self.world.faults.fails_at.get((self.rank, self.call)) == where:
             raise StorageError(f"Call {self.call} fails on rank {self.rank} in {where}.")
 
-    def fingerprint(self) -> str | None:
-        self._fail("fingerprint")
+    def enter(self) -> None: ...
+
+    def row_digest(self) -> str | None:
+        self._fail("row_digest")
         return self.plain
 
     def list_rows(self) -> RowList:

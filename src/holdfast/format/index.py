@@ -74,8 +74,8 @@ _STORED = SPECS | {
 def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
     about = json.dumps(metadata)
-    # The header is JSON, and `about` is a JSON text inside of it. Its quotes are escaped again, so the second
-    # encoding has the length that counts.
+    # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
+    # quotes escaped a second time.
     if len(json.dumps(about, ensure_ascii=False).encode()) > INDEX_HEADER_BYTES - _HEADER_ROOM:
         raise BadInput(
             f"The notes and the grid of a checkpoint take {len(about)} bytes in its index, which is read "
@@ -89,7 +89,7 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     late = LATE if len(columns.late_tensor) else ()
     for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
-    # With the widest elements first, every column is aligned without gaps, which safetensors forbids.
+    # Safetensors forbids gaps. With the widest elements first, every column is aligned without any.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
     entries, offset = [], 0
     for name in order:
@@ -111,8 +111,8 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         "dims": str(columns.dims),
         "about": about,
     }
-    # The header contains all lengths, so it is encoded last. The seal covers it and, through the page
-    # digests, the body. Nothing covers the seal; its own digest identifies this version.
+    # The header contains all lengths, so it is encoded last. The seal covers every byte before it: the header
+    # itself and, through the page digests, the body. The digest of the seal names this version.
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
     return b"".join((header, body, pages.tobytes(), seal.tobytes()))
@@ -191,8 +191,8 @@ class Index:
                 f"The page digests of {self.where} do not match theirs: the file is damaged."
             )
         self._digests, self._body = np.frombuffer(raw, "<u8"), start
-        # The seal covers every byte of the index, so its digest identifies this version. The ranks of a load
-        # compare it.
+        # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
+        # all ranks.
         return hex_digest(digest(seal.tobytes()))
 
     def _bytes(self, start: int, stop: int) -> bytes:
@@ -352,9 +352,9 @@ class Index:
 
     # -- rows -----------------------------------------------------------------------------
 
-    def _below(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
-        """Return the number of chunks of each tensor in `rows` (or of digests of each chunk), and their
-        rows."""
+    def _children(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
+        """Return how many chunks each tensor of `rows` has, and the rows of all these chunks; or the same of
+        the digests of chunks. `ends`: the column that gives the end of each row's range."""
         # The ends column gives the end of a row's chunks; the row before it, wanted or not, gives their
         # start.
         stop = self.column_rows(ends, rows)
@@ -374,8 +374,8 @@ class Index:
             names = self.names()
         else:
             names = [name for first, last in runs(rows.tolist()) for name in self.names(first, last + 1)]
-        counts, chunks = self._below("chunk", "chunk_end", rows, self.chunks)
-        digest_counts, digests = self._below("digest", "digest_end", chunks, self._rows["digests"])
+        counts, chunks = self._children("chunk", "chunk_end", rows, self.chunks)
+        digest_counts, digests = self._children("digest", "digest_end", chunks, self._rows["digests"])
         columns = Columns(
             names=names,
             dtype=self.column_rows("dtype", rows),
@@ -403,7 +403,7 @@ class Index:
         if not self._fingerprints:
             return {}
         sums = np.stack([self.column(name) for name in self._fingerprints])
-        counts, _ = self._below("chunk", "chunk_end", np.arange(self.tensors), self.chunks)
+        counts, _ = self._children("chunk", "chunk_end", np.arange(self.tensors), self.chunks)
         # Sums over ranges that may be empty: differences of running sums, which are modulo 2^64, too.
         running = np.concatenate(
             [np.zeros((2, 1), np.uint64), np.cumsum(sums, axis=1, dtype=np.uint64)], axis=1

@@ -77,9 +77,10 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
             continue
         writer = None
         try:
-            writer = store.create(data_file(request.about["attempt"], request.table.rank, part))
+            name = data_file(request.about["attempt"], request.table.rank, part)
+            writer = store.create(name)
             chunks = Planned(*(column[start:stop] for column in plan.chunks))
-            files.append(_write_file(writer, request, chunks, part, len(cuts)))
+            files.append(_write_file(writer, request, chunks, name, (part, len(cuts))))
             writer.finish()
         except BaseException:
             if writer is not None:
@@ -96,10 +97,17 @@ def discard(store: Store, names: list[str]) -> None:
             store.delete(name)
 
 
-def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: int, parts: int) -> WrittenFile:
-    table, plan, first = request.table, request.plan, part == 0
-    name = data_file(request.about["attempt"], table.rank, part)
+def _write_file(
+    writer: Writer, request: WriteRequest, chunks: Planned, name: str, number: tuple[int, int]
+) -> WrittenFile:
+    """Write one data file. number: which of how many.
+
+    `chunks`, `starts`, `digests` and `sums` are in the order of the file (widest elements first, see
+    `plan_save`), `columns` in that of an index (by name and offset); `order` maps one to the other.
+    """
+    table, plan, (part, parts) = request.table, request.plan, number
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
+    first = part == 0
     columns, order = embedded_columns(table, plan, chunks, name, first)
     # With a deferred offset the index of an element, and so its weight, is not known yet.
     if request.options.fingerprint and not any(table.deferred):
@@ -107,12 +115,13 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
         columns.fingerprint_second = np.zeros(len(order), "<u8")
     # Encoded once without positions and digests, because its size determines all positions.
     embedded_size = len(encode(columns, about))
-    entries, end = _entries(table, chunks, embedded_size)
-    header = encode_header(entries, {"format": FORMAT, "rank": str(table.rank)})
-    data_start = len(header)
-    starts = data_start + np.cumsum(chunks.nbytes) - chunks.nbytes
+    header = encode_header(
+        _entries(table, chunks, embedded_size), {"format": FORMAT, "rank": str(table.rank)}
+    )
+    starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
+    index_start = len(header) + int(chunks.nbytes.sum())
     columns.position[:] = starts[order]
-    columns.file_size[:] = data_start + end
+    columns.file_size[:] = index_start + embedded_size
 
     writer.write_at(0, [header])
     sums = np.zeros((len(order), 2), np.uint64) if len(columns.fingerprint_first) else None
@@ -127,8 +136,8 @@ def _write_file(writer: Writer, request: WriteRequest, chunks: Planned, part: in
     embedded = encode(columns, about)
     if len(embedded) != embedded_size:
         raise AssertionError("an embedded index must not change its size")
-    writer.write_at(data_start + end - embedded_size, [embedded])
-    return WrittenFile(name, data_start + end, data_start + end - embedded_size, embedded_size)
+    writer.write_at(index_start, [embedded])
+    return WrittenFile(name, index_start + embedded_size, index_start, embedded_size)
 
 
 def embedded_columns(
@@ -136,8 +145,9 @@ def embedded_columns(
 ) -> tuple[Columns, Array]:
     """Return the embedded index without positions and digests, and the order of the chunks in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
-    if first:  # also tensors that this rank holds and does not write: the commit compares their shapes
-        # An empty shard has no chunk and no witness, but its tensor must have a row in the index.
+    if first:
+        # Also the tensors that this rank witnesses, and those of which its shard is empty: the commit
+        # compares their shapes, and an empty shard has no chunk and no witness.
         empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
         listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
     else:
@@ -194,8 +204,8 @@ def embedded_columns(
 
 
 def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
-    """Return, per row of the shard table, its number among the deferred rows in `rows`, or -1; and these
-    rows, each as (row, *DeferredOffset)."""
+    """Return for every row of the shard table its index among the deferred rows, or -1; and the deferred rows
+    of `rows`, each as (row, *DeferredOffset)."""
     late = [(row, *offset) for row in rows.tolist() if (offset := table.deferred[row]) is not None]
     deferred = np.asarray(late, "<i8").reshape(-1, 6)
     number = np.full(len(table), -1, "<i8")
@@ -205,9 +215,8 @@ def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
 
 def _entries(
     table: ShardTable, chunks: Planned, embedded: int
-) -> tuple[list[tuple[str, str, tuple[int, ...], int, int]], int]:
-    """Return the header's rows, and the end of the data. A chunk that is a whole tensor has the tensor's
-    name."""
+) -> list[tuple[str, str, tuple[int, ...], int, int]]:
+    """Return the header's rows. A chunk that is a whole tensor has the tensor's name."""
     rows = []
     ends = np.cumsum(chunks.nbytes).tolist()
     starts = [0, *ends[:-1]] if ends else []
@@ -241,7 +250,7 @@ def _entries(
         )
     end = ends[-1] if ends else 0
     rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
-    return rows, end + embedded
+    return rows
 
 
 def _ragged(values: Array, ends: Array, order: Array) -> Array:
@@ -270,8 +279,10 @@ def witness_key(plan: SavePlan, index: int) -> tuple[int, bytes]:
 
 
 def witness(table: ShardTable, plan: SavePlan, index: int) -> tuple[int, int]:
-    """Digest a box that another rank writes: return (-1, digest of all blocks), or (block, its digest) for
-    one block that the offset selects."""
+    """Digest a box that another rank writes. Return (-1, the digest of all digests), or (block, its digest).
+
+    By default one block is compared. Its number is computed from the offset, so all ranks choose the same.
+    """
     seen = plan.witnesses
     count = int(block_counts(seen.nbytes[index : index + 1], seen.block[index : index + 1])[0])
     source = ChunkSource(table, seen, index, int(seen.nbytes[index]), int(seen.block[index]))

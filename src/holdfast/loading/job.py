@@ -1,8 +1,8 @@
 """The load of one rank: collect the state, choose a version, plan, read, put what was read into the state,
 report.
 
-The protocol (`protocol.core.load_steps`) drives `LoadJob`, whose methods stand in the order in which they are
-called.
+The protocol (`protocol.core.load_steps`) drives a `LoadJob`: it calls `choose` on the committer, `read` on
+all ranks, and `check` on the committer. `apply` then puts the values into the state.
 """
 
 from __future__ import annotations
@@ -98,7 +98,19 @@ class LoadRequest:
         check_arguments(options=self.options, include=self.include, exclude=self.exclude)
 
     def run(self) -> LoadReport:
-        """Load. Raises the error that all ranks raise; the state may then be partly overwritten."""
+        """Load. Raises the error that all ranks raise; the state may then be partly overwritten.
+
+        If the checkpoint is replaced meanwhile, all ranks begin again with the version that is there then.
+        """
+        while True:
+            try:
+                return self.run_once()
+            except Replaced:  # raised on every rank
+                if self.call.deadline.left() < self.call.deadline.seconds / 2:
+                    raise
+
+    def run_once(self) -> LoadReport:
+        """Load as `run` does, but raise Replaced to a caller that can choose another checkpoint."""
         job = LoadJob(self)
         try:
             job.run()
@@ -141,7 +153,7 @@ class LoadJob:
         self.filled: list[int] = []
         """Leaves that were filled."""
         self.sizes: dict[int, int] = {}
-        """Bytes of each object that was read, by leaf."""
+        """Bytes of each object that was read, by row of `table`."""
         self.prefix = b""
         self.values: dict[int, object] = {}
         """Objects that were read, by leaf."""
@@ -165,7 +177,8 @@ class LoadJob:
         )
         self.collect_error = read_state(self._collect, self.rank)
         """The error of collecting the state, if any. The protocol reports it to the other ranks."""
-        # As an error of this rank, which reaches all ranks anyway: loads that need no lengths pay nothing.
+        # A shard without an offset is raised as an error (`Unplaced`), because errors reach all ranks. Every
+        # rank then exchanges lengths and loads again (`LoadRequest.run_once`).
         if offsets is None and self.collect_error is None:
             self.collect_error = unplaced(self.table, self.operation.context.title)
 
@@ -267,8 +280,9 @@ class LoadJob:
         self.bytes_read = read + index.bytes_read
         self.prefix = index.object_prefix
         self.filled = [self.owner[row] for row in keep]
-        objects_read = [place for place in range(len(keep)) if wanted.specs[place].kind == OBJECT]
-        self.sizes = {self.filled[place]: wanted.specs[place].shape[0] for place in objects_read}
+        self.sizes = {
+            row: spec.shape[0] for row, spec in zip(keep, wanted.specs, strict=True) if spec.kind == OBJECT
+        }
 
     def _replaced(self) -> Replaced:
         return Replaced(
@@ -374,9 +388,8 @@ class LoadJob:
     def _decode(self) -> None:
         """Decode objects before this rank reports that it has read: one that can't be decoded fails the load
         on all ranks."""
-        rows = dict(zip(self.owner, range(len(self.owner)), strict=True))
-        for owner, size in self.sizes.items():
-            memory = self.table.memory[rows[owner]]
+        for row, size in self.sizes.items():
+            owner, memory = self.owner[row], self.table.memory[row]
             assert isinstance(memory, BytesMemory)
             name = self.leaves[owner].name
             with bounded_memory(f"The object {name!r} of {self.store.url}"):
@@ -482,9 +495,4 @@ def load(
         strict=strict,
         options=options or Options(),
     )
-    while True:
-        try:
-            return request.run()
-        except Replaced:  # raised on every rank: all begin again, with the version that is there now
-            if call.deadline.left() < timeout / 2:
-                raise
+    return request.run()

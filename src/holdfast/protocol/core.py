@@ -15,8 +15,8 @@ looks for the index of this attempt itself.
 
 Who waits for whom: the committer (lowest participant) waits for all ranks; every other rank waits for the
 outcome and monitors the committer. A rank is given up when its process is gone (seen at once on one host),
-when it makes no progress and sends no beat for `stall_timeout`, or when the deadline passes. A rank that
-waits for others is not stalled while it beats.
+when it makes no progress for `stall_timeout`, or when the deadline passes. A heartbeat counts as progress
+only for a rank that waits for others.
 
 Rejected: a barrier with a counter (it can't name who is missing), leader election (if the committer is dead
 the save is abandoned; the lowest participant of the next save is its committer), heartbeats from all to all
@@ -48,9 +48,9 @@ from holdfast.protocol.messages import (
     Before,
     Chosen,
     Final,
-    Fingerprint,
     M,
     Outcome,
+    RowDigest,
     RowList,
     Said,
     abandoned_by,
@@ -63,7 +63,7 @@ from holdfast.values import Json, Message
 UNDISTURBED = 0.25
 """Seconds before ranks look how a collective task goes: mostly it is over by then."""
 _DUTIES = {
-    "fingerprint": "enter the save",
+    "row_digest": "enter the save",
     "rows": "list its replicated tensors",
     "written": "write its part",
     "read": "read its part",
@@ -78,7 +78,8 @@ def save_steps(context: Context, job: SaveActions) -> Steps:
     try:
         assigned = None  # declared replicas need no answer: every rank knows its own
         yield from _refuse_late(context)
-        mine = yield Do("fingerprint", job.fingerprint)
+        yield Do("enter", job.enter)
+        mine = yield Do("row_digest", job.row_digest)
         # A rank without undeclared rows reports that, because the committer can't know who has none.
         if len(context.participants) > 1 or mine is not None:
             assigned = yield from _agree_on_replicas(context, mine, job)
@@ -109,7 +110,9 @@ def save_steps(context: Context, job: SaveActions) -> Steps:
         abandoned = yield from _abandon(context, error)
         if abandoned is None and context.phase not in ("written", "committing"):
             abandoned = _not_ours(context)
-        elif abandoned is None:  # every rank had written, so the committer may have committed
+        # The outcome is `agreed`. On another rank: the committer may have committed. On the committer: its
+        # claim was interrupted after it took effect, and nothing was published.
+        elif abandoned is None:
             context.enter("unconfirmed")
             abandoned = _unconfirmed(context, error)
         raise abandoned from error.__cause__
@@ -242,7 +245,8 @@ def _refuse_late(context: Context) -> Steps:
 
 
 def _not_ours(context: Context) -> HoldfastError:
-    """Return the error for an impossible outcome: no rank can agree before this one has done its part."""
+    """End in phase `failed`, and return the error: the store says `agreed`, but this rank has not reported,
+    so the store can't be trusted."""
     if context.phase != "failed":
         context.enter("failed")
     return HoldfastError(
@@ -258,11 +262,11 @@ def _not_ours(context: Context) -> HoldfastError:
 def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> Steps:
     """Return which replica this rank holds of each row whose replica nobody declared.
 
-    Mostly every rank holds the same names, and one round of fingerprints shows it. Only where they differ
+    Mostly every rank holds the same names, and one round of digests shows it. Only where they differ
     does every rank send its list. Ranks without such rows report that and go on.
     """
     if not context.is_committer:
-        yield context.report("fingerprint", Fingerprint(mine))
+        yield context.report("row_digest", RowDigest(mine))
         if mine is None:
             return None
         context.enter("assigning")
@@ -278,12 +282,12 @@ def _agree_on_replicas(context: Context, mine: str | None, job: SaveActions) -> 
         return from_roster(message, Assigned, context.committer)
     if mine is not None:
         context.enter("assigning")
-    messages = yield from _collect_typed(context, "fingerprint", Fingerprint(mine), context.participants)
-    holders = [rank for rank in context.participants if messages[rank].fingerprint is not None]
+    messages = yield from _collect_typed(context, "row_digest", RowDigest(mine), context.participants)
+    holders = [rank for rank in context.participants if messages[rank].digest is not None]
     if not holders:
         return None
     # The usual case: one digest per rank, however many tensors it has. Lists are longer, so they come second.
-    if len({messages[rank].fingerprint for rank in holders}) == 1:
+    if len({messages[rank].digest for rank in holders}) == 1:
         yield Put(f"{context.key}/assigned", to_message(Assigned(holders)))
         return Assigned(holders) if mine is not None else None
     yield Put(f"{context.key}/assigned", to_message(Assigned(lists_wanted=True)))
@@ -385,7 +389,7 @@ def _await_agreed(context: Context, what: str) -> Steps:
             context.on_wait(None)
             return outcome
         yield from watch.look([context.committer], what)
-        yield Pause(context.outcome, watch.patience())
+        yield Pause(context.outcome_key, watch.patience())
 
 
 def _await_final(context: Context, job: SaveActions) -> Steps:
@@ -393,7 +397,7 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
     watch = PeerMonitor(context)
     context.on_wait([context.committer])
     while True:
-        message = (yield Get([context.final]))[0]
+        message = (yield Get([context.final_key]))[0]
         if message is not None:
             final = from_roster(message, Final, context.committer)
             if final.error is not None:
@@ -413,7 +417,7 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
             # The committer is gone, or the deadline has passed. After `agreed` only storage can tell.
             yield from _look(context, job, 0.0, error)
             return Final()
-        yield Pause(context.final, watch.patience())
+        yield Pause(context.final_key, watch.patience())
 
 
 def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastError | str) -> Steps:
@@ -448,7 +452,7 @@ def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
 
 def _claim_agreed(context: Context, value: object = None) -> Steps:
     agreed = Outcome("agreed", context.rank, abandoned=context.abandoned, value=value)
-    standing = from_roster((yield Claim(context.outcome, to_message(agreed))), Outcome)
+    standing = from_roster((yield Claim(context.outcome_key, to_message(agreed))), Outcome)
     context.known_outcome = standing
     # Another rank has abandoned the call first, so nothing may be put in place.
     if standing.state == "abandoned":
@@ -476,7 +480,7 @@ def _tell_final(context: Context, final: Final) -> Steps:
     """Tell the others how it ended. If the message store is lost, they look into storage."""
     for _ in range(2):  # a Ctrl-C may be thrown in here, once
         try:
-            yield Put(context.final, to_message(final))
+            yield Put(context.final_key, to_message(final))
             return
         except RosterLost:
             return
@@ -508,7 +512,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     context.on_wait(None)
     try:
         # All fields are set before the claim, because all ranks raise the error that is claimed.
-        message = yield Claim(context.outcome, abandoned_by(context.rank, error))
+        message = yield Claim(context.outcome_key, abandoned_by(context.rank, error))
     except RosterLost:
         if context.phase == "written" and not context.is_committer:  # the others may commit its files
             context.enter("unconfirmed")
@@ -542,7 +546,7 @@ def _without_roster(context: Context, job: SaveActions, error: RosterLost) -> St
 
 def _raise_if_abandoned(context: Context) -> Steps:
     """Return the outcome if the ranks have agreed, None if there is none yet. Raises if it is `abandoned`."""
-    message = (yield Get([context.outcome]))[0]
+    message = (yield Get([context.outcome_key]))[0]
     if message is None:
         return None
     outcome = from_roster(message, Outcome)

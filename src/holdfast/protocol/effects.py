@@ -135,7 +135,7 @@ class Context:
 
     def set_key(self, key: str) -> None:
         """Set the key under which the ranks of this operation meet."""
-        self.key, self.outcome, self.final = key, f"{key}/outcome", f"{key}/final"
+        self.key, self.outcome_key, self.final_key = key, f"{key}/outcome", f"{key}/final"
 
     def enter(self, phase: str) -> None:
         """Enter a phase. Raises AssertionError if the transition is not in the table."""
@@ -174,12 +174,16 @@ class Context:
 class SaveActions(Protocol):
     """The work of a save on one rank. The simulation implements it, too."""
 
-    def fingerprint(self) -> str | None:
+    def enter(self) -> None:
+        """Raise what keeps this rank from saving. The committer notes which version it may replace."""
+        ...
+
+    def row_digest(self) -> str | None:
         """Return a digest of the rows without a declared replica, or None if there are none."""
         ...
 
     def list_rows(self) -> RowList:
-        """Return these rows themselves; called if the fingerprints of the ranks differ."""
+        """Return these rows themselves; called if the digests of the ranks differ."""
         ...
 
     def assign(self, lists: dict[int, RowList]) -> dict[int, Assigned]:

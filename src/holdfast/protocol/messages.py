@@ -54,8 +54,6 @@ class Outcome(msgspec.Struct, frozen=True, omit_defaults=True):
 class Final(msgspec.Struct, frozen=True, omit_defaults=True):
     """From the committer to all: the result of its last step, which comes after the outcome."""
 
-    index: str = ""
-    """Version of the index that is in place, as hex digits."""
     error: Message | None = None
     """The error that was raised instead."""
 
@@ -66,11 +64,11 @@ class Said(msgspec.Struct, frozen=True):
     value: Json = None
 
 
-class Fingerprint(msgspec.Struct, frozen=True):
+class RowDigest(msgspec.Struct, frozen=True):
     """From each rank to the committer: a digest of the rows without a declared replica; None if there are
     none."""
 
-    fingerprint: str | None
+    digest: str | None
 
 
 class RowList(msgspec.Struct, frozen=True):

@@ -110,7 +110,7 @@ class Operation:
         """Find the other ranks, and show this rank to them."""
         self.attempt = yield from meet(self.context, self._signature, self._history)
         try:
-            self.presence.begin(self.context.key, None if self.alone else self.context.outcome)
+            self.presence.begin(self.context.key, None if self.alone else self.context.outcome_key)
         except RosterLost:
             # A call of one rank needs no store, so a lost store is no reason to fail.
             if not self.alone:

@@ -125,7 +125,7 @@ class Checkpoints(RunFolder):
                 exclude=exclude,
                 strict=strict,
                 options=self._options,
-            ).run()
+            ).run_once()
             number = step_of(os.path.basename(store.url))
             if report.step is not None and report.step != number:
                 log.warning(

@@ -187,7 +187,7 @@ class Commit:
             if unconfirmed is None:
                 raise
             raise unconfirmed from error
-        return Final(self.data[-VERSION_BYTES:].hex())
+        return Final()
 
     def _unconfirmed(self, error: BaseException) -> CommitUnconfirmed | None:
         """Return the error to raise after a failure to publish, or None if the index is known not to be in

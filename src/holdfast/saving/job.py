@@ -1,7 +1,7 @@
 """The save of one rank: collect the state, agree who writes what, write, commit, report.
 
-The protocol (`protocol.core.save_steps`) drives a `SaveJob`; its methods are in the order in which they are
-called.
+The protocol (`protocol.core.save_steps`) drives a `SaveJob`: it calls `enter`, `row_digest`, `list_rows` and
+`assign` (if rows have no declared replica), `write`, and on the committer `prepare`, `publish` and `tidy`.
 """
 
 from __future__ import annotations
@@ -160,11 +160,9 @@ class SaveJob:
 
     # -- agree who writes what ----------------------------------------------------------------------
 
-    def fingerprint(self) -> str | None:
-        """Return a digest of the rows without declared holders, or None if there are none.
-
-        Checks the folder, too: raises StorageError if nothing can be saved into it.
-        """
+    def enter(self) -> None:
+        """Begin the save: raise what collecting the state raised, or StorageError if nothing can be saved
+        into the folder. The committer notes which version it may replace."""
         if self.collect_error is not None:
             # Not earlier: an error that is raised inside the protocol reaches the other ranks.
             raise self.collect_error
@@ -180,6 +178,9 @@ class SaveJob:
                 # First of all: a job that doesn't own the run folder reads and writes nothing.
                 self.request.permit(self.operation.tick)
             self.commit = begin_commit(self.request, self.operation, self.grid)
+
+    def row_digest(self) -> str | None:
+        """Return a digest of the rows without declared holders, or None if there are none."""
         rows = self._undeclared_rows()
         if not rows:
             return None
@@ -259,8 +260,7 @@ class SaveJob:
         elif assigned is not None and assigned.replicas is not None:
             for row, replica in zip(rows, assigned.replicas, strict=True):
                 replicas[row] = replica
-        # NOT_SAVED is a tuple of two zeros, which is true, so it stays.
-        return [replica or (0, 1) for replica in replicas]
+        return [(0, 1) if replica is None else replica for replica in replicas]
 
     # -- write ------------------------------------------------------------------------------------
 
