@@ -18,6 +18,8 @@ import torch
 import holdfast
 from holdfast import errors, huggingface
 from holdfast.cli import COMMANDS, cli
+from holdfast.groups.session.exit_bound import EXIT_LATE
+from holdfast.groups.session.shutdown import EXIT_STUCK
 from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
 from tests.support.processes import ProcessWorld
 
@@ -138,16 +140,23 @@ def test_tables_of_arguments(name: str) -> None:
     ]
 
 
+def error_names() -> set[str]:
+    classes = [value for value in vars(errors).values() if inspect.isclass(value)]
+    return {kind.__name__ for kind in classes if issubclass(kind, errors.HoldfastError)}
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     page = text("docs/api.md")
     for name in (*holdfast.__all__, *holdfast.testing.__all__):
         assert re.search(rf"\b{name}\b", page), name
-    told = {row[0] for row in table(page, "errors")}
-    tree = {errors.HoldfastError.__name__}
-    for value in vars(errors).values():
-        if inspect.isclass(value) and issubclass(value, errors.HoldfastError):
-            tree.add(value.__name__)
-    assert told == tree
+    assert {row[0] for row in table(page, "errors")} == error_names()
+
+
+def test_every_error_and_exit_code_has_a_line_on_what_to_do() -> None:
+    page = text("docs/troubleshooting.md")
+    assert {row[0] for row in table(page, "errors")} == error_names() - {"HoldfastError", "Unplaced"}
+    codes = set(map(int, re.findall(r"^\| (\d+) \|", page, re.MULTILINE)))
+    assert codes == {1, EXIT_STUCK, EXIT_LATE}
 
 
 def test_the_table_of_commands() -> None:
