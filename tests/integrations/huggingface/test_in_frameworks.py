@@ -38,6 +38,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def soak(framework: str) -> object:
+    """The parameter of a framework whose like is in the suite: run by `make soak`."""
+    [found] = [param for param in EVERY if param.values == (framework,)]
+    return pytest.param(framework, marks=[*found.marks, pytest.mark.soak])
+
+
 def preload_of(framework: str) -> str:
     return framework.replace("-", "_")
 
@@ -79,7 +85,7 @@ def test_the_bits_are_stocks_and_no_collective_is_issued(
     assert beside <= {path.name for path in ours.iterdir()}
 
 
-@pytest.mark.parametrize("framework", EVERY)
+@pytest.mark.parametrize("framework", [*EVERY[:2], soak("mcore-bridge")])
 def test_a_rank_that_does_not_come_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     # The load of mcore-bridge waits for nobody.
     out = str(tmp_path / "out") if framework == "mcore-bridge" else ""
@@ -177,7 +183,7 @@ def test_verl_saves_and_loads_published_weights(framework: str, published: Path,
     assert_same_model(steps / "model" / "huggingface", published)
 
 
-@pytest.mark.parametrize("framework", EVERY[:2])
+@pytest.mark.parametrize("framework", [EVERY[0], soak("megatron-bridge")])
 def test_a_rank_that_verl_misses_is_named(framework: str, published: Path, tmp_path: Path) -> None:
     with ProcessWorld(4, preload=IN_VERL[framework]) as world:
         found = world.run(jobs.through_verl, framework, str(published), LAYOUT, str(tmp_path), 1, timeout=200)

@@ -74,10 +74,9 @@ CASES = [
     (FUSED, HOME),
     (FUSED, Layout(ep=4)),
     (PRECISE, HOME),
-    (PRECISE, Layout(tp=2, pp=2)),
     (PLAIN, HOME),
     (EXPERTS_FIRST, HOME),
-    pytest.param(FUSED, Layout(tp=2, pp=2), marks=pytest.mark.soak),
+    *(pytest.param(recipe, Layout(tp=2, pp=2), marks=pytest.mark.soak) for recipe in (FUSED, PRECISE)),
 ]
 
 
