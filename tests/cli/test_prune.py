@@ -107,19 +107,21 @@ def test_keep_counts_committed_steps_and_never_takes_the_newest(
     assert run("prune", swept, "--keep", "5").exit_code == 0
 
 
-def test_a_strangers_folder_in_an_old_step_stays_and_its_bytes_are_not_counted(
+def test_a_strangers_folders_in_an_old_step_stay_and_the_rest_goes(
     kept: Path, tmp_path: Path, run_json: Json
 ) -> None:
     folder = tmp_path / "run"
     for number in (1, 2):
         shutil.copytree(kept, step(folder, number))
-    (step(folder, 1) / "notes").mkdir()
-    (step(folder, 1) / "notes" / "mine.txt").write_text("mine")
+    theirs = {"notes/mine.txt", "data/0/mine.txt"}  # before our files, in the order of names
+    for name in theirs:
+        (step(folder, 1) / name).parent.mkdir()
+        (step(folder, 1) / name).write_text("mine")
     ours = sum(path.stat().st_size for path in kept.rglob("*.safetensors"))
     found, _ = run_json("prune", folder, "--keep", "1")
     [removed] = found["removed"]
     assert removed["bytes"] == ours
-    assert tree(step(folder, 1)) == {"notes", "notes/mine.txt"}
+    assert tree(step(folder, 1)) == {*theirs, "notes", "data", "data/0"}
 
 
 def test_a_step_with_an_unreadable_index_is_left_alone_and_does_not_count(

@@ -1,4 +1,8 @@
-"""The columns of an index in memory: of a whole checkpoint, or of selected tensors."""
+"""The columns of an index in memory: of a whole checkpoint, or of selected tensors.
+
+Numbers from a file are used as positions and sizes, so none is used before `check_rows` and `possible_late`
+have checked it.
+"""
 # ruff: noqa: RUF009 (`_column` gives dataclass fields, which ruff can't see)
 
 from __future__ import annotations

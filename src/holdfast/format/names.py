@@ -10,16 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-
-class WrittenFile(NamedTuple):
-    """What a rank reports to the committer about a file."""
-
-    name: str
-    size: int
-    index_start: int
-    index_size: int
-
-
 FORMAT = "holdfast-1"
 """The format version, in an index and in the header of each data file."""
 
@@ -43,6 +33,16 @@ _DATA_FILE = re.compile(DATA + r"/[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*\.
 _OWN_FILE = re.compile(r"[A-Za-z0-9_-]+-r\d{5,}(-\d+)?\.safetensors\Z")
 
 _FETCHED = "fetch-"
+
+
+class WrittenFile(NamedTuple):
+    """A data file that a rank has written, as it reports it to the committer."""
+
+    name: str
+    size: int
+    index_start: int
+    """Where the embedded index begins, in bytes; `index_size` bytes long."""
+    index_size: int
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:

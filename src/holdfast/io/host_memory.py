@@ -1,4 +1,4 @@
-"""The bytes of a box in host memory, without torch."""
+"""Host memory that bytes of a checkpoint pass through, without torch: boxes, scratch space, batches."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ import numpy as np
 from holdfast.format.columns import Array
 from holdfast.layout.box import Box
 from holdfast.values import Buffer
+
+BATCH = 2 << 20
+"""Bytes per batch: it is hashed and then written, and should still be in cache when the system copies it."""
+BATCH_BUFFERS = 512
+"""Buffers per batch: fewer than one system call accepts (IOV_MAX, 1024)."""
+Progress = Callable[[int], None]
+"""Called with the bytes moved since the last call; raises to abort the work."""
 
 
 class HostMemory:
@@ -29,14 +36,6 @@ class HostMemory:
     def scatter(self, box: Box, data: Buffer, shape: tuple[int, ...], inside: Box) -> None:
         part = np.frombuffer(data, np.uint8).reshape(*shape, self.array.shape[-1])
         self.array[box.slices()] = part[inside.slices()]
-
-
-BATCH = 2 << 20
-"""Bytes per batch: it is hashed and then written, and should still be in cache when the system copies it."""
-BATCH_BUFFERS = 512
-"""Buffers per batch: fewer than one system call accepts (IOV_MAX, 1024)."""
-Progress = Callable[[int], None]
-"""Called with the bytes moved since the last call; raises to abort the work."""
 
 
 class ScratchBuffer:

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint: names, dtypes and global shapes."""
+"""Tensors of a checkpoint: names, dtypes and global shapes; and which names a call selects."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 from holdfast.errors import BadInput
 
-Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
-"""include, exclude"""
-
-
 Dims = tuple[int, ...]
+"""The length of each axis, or an index on each."""
 Replica = tuple[int, int]
 """(index, count) of a copy of a shard."""
+Patterns = tuple[Sequence[str] | None, Sequence[str] | None]
+"""Shell patterns of names: (include, exclude). None: all, or none."""
 
 
 class DType(NamedTuple):

@@ -177,21 +177,18 @@ class _Sweep:
         for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
             if folder in self.busy:
                 continue  # reported already
-            size = self._size(folder)
+            size = sum(entry.size for name in self._all(folder) if (entry := self._stat(name)) is not None)
             if not self.dry_run:
                 remove_step(self.store, folder)
-                size -= self._size(folder)  # somebody's own folder in it stays, and with it what is in that
             # Also in a dry run: `kept` is what would be left.
             del self.good[folder]
             self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
 
-    def _size(self, folder: str) -> int:
-        return sum(entry.size for name in self._all(folder) if (entry := self._stat(name)) is not None)
-
     def _all(self, folder: str) -> list[str]:
         # Left-overs of the same folder were removed, and counted, before.
         gone = {item.path for item in self.removed}
-        names = [f"{folder}/{DATA}/{name}" for name in self.store.list(f"{folder}/{DATA}")]
+        inside = self.store.list(f"{folder}/{DATA}")
+        names = [f"{folder}/{DATA}/{name}" for name in inside if not name.endswith("/")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
 
 

@@ -1,6 +1,7 @@
 """One call on this rank: the participants, the roster, the deadline, and the stall timeout.
 
-A public function makes it once and hands it on whole, so nothing in between can renew the deadline.
+A public function makes it once and hands it on whole, so nothing in between can renew the deadline. The
+checks of arguments that public functions share are here, too.
 """
 
 from __future__ import annotations

@@ -200,8 +200,11 @@ def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tupl
 
 
 class CallerStreams:
-    """The work that the current streams of this thread have now, on each GPU that has a tensor of a shard
-    table."""
+    """The work that the current streams of this thread have now, on each GPU with a tensor of a shard table.
+
+    Another thread copies these tensors, and has current streams of its own: a copy there would not wait for
+    work that the caller has queued under `with torch.cuda.stream(s)`, unless it is told to.
+    """
 
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[torch.cuda.Stream] = []

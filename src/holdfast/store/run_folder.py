@@ -262,10 +262,11 @@ def remove_step(store: Store, folder: str) -> bool:
     for name in (METADATA, INDEX):
         if name in names:
             store.delete(f"{folder}/{name}")
+    # A folder that somebody has put there stays, and with it the folders around it.
     for name in store.list(f"{folder}/{DATA}"):
-        store.delete(f"{folder}/{DATA}/{name}")
-    store.delete(f"{folder}/{DATA}")
-    # A folder that somebody has put there stays, and with it the step's folder.
+        if not name.endswith("/"):
+            store.delete(f"{folder}/{DATA}/{name}")
+    store.child(f"{folder}/{DATA}").remove()
     for name in store.list(folder):
         if not name.endswith("/"):
             store.delete(f"{folder}/{name}")

@@ -201,3 +201,20 @@ def test_an_empty_list_is_no_common_state(tmp_path: Path) -> None:
     holdfast.save({"common_state/shard_0_1": []}, tmp_path / "a", no_dist=True)
     with pytest.raises(HoldfastError, match="is not a list of one"):
         megatron.load_common_state_dict(tmp_path / "a")
+
+
+def test_a_checkpoint_that_is_replaced_during_a_load_is_loaded_anew(tmp_path: Path) -> None:
+    """By another job, once this one has chosen a version."""
+    save({"w": shard("w", 2), "count": 1}, tmp_path / "a")
+    times = iter([True])
+
+    def overwrite(event: holdfast.events.Event) -> None:
+        if event.name == "load.reading" and next(times, False):
+            save({"w": shard("w", 2), "count": 2}, tmp_path / "a")
+
+    stop = holdfast.events.subscribe(overwrite)
+    try:
+        assert load({"w": shard("w", 2), "count": None}, tmp_path / "a")["count"] == 2
+    finally:
+        stop()
+    assert next(times, None) is None, "the checkpoint was replaced"
