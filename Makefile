@@ -10,13 +10,16 @@ PYTHON312 ?= $(shell for python in python3.12 $(PYTHON) "$$HOME"/.pyenv/versions
 	"$$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo "$$python" && break; done)
 NEWEST := $(VENV)-megatron-0.19.2
 PORTABLE := tests/promises tests/roster tests/store tests/protocol tests/saving tests/background \
-	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/state/test_nothing.py \
+	tests/test_public.py tests/state/test_optimizers.py tests/integrations/test_dcp_marker.py tests/integrations/test_dcp_arguments.py \
+	tests/state/test_nothing.py \
 	tests/state/test_meta.py tests/state/test_tensors.py tests/state/test_flatten.py \
 	tests/system/test_ranks.py tests/system/test_content.py
+QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/saving tests/views tests/maintenance tests/testing \
+	tests/protocol/test_protocol.py tests/protocol/test_liveness.py tests/test_public.py
 FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
-BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp huggingface
+BENCHES := planning per_tensor small_save save_load megatron async_save defaults groups fsdp huggingface standing
 
-.PHONY: demo drill test lint bench soak matrix clean
+.PHONY: demo drill check test lint bench soak matrix clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,14 +37,18 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
 	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md --front README.md
 
+check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)
+
 test: $(VENV)/.ready  ## the suite
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not soak and not gpu"
 
-lint: $(VENV)/.ready  ## style, types, direction of imports
+lint: $(VENV)/.ready  ## style, types, direction of imports, and that all that is public has a type
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/basedpyright --verifytypes holdfast --ignoreexternal >$(VENV)/types.txt || { cat $(VENV)/types.txt; exit 1; }
 
 bench: $(VENV)/.bench  ## the figures in docs/benchmarks.md, peers measured in the same run
 	mkdir -p bench/results

@@ -85,12 +85,12 @@ def sides(rank: Rank, folder: str, nbytes: int, reps: int, which: str) -> dict[s
         path = f"{folder}/ours-{rep}"
         asynchronous(
             "ours",
-            lambda: holdfast.async_save(tensors, path, timeout=300),  # noqa: B023
+            lambda: holdfast.async_save(tensors, path, job=holdfast.Job(timeout=300)),  # noqa: B023
             lambda pending: pending.committed(),
             rep,
         )
         clean(path)
-        note("sync", timed(lambda: holdfast.save(tensors, path, timeout=300)), rep)  # noqa: B023
+        note("sync", timed(lambda: holdfast.save(tensors, path, job=holdfast.Job(timeout=300))), rep)  # noqa: B023
         clean(path)
         if theirs is not None:
             path = f"{folder}/theirs-{rep}"
@@ -180,11 +180,11 @@ def training(rank: Rank, folder: str, nbytes: int, reps: int) -> dict[str, list[
 
     state = {"w": torch.randn(nbytes // 4)}
     found: dict[str, list[float]] = {"alone": [], "ours": [], "raw": []}
-    holdfast.async_save(state, f"{folder}/warm", no_dist=True).committed()
+    holdfast.async_save(state, f"{folder}/warm", job=holdfast.Job(no_dist=True)).committed()
     shutil.rmtree(f"{folder}/warm")
     for _ in range(reps):
         found["alone"].append(loop(1.0))
-        pending = holdfast.async_save(state, f"{folder}/ours", no_dist=True)
+        pending = holdfast.async_save(state, f"{folder}/ours", job=holdfast.Job(no_dist=True))
         found["ours"].append(beside(pending.done))
         pending.committed()
         shutil.rmtree(f"{folder}/ours")
@@ -238,7 +238,7 @@ def writer_start(folder: Path) -> tuple[float, float]:
 
     def new_writer(path: Path) -> tuple[float, Any]:
         before, begun = set(here.children()), time.perf_counter()
-        holdfast.async_save({"w": torch.zeros(1)}, path, no_dist=True).committed()
+        holdfast.async_save({"w": torch.zeros(1)}, path, job=holdfast.Job(no_dist=True)).committed()
         took = time.perf_counter() - begun
         (writer,) = set(here.children()) - before
         return took, writer
@@ -263,7 +263,7 @@ def from_gpu(folder: Path, reps: int, nbytes: int) -> tuple[list[float], list[fl
     for rep in range(reps + 1):
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        pending = holdfast.async_save(state, folder / "gpu", no_dist=True)
+        pending = holdfast.async_save(state, folder / "gpu", job=holdfast.Job(no_dist=True))
         ours.append(time.perf_counter() - begun)
         pending.committed()
         begun = time.perf_counter()
@@ -273,7 +273,7 @@ def from_gpu(folder: Path, reps: int, nbytes: int) -> tuple[list[float], list[fl
         copies.append(time.perf_counter() - begun)
         if rep == 0:  # bit for bit, before the times count
             back = {name: torch.zeros_like(value) for name, value in state.items()}
-            holdfast.load(back, folder / "gpu", no_dist=True)
+            holdfast.load(back, folder / "gpu", job=holdfast.Job(no_dist=True))
             assert all(torch.equal(back[name], state[name]) for name in state)
             del back
     return ours[1:], copies[1:]

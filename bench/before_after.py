@@ -26,7 +26,7 @@ from bench.harness import leave
 from bench.rows import number
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = ("save_load", "small_save", "per_tensor", "async_save", "defaults")
+PUBLIC = ("save_load", "small_save", "per_tensor", "async_save", "defaults", "standing")
 INTERNAL = ("planning", "megatron", "groups", "fsdp", "huggingface")
 Found = dict[str, "Sides"]
 

@@ -30,7 +30,7 @@ def job(rank: Rank, tensors: int, reps: int, root: Path) -> Outcome:
     for rep in range(reps + 1):
         for mode in order(MODES, rep):
             path = root / f"{mode}-{rep}"
-            call = lambda: holdfast.save(state, path, options=options[mode])  # noqa: B023, E731
+            call = lambda: holdfast.save(state, path, job=holdfast.Job(options=options[mode]))  # noqa: B023, E731
             turn(rank, out, ("save", mode), call, keep=rep > 0)
             if rank.index == 0:
                 shutil.rmtree(path, ignore_errors=True)

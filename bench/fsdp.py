@@ -123,7 +123,7 @@ def save_and_load(rank: Rank, sizes: Sizes, root: str, reps: int) -> dict[str, l
                     if rank.index not in ranks:  # noqa: B023
                         return
                     if side == "ours":  # noqa: B023
-                        report.append(holdfast.load(state, path, participants=ranks))  # noqa: B023
+                        report.append(holdfast.load(state, path, job=holdfast.Job(participants=ranks)))  # noqa: B023
                     else:
                         dcp.load(state, checkpoint_id=path, process_group=group)  # type: ignore[attr-defined]  # noqa: B023
 
@@ -145,11 +145,11 @@ def metadata(rank: Rank, tensors: int, reps: int) -> dict[str, list[float]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
-    from holdfast.collector import collector_paused
-    from holdfast.layout.deferred_offset import place
+    from holdfast._collector import collector_paused
+    from holdfast._layout.deferred_offset import place
+    from holdfast._state.dtensor import CHUNKS
+    from holdfast._state.flatten import build_shard_table, flatten
     from holdfast.megatron_fsdp import preprocess_state_dict_for_uneven_dtensor
-    from holdfast.state.dtensor import CHUNKS
-    from holdfast.state.flatten import build_shard_table, flatten
 
     mesh = init_device_mesh("cpu", (rank.world,), mesh_dim_names=("dp_cp",))
     lengths = np.random.default_rng(0).integers(0, 5, (tensors, rank.world))

@@ -24,7 +24,7 @@ def sides(rank: Rank, reps: int) -> dict[str, list[float]]:
     import torch.distributed as dist
 
     import holdfast
-    from holdfast.groups.lifecycle.plan import plan_groups
+    from holdfast._groups.lifecycle.plan import plan_groups
 
     found: dict[str, list[float]] = {}
 
@@ -49,7 +49,7 @@ def sides(rank: Rank, reps: int) -> dict[str, list[float]]:
         ways = {"ours": ours, "group by group": group_by_group, "by hand": by_hand}
         for what, warm in ways.items():
             begun = time.perf_counter()
-            groups = holdfast.open_groups(holdfast.Grid(RANKS, **LAYOUT), timeout=60)
+            groups = holdfast.open_groups(holdfast.Grid(RANKS, **LAYOUT), job=holdfast.Job(timeout=60))
             opened = time.perf_counter() - begun
             rank.barrier()
             begun = time.perf_counter()
@@ -71,8 +71,8 @@ def planned(world: int) -> tuple[float, int, int, int]:
     """Seconds to plan, groups, rounds, and the most groups that any rank has."""
     import numpy as np
 
-    from holdfast.groups.lifecycle.plan import plan_groups, rounds
-    from holdfast.layout.grid import Grid
+    from holdfast._groups.lifecycle.plan import plan_groups, rounds
+    from holdfast._layout.grid import Grid
 
     begun = time.perf_counter()
     plan = plan_groups(Grid(world, tp=8, pp=min(16, world // 64), ep=8, cp=2))

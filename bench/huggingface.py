@@ -148,15 +148,15 @@ def alone(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, list[Sam
                 target.flush()
                 os.fsync(target.fileno())
 
-    holdfast.load(state, folder, no_dist=True)
-    holdfast.save(state, root / STEP, no_dist=True)
+    holdfast.load(state, folder, job=holdfast.Job(no_dist=True))
+    holdfast.save(state, root / STEP, job=holdfast.Job(no_dist=True))
     writes: list[tuple[str, Callable[[], Any]]] = [
-        ("export", lambda: export(root / STEP, root / "out", like=folder, no_dist=True)),
+        ("export", lambda: export(root / STEP, root / "out", like=folder, job=holdfast.Job(no_dist=True))),
         ("copy", copy),
-        ("import", lambda: import_(folder, root / "out", no_dist=True)),
+        ("import", lambda: import_(folder, root / "out", job=holdfast.Job(no_dist=True))),
     ]
     for turn in range(reps + 1):
-        note("load", lambda: holdfast.load(state, folder, no_dist=True))
+        note("load", lambda: holdfast.load(state, folder, job=holdfast.Job(no_dist=True)))
         note("read", read)
         # Who comes first changes: memory that was just freed is cheaper to take than memory of before.
         for what, write in writes[turn % 3 :] + writes[: turn % 3]:
@@ -173,10 +173,12 @@ def fingerprints(rank: Rank, shape: Shape, root: Path, reps: int) -> dict[str, l
     found: dict[str, list[Sample]] = {"live": [], "noted": [], "plain": []}
 
     def save(noted: bool) -> None:
-        holdfast.save(state, root / "step", no_dist=True, options=holdfast.Options(fingerprint=noted))
+        holdfast.save(
+            state, root / "step", job=holdfast.Job(no_dist=True, options=holdfast.Options(fingerprint=noted))
+        )
 
     for turn in range(reps + 1):
-        found["live"].append(measure(lambda: holdfast.fingerprint(state, no_dist=True))[0])
+        found["live"].append(measure(lambda: holdfast.fingerprint(state, job=holdfast.Job(no_dist=True)))[0])
         for what, noted in (("noted", True), ("plain", False))[:: 1 if turn % 2 else -1]:
             # A save of the other kind before each: both come after the same, whose room was just freed.
             save(not noted)
@@ -190,8 +192,8 @@ def open_many(rank: Rank, root: Path, reps: int) -> list[float]:
     """Seconds to open a folder of 20,000 tensors in 200 files, and to look at all of them."""
     from safetensors.torch import save_file
 
-    from holdfast.io.open_checkpoint import open_source
-    from holdfast.store.local import open_store
+    from holdfast._io.open_checkpoint import open_source
+    from holdfast._store.local import open_store
 
     folder = root / "many"
     folder.mkdir()

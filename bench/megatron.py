@@ -16,6 +16,7 @@ from typing import Any
 from bench.harness import Bench, Rank, attempt, main, measure, run_ranks, scratch
 from bench.peers import mcore_on_cpu
 from bench.scale import large_in_a_process
+from holdfast._protocol.job import Job
 
 RANKS, EXPERTS, LAYERS = 8, 128, 48
 CLASSES = ("", "optimizer.state.param.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.")
@@ -66,7 +67,7 @@ def ours(rank: Rank, layers: int, ep: int, folder: str, reps: int) -> list[tuple
     for rep in range(reps):
         state = sharded(rank.index, layers, ep)
         rank.barrier()
-        sample, _ = measure(lambda: megatron.save(state, f"{folder}/ours-{rep}", timeout=300))  # noqa: B023
+        sample, _ = measure(lambda: megatron.save(state, f"{folder}/ours-{rep}", job=Job(timeout=300)))  # noqa: B023
         found.append((sample.wall, sample.peak))
         rank.barrier()
     return found

@@ -381,7 +381,7 @@ class Ours(Side):
     def save(self, path: Path) -> Any:
         import holdfast
 
-        return holdfast.save(self.state, path, options=self.options)
+        return holdfast.save(self.state, path, job=holdfast.Job(options=self.options))
 
     def load(self, path: Path) -> Any:
         import holdfast

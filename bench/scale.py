@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 
 from bench.shapes import ADAM, DEEPSEEK_V3_671B, QWEN3_30B_A3B, Catalog, Model, catalog
-from holdfast.format.columns import Columns
-from holdfast.format.index import Index, encode
-from holdfast.io.file_writer import embedded_columns
-from holdfast.layout.box import whole
-from holdfast.layout.tensor import CODE_OF, TensorSpec
-from holdfast.options import Options
-from holdfast.plan.merge import Merger
-from holdfast.plan.save import plan_save
-from holdfast.plan.shard_table import SavePlan, ShardTable
+from holdfast._format.columns import Columns
+from holdfast._format.index import Index, encode
+from holdfast._io.file_writer import embedded_columns
+from holdfast._layout.box import whole
+from holdfast._layout.tensor import CODE_OF, TensorSpec
+from holdfast._options import Options
+from holdfast._plan.merge import Merger
+from holdfast._plan.save import plan_save
+from holdfast._plan.shard_table import SavePlan, ShardTable
 
 DTYPE = {"weight": CODE_OF["bfloat16"]}
 FP32 = CODE_OF["float32"]

@@ -25,6 +25,7 @@ ORDER = (
     "planning",
     "huggingface",
     "groups",
+    "standing",
 )
 INTRODUCTION = """\
 # Benchmarks

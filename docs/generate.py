@@ -1,7 +1,8 @@
-"""Rewrites what is made from the code: the blocks of docs/protocol.md, and docs/rounds.svg: python docs/generate.py
+"""Rewrites what is made from the code: blocks of docs/protocol.md and docs/failure-model.md, and
+docs/rounds.svg: python docs/generate.py
 
 A block stands between `<!-- generated: name -->` and `<!-- end -->`. tests/docs/test_protocol.py fails
-when the page is not what this script would write.
+when a page is not what this script would write.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from holdfast.groups.lifecycle.plan import plan_groups, rounds
-from holdfast.layout.grid import Grid
-from holdfast.protocol.phases import (
+from holdfast._groups.lifecycle.plan import plan_groups, rounds
+from holdfast._layout.grid import Grid
+from holdfast._protocol.liveness import TABLE
+from holdfast._protocol.phases import (
     CHOICE_TRANSITIONS,
     LOAD_TRANSITIONS,
     TASK_TRANSITIONS,
@@ -19,8 +21,8 @@ from holdfast.protocol.phases import (
     Transitions,
 )
 
-PAGE = Path(__file__).with_name("protocol.md")
-PICTURE = PAGE.with_name("rounds.svg")
+PAGES = Path(__file__).parent
+PICTURE = PAGES / "rounds.svg"
 
 
 def words(text: str) -> str:
@@ -37,6 +39,14 @@ def diagram(table: Transitions) -> str:
         if not ways:
             lines.append(f"    {phase} --> [*]")
     return "\n".join([*lines, "```"])
+
+
+def waits() -> str:
+    """What ends a wait, as a Markdown table."""
+    rows = [f"| {known.value} | {rule.told} | {rule.ends} |" for known, rule in TABLE.items()]
+    return "\n".join(
+        ["| what is known of the rank that is waited for | told | the wait ends |", "|---|---|---|", *rows]
+    )
 
 
 def picture() -> str:
@@ -74,29 +84,34 @@ def picture() -> str:
     )
 
 
-BLOCKS = {
-    "save": TRANSITIONS,
-    "load": LOAD_TRANSITIONS,
-    "choice": CHOICE_TRANSITIONS,
-    "task": TASK_TRANSITIONS,
-}
+def blocks() -> dict[str, dict[str, str]]:
+    """The generated blocks of each page, by their names."""
+    tables = {
+        "save": TRANSITIONS,
+        "load": LOAD_TRANSITIONS,
+        "choice": CHOICE_TRANSITIONS,
+        "task": TASK_TRANSITIONS,
+    }
+    return {
+        "protocol.md": {name: diagram(table) for name, table in tables.items()},
+        "failure-model.md": {"waits": waits()},
+    }
 
 
-def rewritten(page: str) -> str:
-    """The page with every generated block as it should be."""
-    for name, table in BLOCKS.items():
-        pattern = re.compile(rf"(<!-- generated: {name} -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)
-        page, count = pattern.subn(
-            lambda found, table=table: found[1] + diagram(table) + "\n" + found[2], page
-        )
+def rewritten(name: str) -> str:
+    """A page with every generated block as it should be."""
+    page = (PAGES / name).read_text(encoding="utf-8")
+    for block, text in blocks()[name].items():
+        pattern = re.compile(rf"(<!-- generated: {block} -->\n)(?:(?!<!--).)*(<!-- end -->)", re.DOTALL)
+        page, count = pattern.subn(lambda found, text=text: found[1] + text + "\n" + found[2], page)
         if count != 1:
-            raise ValueError(f"{PAGE.name} has {count} blocks named {name!r}, not one.")
+            raise ValueError(f"{name} has {count} blocks named {block!r}, not one.")
     return page
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(rewritten(page), encoding="utf-8")
+    for name in blocks():
+        (PAGES / name).write_text(rewritten(name), encoding="utf-8")
     PICTURE.write_text(picture(), encoding="utf-8")
 
 

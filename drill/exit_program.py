@@ -18,8 +18,8 @@ import holdfast
 from tests.groups.session.jobs import dawdle, end_with
 from tests.integrations.megatron.cpu import use_cpu
 
-CLOSE_S, STALL_S = 12.0, 3.0
-"""What `install` is given."""
+AFTER_END_S = 6.0
+"""What `install` is given: nothing else of it is reached."""
 BEGINS = "the end begins at "
 """Before the seconds of the monotonic clock, on the terminal."""
 FOREVER = 100_000.0
@@ -57,7 +57,7 @@ if __name__ == "__main__":
     how, seconds, ending = sys.argv[1:]
     torch.set_num_threads(1)
     if how == "install":
-        holdfast.install(timeout=CLOSE_S, stall_timeout=STALL_S)
+        holdfast.install(after_end=AFTER_END_S)
     train(float(seconds))
     os.write(1, f"{BEGINS}{time.monotonic()}\n".encode())  # at once: others write there, too
     end(ending, int(os.environ["RANK"]), float(seconds))

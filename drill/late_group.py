@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import holdfast
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
 from tests.groups.lifecycle.jobs import misbehave
@@ -20,10 +21,12 @@ from tests.integrations.megatron.cpu import use_cpu
 
 WORLD, STOPPED = 4, 3
 STOCK_S, STALL_S, SLACK_S = 6.0, 3.0, 10.0
+REPORT = "ms-swift 9486"
 
 
 def first_use(rank: int, stopped: int | None, install: dict[str, Any] | None) -> Answer:
-    """Make Megatron's groups, and use the one of the expert gradients as the first optimizer step does."""
+    """Make Megatron's groups, and use the one of the expert gradients as the first optimizer step does. Value:
+    what was reached."""
     begin(rank, install)
     use_cpu()
     from megatron.core import parallel_state
@@ -31,6 +34,8 @@ def first_use(rank: int, stopped: int | None, install: dict[str, Any] | None) ->
     dist.barrier()  # nobody's start is measured
     if rank == stopped:
         misbehave(1, "stops")
+    if install is not None:
+        shorten_timeouts(STOCK_S)  # Holdfast waits at least as long as these
 
     reached = ["making groups"]
 
@@ -45,30 +50,53 @@ def first_use(rank: int, stopped: int | None, install: dict[str, Any] | None) ->
 
 def run(stopped: int | None = STOPPED) -> list[Row]:
     waiting = [rank for rank in range(WORLD) if rank != stopped]
-    stock = ask(WORLD, first_use, stopped, None, waited_for=waiting, patience=60.0)
-    limits = {"timeout": 60.0, "stall_timeout": STALL_S}
-    ours = ask(WORLD, first_use, stopped, limits, waited_for=waiting, patience=90.0)
+
+    def side(install: dict[str, Any] | None) -> list[Answer]:
+        return ask(WORLD, first_use, stopped, install, waited_for=waiting, patience=90.0)
+
+    stock = side(None)
     partners = [answer for answer in stock if stopped is not None and answer.rank % 2 == stopped % 2]
-    checks = (
+    given_up, waited = (
+        side({"job": holdfast.Job(stall_timeout=STALL_S)}),
+        side({"job": holdfast.Job(timeout=STOCK_S)}),
+    )
+    of_stock = (
         Check(
             "stock: the partner of the stopped rank waits to its timeout, in the middle of training",
             bool(partners)
             and all(a.error and a.seconds >= 0.9 * STOCK_S and a.value == "training" for a in partners),
         ),
         Check("stock names nobody", bool(partners) and not any(answer.named for answer in stock)),
+    )
+    states = (Check("and that it is stopped", all("(state T)" in answer.error for answer in waited)),)
+    scenario = "a group is first used while one of its ranks is stopped (gloo)"
+    return [
+        Row(
+            REPORT,
+            f"{what}; install(job=Job({', '.join(given)}))",
+            side_of(partners or stock, "trained"),
+            side_of(ours, "trained"),
+            of_stock + _named(ours, stopped, seconds) + more,
+        )
+        for what, given, ours, seconds, more in (
+            (scenario, (f"stall_timeout={STALL_S:g}",), given_up, STALL_S, ()),
+            ("the same", (f"timeout={STOCK_S:g}",), waited, STOCK_S, states),
+        )
+    ]
+
+
+def _named(ours: list[Answer], stopped: int | None, seconds: float) -> tuple[Check, ...]:
+    return (
         Check(
             f"with install() every rank hears that it was rank {stopped}",
             all(answer.named == (stopped,) for answer in ours),
         ),
         Check(
-            f"within the stall timeout and {SLACK_S:g} s",
-            all(answer.seconds < STALL_S + SLACK_S for answer in ours),
+            f"within {seconds:g} s, and {SLACK_S:g} s",
+            all(answer.seconds < seconds + SLACK_S for answer in ours),
         ),
         Check(
             "while groups are made, before training",
             all(answer.value == "making groups" for answer in ours),
         ),
     )
-    done = "trained"
-    scenario = "a group is first used while one of its ranks is stopped (gloo)"
-    return [Row("ms-swift 9486", scenario, side_of(partners or stock, done), side_of(ours, done), checks)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,8 @@ class Side:
     """What a user reads, on one line."""
     named: tuple[int, ...] = ()
     """Ranks that other ranks blame in it."""
+    launcher: int | None = None
+    """The rank that torchrun names as the first that failed, if the job ran under it."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,15 @@ class Row:
     """One scenario, on both sides."""
 
     report: str
+    """Empty for a healthy job."""
     scenario: str
     stock: Side
     ours: Side
     checks: tuple[Check, ...]
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.report, self.scenario)))
 
     @property
     def failed(self) -> list[str]:
@@ -59,6 +66,8 @@ class Results:
     machine: Machine
     versions: dict[str, str]
     rows: list[Row]
+    healthy: list[Row] = field(default_factory=list)
+    """Jobs that must go on."""
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+import holdfast
 from bench import megatron as planned
 from drill.ranks import Answer, ask, attempt, begin, shorten_timeouts, side_of
 from drill.results import Check, Row
@@ -76,7 +77,7 @@ def planning() -> list[Row]:
                 everyone = range(WORLD)
                 return ask(WORLD, save_experts, layers, place, install, waited_for=everyone, patience=240.0)  # noqa: B023
 
-            stock, ours = save("stock", None), save("ours", {"timeout": 120.0, "stall_timeout": 60.0})
+            stock, ours = save("stock", None), save("ours", {})
         slow, fast = side_of(stock, "saved"), side_of(ours, "saved")
         checks = [Check("both save", not any(answer.error for answer in (*stock, *ours)))]
         if layers == max(LAYERS):
@@ -94,7 +95,7 @@ def planning() -> list[Row]:
 
 def late() -> list[Row]:
     """One rank comes late: both wait for it, and save."""
-    stock, ours = _with_verl(LATE_S, range(WORLD), stall=STALL_S + LATE_S)
+    stock, ours = _with_verl(LATE_S, range(WORLD), {"job": holdfast.Job(report_after=1.0)})
     checks = (
         Check("stock waits, and saves", not any(answer.error for answer in stock)),
         Check("with install() it waits, and saves", not any(answer.error for answer in ours)),
@@ -103,14 +104,14 @@ def late() -> list[Row]:
             all(answer.seconds < LATE_S + SLACK_S for answer in ours),
         ),
     )
-    scenario = f"verl's own manager, rank {WHO} is {LATE_S:g} s late"
+    scenario = f"verl's own manager, rank {WHO} is {LATE_S:g} s late; install(job=Job(report_after=1))"
     return [Row(REPORT, scenario, side_of(stock, "saved"), side_of(ours, "saved"), checks)]
 
 
 def never() -> list[Row]:
     """One rank never comes: the others hear who."""
     waiting = [rank for rank in range(WORLD) if rank != WHO]
-    stock, ours = _with_verl(None, waiting, stall=STALL_S)
+    stock, ours = _with_verl(None, waiting, {"job": holdfast.Job(stall_timeout=STALL_S)})
     checks = (
         Check("stock waits to its timeout", all(a.error and a.seconds >= 0.9 * STOCK_S for a in stock)),
         Check("stock names nobody", not any(answer.named for answer in stock)),
@@ -123,12 +124,12 @@ def never() -> list[Row]:
             all(answer.seconds < STALL_S + SLACK_S for answer in ours),
         ),
     )
-    scenario = f"verl's own manager, rank {WHO} never comes"
+    scenario = f"verl's own manager, rank {WHO} never comes; install(job=Job(stall_timeout={STALL_S:g}))"
     return [Row(REPORT, scenario, side_of(stock, "saved"), side_of(ours, "saved"), checks)]
 
 
 def _with_verl(
-    late: float | None, waited_for: range | list[int], stall: float
+    late: float | None, waited_for: range | list[int], limits: dict[str, Any]
 ) -> tuple[list[Answer], list[Answer]]:
     with TemporaryDirectory(prefix="holdfast-drill-") as top:
         found = [
@@ -141,6 +142,6 @@ def _with_verl(
                 waited_for=waited_for,
                 patience=150.0,
             )
-            for name, install in (("stock", None), ("ours", {"timeout": 60.0, "stall_timeout": stall}))
+            for name, install in (("stock", None), ("ours", limits))
         ]
     return found[0], found[1]

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+import holdfast
+
 SCRIPT = """
 import atexit, os, sys
 file, fails, how = sys.argv[1:]
 atexit.register(print, "a handler from before", flush=True)
-from holdfast.exits import Failure, Stage, at_exit
+from holdfast._exits import Failure, Stage, at_exit
 kept = open(file, "w")
 kept.write("what was not flushed")
 
@@ -72,9 +74,9 @@ HANDLERS = ["a handler from after", "a handler from before"]
         ("end", 1),
         ("0", 1),
         ("256", 1),  # which is 0 to who waits for the process
-        ("3", 3),
+        ("3", 1),  # only a session knows the code
         ("the data is gone", 1),
-        ("bare", 3),
+        ("bare", 1),
         ("caught", 1),
         ("raise", 1),
         ("interrupt", -2),
@@ -112,3 +114,50 @@ def test_a_fork_has_nothing_of_it(fails: str, code: int, tmp_path: Path) -> None
     found, done, _ = ending(tmp_path, fails, "fork")
     assert found == code
     assert done == ["a fork ended with 5", "saves", "threads", *HANDLERS]
+
+
+def script(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+AT_EXIT = """
+import atexit, sys, torch, holdfast
+checkpoints = holdfast.Checkpoints(sys.argv[1])
+checkpoints.save(1, {"w": torch.ones(3)})
+state, expected = {"w": torch.ones(int(sys.argv[2]))}, ["w", *sys.argv[3:]]
+atexit.register(lambda: checkpoints.save(2, state, expected=expected))
+"""
+
+
+def test_a_save_that_an_atexit_handler_begins_is_committed(tmp_path: Path) -> None:
+    ended = script(AT_EXIT, tmp_path, 5_000_000)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1, 2]
+
+
+def test_a_save_that_an_atexit_handler_begins_and_that_fails_is_told(tmp_path: Path) -> None:
+    ended = script(AT_EXIT, tmp_path, 3, "gone")
+    assert ended.returncode == 1
+    assert "Vanished" in ended.stderr.strip().splitlines()[-1]
+    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1]
+
+
+LATE = """
+import threading, torch, sys
+def late():
+    threading.main_thread().join()
+    import holdfast
+    holdfast.Checkpoints(sys.argv[1], asynchronous=False).save(1, {"w": torch.ones(1)})
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no thread so late")
+def test_the_first_use_may_come_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    ended = script(LATE, tmp_path)
+    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1], ended.stderr

@@ -2,48 +2,56 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.groups.session.launch import Ended, Forks
+
 PROGRAM = """
     import sys, threading
+    from contextlib import nullcontext
+    from datetime import timedelta
     from torch.distributed import TCPStore
-    from holdfast.roster.torch_store import TorchRoster
+    from holdfast._native_calls import native_call
 
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    roster = TorchRoster(store, 0, 1)
-    roster.put("a", {})
+    store.set("a", "")
     begun = threading.Event()
 
     def ask():
         while True:
-            CALL
-            begun.set()
+            with CALL:
+                begun.set()
+                store.wait(["KEY"], timedelta(days=1))
 
     for _ in range(8):
         threading.Thread(target=ask, daemon=True).start()
     begun.wait()
 """
-ASK, ASK_TORCH, ASK_FOR_EVER = 'roster.get(["a"])', 'store.check(["a"])', 'begun.set(); roster.wait_long("b")'
+SET, NEVER_SET = "a", "b"
 
 
-def end(call: str, last: str) -> subprocess.CompletedProcess[str]:
-    program = textwrap.dedent(PROGRAM).replace("CALL", call) + last
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
-    )
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
 
 
-def test_what_it_is_about() -> None:
+def end(forks: Forks, terminal: Path, key: str, last: str, call: str = "native_call()") -> Ended:
+    program = textwrap.dedent(PROGRAM).replace("CALL", call).replace("KEY", key) + last
+    return forks.run([program], [0], 1, terminal, 60.0)
+
+
+def test_what_it_is_about(forks: Forks, tmp_path: Path) -> None:
     """Without our own end, such a process aborts; if this fails, torch or Python has mended it."""
-    said = [end(ASK_TORCH, "") for _ in range(5)]
-    assert -6 in [ended.returncode for ended in said], said
+    said = [end(forks, tmp_path / str(number), SET, "", call="nullcontext()") for number in range(5)]
+    assert [-6] in [ended.codes for ended in said], said
 
 
-@pytest.mark.parametrize("call", [ASK, ASK_FOR_EVER], ids=["they come back", "they never come back"])
+@pytest.mark.parametrize("key", [SET, NEVER_SET], ids=["they come back", "they never come back"])
 @pytest.mark.parametrize(
     ("last", "code", "words"),
     [
@@ -54,14 +62,16 @@ def test_what_it_is_about() -> None:
     ],
     ids=["end", "exit", "words", "error"],
 )
-def test_the_exit_code_is_that_of_the_program(call: str, last: str, code: int, words: str) -> None:
-    ended = end(call, last)
-    assert ended.returncode == code, ended.stderr
-    assert words in ended.stderr
-    assert "terminate called" not in ended.stderr
+def test_the_exit_code_is_that_of_the_program(
+    key: str, last: str, code: int, words: str, forks: Forks, tmp_path: Path
+) -> None:
+    ended = end(forks, tmp_path / "terminal", key, last)
+    assert ended.codes == [code], ended.said
+    assert words in ended.said
+    assert "terminate called" not in ended.said
 
 
-def test_files_and_handlers_of_others_are_served() -> None:
+def test_files_and_handlers_of_others_are_served(forks: Forks, tmp_path: Path) -> None:
     last = "import atexit; atexit.register(print, 'served'); atexit.register(sys.stdout.write, 'held ')"
-    ended = end(ASK_FOR_EVER, last)
-    assert (ended.returncode, ended.stdout) == (0, "held served\n"), ended.stderr
+    ended = end(forks, tmp_path / "terminal", NEVER_SET, last)
+    assert (ended.codes, ended.said) == ([0], "held served\n")

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import holdfast
-import holdfast.protocol.runner
-import holdfast.store.base  # declares one more error
+import holdfast._protocol.runner
+import holdfast._store.base  # declares one more error
 from holdfast import Options, errors, events
-from holdfast.deadline import Deadline, StallTimer, check_seconds
+from holdfast._deadline import Deadline, StallTimer, check_seconds
+from holdfast._options import read_environment
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankInfo, StorageError, from_message
-from holdfast.options import read_environment
 from holdfast.testing import ManualClock
 
 # -- names and imports -----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 def test_errors_are_also_what_python_calls_them() -> None:
     assert issubclass(BadInput, ValueError)
     assert issubclass(StorageError, OSError)
-    assert issubclass(holdfast.store.base.NotFound, StorageError)
+    assert issubclass(holdfast._store.base.NotFound, StorageError)
     assert issubclass(DeadlineExceeded, errors.RankFailed)
 
 
@@ -209,31 +209,31 @@ def test_a_world_without_a_process_group_is_refused(monkeypatch: pytest.MonkeyPa
     ) as caught:
         holdfast.save({"a": 1}, tmp_path)
     assert "no_dist=True" in caught.value.hint
-    holdfast.save({"a": 1}, tmp_path, no_dist=True)
+    holdfast.save({"a": 1}, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({}, "Give the folder once"),
-        ({"path": "x", "checkpoint_id": "y"}, "Give the folder once"),
-        ({"path": "x", "timeout": 0}, "timeout must be a positive, finite number of seconds, not 0"),
-        ({"path": "x", "stall_timeout": -1}, "stall_timeout must be"),
-        ({"path": "x", "participants": []}, "must be different ranks"),
-        ({"path": "x", "participants": [1]}, "different ranks of a world of 1"),
-        ({"path": "x", "step": -1}, "step must be a whole number"),
-        ({"path": "x", "step": True}, "step must be a whole number"),
-        ({"path": "x", "expected": "next"}, "expected='next'"),
-        ({"path": "x", "include": "a"}, "include takes a list"),
-        ({"path": "x", "include": ["zzz"]}, "no name in the state matches 'zzz'"),
+        ({"job": {"timeout": 0}}, "timeout must be a positive, finite number of seconds, not 0"),
+        ({"job": {"stall_timeout": -1}}, "stall_timeout must be"),
+        ({"job": {"participants": []}}, "must be different ranks"),
+        ({"job": {"participants": [1]}}, "different ranks of a world of 1"),
+        ({"step": -1}, "step must be a whole number"),
+        ({"step": True}, "step must be a whole number"),
+        ({"expected": "next"}, "expected='next'"),
+        ({"include": "a"}, "include takes a list"),
+        ({"include": ["zzz"]}, "no name in the state matches 'zzz'"),
     ],
 )
 def test_calls_that_make_no_sense_write_nothing(
-    arguments: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    def save(job: dict[str, Any] | None = None, **others: Any) -> None:
+        holdfast.save({"a": torch.zeros(1)}, tmp_path / "x", job=holdfast.Job(**(job or {})), **others)
+
     with pytest.raises(BadInput, match=words):
-        holdfast.save({"a": torch.zeros(1)}, **arguments)
+        save(**arguments)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -158,7 +158,7 @@ def restore(trainer: Trainer, folder: str) -> bool:
     import holdfast
 
     checkpoints = holdfast.Checkpoints(
-        folder, timeout=trainer.config.timeout, stall_timeout=trainer.config.stall_timeout
+        folder, job=holdfast.Job(timeout=trainer.config.timeout, stall_timeout=trainer.config.stall_timeout)
     )
     state = app_state(trainer)
     if checkpoints.restore(state) is None:
@@ -185,8 +185,7 @@ def train(config: TrainConfig, layout: Layout, hooks: Hooks) -> None:
         checkpoints = holdfast.Checkpoints(
             config.save_to,
             asynchronous=config.asynchronous,
-            timeout=config.timeout,
-            stall_timeout=config.stall_timeout,
+            job=holdfast.Job(timeout=config.timeout, stall_timeout=config.stall_timeout),
         )
     while trainer.step < config.steps:
         start = time.monotonic()

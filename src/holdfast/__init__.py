@@ -14,8 +14,8 @@
     holdfast.same("run/step-100", "run/step-200")  # the same weights? any layouts, any formats
 
 Integrations are `holdfast.dcp`, `holdfast.huggingface`, `holdfast.megatron` and `holdfast.megatron_fsdp`.
-Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, and test tools are in
-`holdfast.testing`.
+Errors are in `holdfast.errors`, what happens is told to `holdfast.events`, what you may write yourself is in
+`holdfast.interfaces`, and test tools are in `holdfast.testing`.
 Importing holdfast imports nothing else until a name is used.
 """
 
@@ -25,64 +25,65 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from holdfast.background.async_save import async_save
-    from holdfast.background.pending import Pending
-    from holdfast.errors import HoldfastError
-    from holdfast.groups.audit.audit import audit
-    from holdfast.groups.lifecycle.open import open_groups
-    from holdfast.groups.lifecycle.warm_up import warm_up
-    from holdfast.groups.session.session import session
-    from holdfast.integrations.guard import guarded
-    from holdfast.integrations.install import install, installed, uninstall
-    from holdfast.layout.grid import Grid
-    from holdfast.loading.job import LoadReport, load
-    from holdfast.maintenance.fingerprints import fingerprint
-    from holdfast.maintenance.same import same
-    from holdfast.options import Options
-    from holdfast.run.checkpoints import Checkpoints
-    from holdfast.run.preemption import Preemption
-    from holdfast.saving.job import SaveReport, save
-    from holdfast.state.optimizer import get_state_dict, set_state_dict
-    from holdfast.state.tensors import PerRank, Shard
-    from holdfast.store.latest import latest
-    from holdfast.version import __version__ as __version__
+    from holdfast._background.async_save import async_save
+    from holdfast._background.pending import Pending
+    from holdfast._groups.audit.audit import audit
+    from holdfast._groups.lifecycle.open import open_groups
+    from holdfast._groups.lifecycle.warm_up import warm_up
+    from holdfast._integrations.guard import guarded
+    from holdfast._integrations.install import install, installed, uninstall
+    from holdfast._integrations.session import session
+    from holdfast._layout.grid import Grid
+    from holdfast._loading.job import load
+    from holdfast._loading.request import LoadReport
+    from holdfast._maintenance.fingerprints import fingerprint
+    from holdfast._maintenance.same import same
+    from holdfast._options import Options
+    from holdfast._protocol.job import Job
+    from holdfast._run.checkpoints import Checkpoints
+    from holdfast._run.preemption import Preemption
+    from holdfast._saving.job import SaveReport, save
+    from holdfast._state.optimizer import get_state_dict, set_state_dict
+    from holdfast._state.tensors import PerRank, Shard
+    from holdfast._store.run_folder import latest
+    from holdfast._version import __version__ as __version__
 
 _WHERE = {
-    "Checkpoints": "holdfast.run.checkpoints",
-    "Grid": "holdfast.layout.grid",
-    "HoldfastError": "holdfast.errors",
-    "LoadReport": "holdfast.loading.job",
-    "Options": "holdfast.options",
-    "Pending": "holdfast.background.pending",
-    "PerRank": "holdfast.state.tensors",
-    "Preemption": "holdfast.run.preemption",
-    "SaveReport": "holdfast.saving.job",
-    "Shard": "holdfast.state.tensors",
-    "__version__": "holdfast.version",
-    "async_save": "holdfast.background.async_save",
-    "audit": "holdfast.groups.audit.audit",
-    "fingerprint": "holdfast.maintenance.fingerprints",
-    "get_state_dict": "holdfast.state.optimizer",
-    "guarded": "holdfast.integrations.guard",
-    "install": "holdfast.integrations.install",
-    "installed": "holdfast.integrations.install",
-    "latest": "holdfast.store.latest",
-    "load": "holdfast.loading.job",
-    "open_groups": "holdfast.groups.lifecycle.open",
-    "same": "holdfast.maintenance.same",
-    "save": "holdfast.saving.job",
-    "session": "holdfast.groups.session.session",
-    "set_state_dict": "holdfast.state.optimizer",
-    "uninstall": "holdfast.integrations.install",
-    "warm_up": "holdfast.groups.lifecycle.warm_up",
+    "Checkpoints": "holdfast._run.checkpoints",
+    "Grid": "holdfast._layout.grid",
+    "Job": "holdfast._protocol.job",
+    "LoadReport": "holdfast._loading.request",
+    "Options": "holdfast._options",
+    "Pending": "holdfast._background.pending",
+    "PerRank": "holdfast._state.tensors",
+    "Preemption": "holdfast._run.preemption",
+    "SaveReport": "holdfast._saving.job",
+    "Shard": "holdfast._state.tensors",
+    "__version__": "holdfast._version",
+    "async_save": "holdfast._background.async_save",
+    "audit": "holdfast._groups.audit.audit",
+    "fingerprint": "holdfast._maintenance.fingerprints",
+    "get_state_dict": "holdfast._state.optimizer",
+    "guarded": "holdfast._integrations.guard",
+    "install": "holdfast._integrations.install",
+    "installed": "holdfast._integrations.install",
+    "latest": "holdfast._store.run_folder",
+    "load": "holdfast._loading.job",
+    "open_groups": "holdfast._groups.lifecycle.open",
+    "same": "holdfast._maintenance.same",
+    "save": "holdfast._saving.job",
+    "session": "holdfast._integrations.session",
+    "set_state_dict": "holdfast._state.optimizer",
+    "uninstall": "holdfast._integrations.install",
+    "warm_up": "holdfast._groups.lifecycle.warm_up",
 }
-_MODULES = ("dcp", "errors", "events", "huggingface", "megatron", "megatron_fsdp", "testing")
+_MODULES = ("dcp", "errors", "events", "huggingface", "interfaces", "megatron", "megatron_fsdp", "testing")
 """Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not."""
 
 __all__ = [
     "Checkpoints",
     "Grid",
-    "HoldfastError",
+    "Job",
     "LoadReport",
     "Options",
     "Pending",

@@ -1,5 +1,5 @@
 """torch.distributed.checkpoint's calls, with their signatures: `import holdfast.dcp as dcp` is the switch."""
 
-from holdfast.integrations.dcp import async_save, load, save
+from holdfast._integrations.dcp import async_save, load, save
 
 __all__ = ["async_save", "load", "save"]

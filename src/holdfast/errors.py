@@ -85,7 +85,7 @@ class HoldfastError(Exception):
         self.step = step
         self.phase = phase
         self.rank = rank
-        self.missing = tuple(missing)
+        self.missing: tuple[RankInfo, ...] = tuple(missing)
         self.hint = hint
         self.details: dict[str, Any] = dict(details or {})
 

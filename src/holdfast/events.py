@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-log = logging.getLogger("holdfast")
+_log = logging.getLogger("holdfast")
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -52,12 +52,12 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 def emit(name: str, *, rank: int = 0, step: int | None = None, path: str = "", **fields: object) -> None:
     """Send an event to all subscribers. Costs almost nothing when there is none."""
     # Checked before the event is made: each batch of bytes that moves emits one.
-    if not _callbacks and not log.isEnabledFor(logging.DEBUG):
+    if not _callbacks and not _log.isEnabledFor(logging.DEBUG):
         return
     event = Event(name, rank, step, path, time.time(), fields)
-    log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
+    _log.debug("%s rank=%d step=%s %s %s", name, rank, step, path, fields)
     for callback in tuple(_callbacks):  # one may unsubscribe itself
         try:
             callback(event)
         except Exception:
-            log.exception("An event callback raised on %s; the save or load goes on.", name)
+            _log.exception("An event callback raised on %s; the save or load goes on.", name)

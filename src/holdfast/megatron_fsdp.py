@@ -7,7 +7,7 @@ collective.
 instead of megatron-core's, in what prepares a state dict of format `fsdp_dtensor`.
 """
 
-from holdfast.integrations.megatron_fsdp import (
+from holdfast._integrations.megatron_fsdp import (
     fill_missing_states,
     handle_gdn_in_state_dict,
     handle_swiglu_in_state_dict,

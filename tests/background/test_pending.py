@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import threading
+import time
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast
 from holdfast import events
-from holdfast.roster.memory import MemoryRoster
+from holdfast._roster.memory import MemoryRoster
 from tests.support.threads import on_ranks
 
 
@@ -27,7 +30,11 @@ def test_a_save_that_one_rank_cancels_is_given_up_on_all(tmp_path: Path) -> None
     def job(roster: MemoryRoster) -> tuple[bool, str]:
         state = {f"own{roster.rank}": torch.ones(3)}
         pending = holdfast.async_save(
-            state, tmp_path / "a", roster=roster, retries=2, timeout=60, stall_timeout=30
+            state,
+            tmp_path / "a",
+            job=holdfast.Job(
+                roster=roster, timeout=60, stall_timeout=30, options=holdfast.Options(retries=2)
+            ),
         )
         if roster.rank == 0:
             assert pending.cancel()
@@ -44,3 +51,32 @@ def test_a_save_that_one_rank_cancels_is_given_up_on_all(tmp_path: Path) -> None
         assert "was cancelled on rank 0" in said
         assert not unseen
     assert sorted(entered) == [0, 1]
+
+
+def test_it_is_a_future_of_its_report(tmp_path: Path) -> None:
+    pending = holdfast.async_save({"w": torch.ones(3)}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    assert isinstance(pending, concurrent.futures.Future)
+    heard: list[object] = []
+    pending.add_done_callback(heard.append)
+    assert next(concurrent.futures.as_completed([pending], 60)) is pending
+    assert pending.result(0).path == str(tmp_path / "a")
+    assert pending.exception(0) is None
+    assert (pending.done(), pending.cancelled(), pending.cancel()) == (True, False, False)
+    assert heard == [pending]
+    assert pending.upload_completion is pending
+
+
+def test_a_wait_for_its_result_that_is_too_short_is_a_timeout(tmp_path: Path) -> None:
+    stop = events.subscribe(lambda event: time.sleep(0.5) if event.name == "save.writing" else None)
+    try:
+        pending = holdfast.async_save({"w": torch.ones(3)}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+        with pytest.raises(TimeoutError):
+            pending.result(0.01)
+        with pytest.raises(TimeoutError):
+            pending.exception(0.01)
+        with pytest.raises(holdfast.errors.DeadlineExceeded, match="It goes on"):
+            pending.committed(0.01)
+        assert not pending.cancelled()
+    finally:
+        stop()
+    pending.committed(60)

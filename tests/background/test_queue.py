@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.background.manager import LANE
-from holdfast.background.pending import Pending
-from holdfast.background.queue import SaveQueue
-from holdfast.protocol.call import begin_call
-from holdfast.saving.job import SaveJob
-from holdfast.saving.request import SaveRequest
-from holdfast.state.flatten import flatten
-from holdfast.store.local import open_store
+from holdfast._background.pending import Pending
+from holdfast._background.queue import LANE, SaveQueue
+from holdfast._protocol.call import begin_call
+from holdfast._saving.job import SaveJob
+from holdfast._saving.request import SaveRequest
+from holdfast._state.flatten import flatten
+from holdfast._store.local import open_store
 from tests.support.waiting import wait_until
 
 MiB = 1 << 20
@@ -28,16 +27,17 @@ MiB = 1 << 20
 
 @pytest.fixture
 def queue() -> Iterator[SaveQueue]:
-    made = SaveQueue()
+    owner = threading.local()
+    made = SaveQueue(owner)
     yield made
-    made.end()
+    made.drain()
 
 
 def save(
     queue: SaveQueue, folder: Path, state: dict[str, torch.Tensor], budget: int | None = None
 ) -> Pending:
     def make() -> SaveJob:
-        call = begin_call(no_dist=True, timeout=60, stall_timeout=30)
+        call = begin_call(holdfast.Job(no_dist=True, timeout=60, stall_timeout=30))
         return SaveJob(
             SaveRequest(
                 store=open_store(str(folder)),
@@ -46,7 +46,7 @@ def save(
             )
         )
 
-    return queue.save(make, str(folder), None, budget)
+    return queue.save(make, str(folder), None, 8, budget)
 
 
 def stop_writer(queue: SaveQueue) -> int:
@@ -73,7 +73,7 @@ def test_none_waits_for_those_before_it(queue: SaveQueue, tmp_path: Path) -> Non
     assert times == sorted(times)
     for number in range(3):
         back = {"w": torch.zeros(4 * MiB)}
-        holdfast.load(back, tmp_path / str(number), no_dist=True)
+        holdfast.load(back, tmp_path / str(number), job=holdfast.Job(no_dist=True))
         assert torch.equal(back["w"], torch.full((4 * MiB,), float(number)))
 
 
@@ -126,7 +126,7 @@ def test_one_that_fails_does_not_hold_the_next(queue: SaveQueue, tmp_path: Path)
     bad = save(queue, tmp_path / "bad", state)
     good = save(queue, tmp_path / "good", state)
     good.committed(30)
-    with pytest.raises(holdfast.HoldfastError):
+    with pytest.raises(holdfast.errors.HoldfastError):
         bad.committed(30)
 
 
@@ -138,7 +138,7 @@ def test_a_writer_that_dies_is_started_again(queue: SaveQueue, tmp_path: Path) -
     good = save(queue, tmp_path / "good", state)
     wait_until(lambda: queue.writer.busy)  # it has the first of the two
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(holdfast.HoldfastError):
+    with pytest.raises(holdfast.errors.HoldfastError):
         lost.committed(30)
     good.committed(30)
     assert queue.writer.pid != pid

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.background.arena import ALIGN, Arena
+from holdfast._background.arena import ALIGN, Arena
 
 KiB = 1 << 10
 
@@ -29,10 +29,14 @@ def test_waves_of_tiny_tensors_keep_to_the_budget(
     state = {f"tiny{number}": torch.tensor([float(number)]) for number in range(4000)}
     state["large"] = torch.arange(3 * KiB, dtype=torch.float32)
     assert 4000 * ALIGN > budget > 4000 * 4
-    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=budget)
+    pending = holdfast.async_save(
+        state,
+        tmp_path / "a",
+        job=holdfast.Job(no_dist=True, options=holdfast.Options(host_memory_budget=budget)),
+    )
     pending.committed()
     assert len(reserved) > 1
     assert max(reserved) <= budget
     back = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-    holdfast.load(back, tmp_path / "a", no_dist=True)
+    holdfast.load(back, tmp_path / "a", job=holdfast.Job(no_dist=True))
     assert all(torch.equal(back[name], tensor) for name, tensor in state.items())

@@ -20,10 +20,10 @@ ROOT = Path(holdfast.__file__).parents[1]
 TRAINER = """
 import os, sys
 from pathlib import Path
-from holdfast.background.arena import Arena
-from holdfast.background.writer_client import WriterClient
-from holdfast.background.writer_messages import Job
-from holdfast.options import Options
+from holdfast._background.arena import Arena
+from holdfast._background.writer_client import WriterClient
+from holdfast._background.writer_messages import WriteJob
+from holdfast._options import Options
 
 store, hostile, where = sys.argv[1:]
 if where == "PYTHONPATH":
@@ -33,7 +33,7 @@ elif where == "sys.path":
 elif where == "a Path in sys.path":
     sys.path.insert(0, Path(hostile))
 writer = WriterClient()
-job = Job(0, 0, 0, store, 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
+job = WriteJob(0, 0, 0, store, 0, [], [], [], [], [], [], [], {"attempt": "a"}, Options())
 (file,) = writer.write(Arena(), job, lambda total: None, lambda moved: None, lambda: None)
 print(file.name)
 writer.kill()

@@ -14,8 +14,8 @@ import torch
 from click.testing import CliRunner, Result
 
 import holdfast
-from holdfast.cli import cli
-from holdfast.roster.memory import Board, MemoryRoster
+from holdfast._cli import cli
+from holdfast._roster.memory import Board, MemoryRoster
 
 WIDE = torch.arange(512 * 1024, dtype=torch.float32).reshape(512, 1024)
 EXPERTS = torch.arange(8 * 6 * 10, dtype=torch.float32).reshape(8, 6, 10)
@@ -48,7 +48,7 @@ def save_ranks(place: Path, world: int = 2, step: int | None = None, **changes: 
         try:
             roster = MemoryRoster(rank, world, board)
             state = state_of(rank, world, **changes)
-            holdfast.save(state, place, step=step, roster=roster, timeout=60, expected=None)
+            holdfast.save(state, place, step=step, job=holdfast.Job(roster=roster, timeout=60), expected=None)
         except BaseException as error:
             errors.append(error)
 

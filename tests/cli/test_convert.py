@@ -52,7 +52,7 @@ def test_no_export_into_what_is_there(tmp_path: Path, run: Run) -> None:
     holdfast.save({"w": torch.zeros(3)}, tmp_path / "new")
     done = run("export", "torch_dist", tmp_path / "new", tmp_path / "new")
     assert done.exit_code == 2
-    assert "is not empty" in done.stderr
+    assert "holds 'index.safetensors'; an export goes into a new folder" in done.stderr
 
 
 def test_no_import_into_what_is_there(tmp_path: Path, run: Run) -> None:
@@ -60,10 +60,11 @@ def test_no_import_into_what_is_there(tmp_path: Path, run: Run) -> None:
     dcp.save({"w": torch.zeros(3)}, checkpoint_id=old, no_dist=True)
     holdfast.save({"w": torch.ones(3)}, new)
     (tmp_path / "file").write_bytes(b"x")
-    for out, words in ((new, "is not empty"), (old, "is not empty"), (tmp_path / "file", "is a file")):
+    for out, words in ((new, "holds "), (old, "holds '"), (tmp_path / "file", "is a file; ")):
         for done in (run("import", "torch_dist", old, out), run("export", "torch_dist", new, out)):
             assert (done.exit_code, done.stdout) == (2, "")
             assert f"{out} {words}" in done.stderr
+            assert "goes into a new folder" in done.stderr
     found = {"w": torch.zeros(3)}
     holdfast.load(found, new)
     assert torch.equal(found["w"], torch.ones(3))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.maintenance.diff import compare
+from holdfast._maintenance.diff import compare
 from tests.cli.conftest import EXPERTS, WIDE, Run, data_files, flip, save_ranks, state_of
 
 Json = Callable[..., tuple[Any, int]]
@@ -21,7 +21,7 @@ Json = Callable[..., tuple[Any, int]]
 def one_rank(place: Path, **changes: Any) -> Path:
     """The same tensors from one rank: another layout, so that digests can't answer for those cut up."""
     state = state_of(0, 1) | {"layer1": {"weight": torch.full((100, 7), 1.0)}} | changes
-    holdfast.save(state, place, no_dist=True)
+    holdfast.save(state, place, job=holdfast.Job(no_dist=True))
     return place
 
 
@@ -42,17 +42,20 @@ def test_the_same_in_another_layout_is_found_by_reading(kept: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("slab", [10_000, 1 << 16, 1 << 26])
-def test_a_difference_in_another_layout_is_found_in_any_slab(slab: int, kept: Path, tmp_path: Path) -> None:
+def test_a_difference_in_another_layout_is_found_in_any_slab(
+    slab: int, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast._io.raw_read.slabs.__defaults__", (slab,))
     wide = WIDE.clone()
     wide[300, 700] += 8192  # a float32 that can be told from its neighbours
     wide[511, 1023] = -1.0
     other = one_rank(tmp_path / "b", wide=wide)
-    found = compare(kept, other, slab=slab)
+    found = compare(kept, other)
     assert [(item.name, item.parts, item.of, item.first) for item in found.content] == [
         ("wide", 1, 2, (0, 512))
     ]
     assert found.content[0].elements is None
-    found = compare(kept, other, values=True, slab=slab)
+    found = compare(kept, other, values=True)
     assert (found.content[0].elements, found.content[0].largest) == (2, WIDE[511, 1023].item() + 1)
     assert not found.same
 
@@ -88,7 +91,7 @@ def test_everything_that_can_differ(kept: Path, tmp_path: Path, run: Run, run_js
 
 def test_objects_are_compared_by_value(tmp_path: Path, run_json: Json) -> None:
     for place, value in (("a", [{"x": 1, "y": 2}]), ("b", [{"y": 2, "x": 1}]), ("c", [{"y": 2, "x": 3}])):
-        holdfast.save({"o": value}, tmp_path / place, no_dist=True)
+        holdfast.save({"o": value}, tmp_path / place, job=holdfast.Job(no_dist=True))
     assert run_json("diff", tmp_path / "a", tmp_path / "b")[1] == 0
     found, code = run_json("diff", tmp_path / "a", tmp_path / "c")
     assert code == 1
@@ -96,8 +99,8 @@ def test_objects_are_compared_by_value(tmp_path: Path, run_json: Json) -> None:
 
 
 def test_a_tensor_and_an_object_under_one_name(tmp_path: Path, run_json: Json) -> None:
-    holdfast.save({"o": 5}, tmp_path / "a", no_dist=True)
-    holdfast.save({"o": torch.zeros(2)}, tmp_path / "b", no_dist=True)
+    holdfast.save({"o": 5}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    holdfast.save({"o": torch.zeros(2)}, tmp_path / "b", job=holdfast.Job(no_dist=True))
     found, code = run_json("diff", tmp_path / "a", tmp_path / "b")
     assert code == 1
     assert found["changed"] == [{"name": "o", "a": "an object of 2 bytes", "b": "float32[2]"}]
@@ -113,15 +116,19 @@ def test_values_of_all_kinds_of_numbers(
 ) -> None:
     before, after = torch.zeros(100).to(dtype), torch.zeros(100)
     after[7] = 3
-    holdfast.save({"w": before}, tmp_path / "a", no_dist=True)
-    holdfast.save({"w": after.to(dtype)}, tmp_path / "b", no_dist=True)
+    holdfast.save({"w": before}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    holdfast.save({"w": after.to(dtype)}, tmp_path / "b", job=holdfast.Job(no_dist=True))
     found, _ = run_json("diff", tmp_path / "a", tmp_path / "b", "--values")
     assert (found["content"][0]["elements"], found["content"][0]["largest"]) == (1, largest)
 
 
 def test_infinities_and_nans_are_counted(tmp_path: Path, run_json: Json) -> None:
-    holdfast.save({"w": torch.tensor([1.0, float("nan"), 2.0])}, tmp_path / "a", no_dist=True)
-    holdfast.save({"w": torch.tensor([float("inf"), float("nan"), 2.5])}, tmp_path / "b", no_dist=True)
+    holdfast.save(
+        {"w": torch.tensor([1.0, float("nan"), 2.0])}, tmp_path / "a", job=holdfast.Job(no_dist=True)
+    )
+    holdfast.save(
+        {"w": torch.tensor([float("inf"), float("nan"), 2.5])}, tmp_path / "b", job=holdfast.Job(no_dist=True)
+    )
     found, _ = run_json("diff", tmp_path / "a", tmp_path / "b", "--values")
     assert (found["content"][0]["elements"], found["content"][0]["largest"]) == (2, 0.5)
 

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast._format.digest import digest, hex_digest
+from holdfast._io.index_file import open_index
+from holdfast._io.raw_read import read_box
+from holdfast._layout.box import Box
+from holdfast._maintenance.inspect import explain, parse_box
+from holdfast._plan.explain import needed
+from holdfast._plan.read import touched_blocks
+from holdfast._store.local import LocalStore
 from holdfast.errors import MissingTensors
-from holdfast.format.digest import digest, hex_digest
-from holdfast.io.index_file import open_index
-from holdfast.io.raw_read import read_box
-from holdfast.layout.box import Box
-from holdfast.maintenance.inspect import explain, parse_box
-from holdfast.plan.explain import needed
-from holdfast.plan.read import touched_blocks
-from holdfast.store.local import LocalStore
 from tests.cli.conftest import WIDE, Run
 
 Json = Callable[..., tuple[Any, int]]
@@ -130,7 +130,7 @@ def test_the_nearest_of_many_names_is_found_among_a_few_thousand(
 ) -> None:
     """To compare with each name takes seconds where there are 100,000."""
     state = {f"{number}": {"bias": 0, "weight": 0} for number in range(2500)}
-    holdfast.save(state, tmp_path / "a", no_dist=True)
+    holdfast.save(state, tmp_path / "a", job=holdfast.Job(no_dist=True))
     compared: list[str] = []
     really_set = difflib.SequenceMatcher.set_seq1
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +20,20 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import huggingface
-from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors, NotCommitted
-from holdfast.maintenance import slice_writer
-from holdfast.maintenance.reindex import reindex
+from holdfast._integrations.huggingface import slice_writer
+from holdfast._maintenance.reindex import reindex
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    DeadlineExceeded,
+    HoldfastError,
+    MissingTensors,
+    NotCommitted,
+    StorageError,
+)
 from tests.cli.conftest import Run, data_files, flip
+from tests.store.faults import FOREVER, Faults
+from tests.support.waiting import SLACK, wait_until
 
 LAYERS, EXPERTS, HIDDEN, INNER = 4, 4, 8, 6
 CONFIG = {
@@ -114,7 +128,7 @@ def test_an_uneven_split_of_layers(published: Path) -> None:
         for layer in range(LAYERS):
             name = f"model.layers.{layer}.input_layernorm.weight"
             try:
-                holdfast.load({name: state[name]}, out, no_dist=True)
+                holdfast.load({name: state[name]}, out, job=holdfast.Job(no_dist=True))
             except MissingTensors:
                 continue
             assert torch.equal(state[name], tensors_of()[name])
@@ -184,20 +198,92 @@ def test_names_that_leave_the_folder_are_damage(published: Path, tmp_path: Path)
     said["weight_map"]["model.norm.weight"] = "b.safetensors"
     path.write_text(json.dumps(said))
     (published / "special.json").symlink_to(secret)
-    with pytest.raises(holdfast.HoldfastError, match="is a link that leaves its folder"):
+    with pytest.raises(holdfast.errors.HoldfastError, match="is a link that leaves its folder"):
         huggingface.fetch(published, "0", ONE, tmp_path / "out")
     with pytest.raises(NotCommitted, match="a fetch was begun here"):
-        holdfast.load({"model.norm.weight": torch.zeros(HIDDEN)}, tmp_path / "out", no_dist=True)
+        holdfast.load(
+            {"model.norm.weight": torch.zeros(HIDDEN)}, tmp_path / "out", job=holdfast.Job(no_dist=True)
+        )
+
+
+def test_a_name_that_is_no_text_is_damage(published: Path, tmp_path: Path) -> None:
+    header = {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
+    text = json.dumps(header).encode()
+    (published / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CorruptCheckpoint, match="can't be read"):
+        huggingface.fetch(published, "0", ONE, tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["model", "out"])
+def test_storage_that_fails_is_not_told_as_damage(
+    where: str, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At any of its reads; the same call goes on from there."""
+    monkeypatch.setattr(slice_writer, "FILE_BYTES", 1500)
+    faults, out = Faults(monkeypatch, tmp_path / where), tmp_path / "out"
+    said: list[HoldfastError] = []
+    for number in range(1, 1000):
+        faults.arm(errno.EIO, number, FOREVER, only=("pread", "preadv"))
+        try:
+            huggingface.fetch(published, "0", ONE, out)
+            break
+        except HoldfastError as error:
+            said.append(error)
+    faults.disarm()
+    assert len(said) > 10
+    assert all(isinstance(error, StorageError) and "Input/output error" in str(error) for error in said)
+    state = {name: torch.zeros_like(value) for name, value in tensors_of().items()}
+    holdfast.load(state, out, job=holdfast.Job(no_dist=True))
+    assert all(torch.equal(state[name], value) for name, value in tensors_of().items())
+
+
+def test_a_file_of_a_terabyte_of_nothing_has_a_deadline(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slice_writer, "FILE_BYTES", 64 << 20)
+    nbytes, config = 1 << 40, {**CONFIG, "vocab_size": 1 << 28}
+    entry = {"dtype": "F32", "shape": [1 << 28, 1 << 10], "data_offsets": [0, nbytes]}
+    text = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    path = published / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + nbytes)
+    (published / "config.json").write_text(json.dumps(config))
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"did not end within 3 s; \d+ of \d+ bytes are copied"):
+        huggingface.fetch(published, "0", ONE, tmp_path / "out", timeout=3)
+    assert time.monotonic() - begun < 3 + SLACK
+    # The thread has stopped, too: nothing is written any more.
+    wait_until(lambda: not any(thread.name == "holdfast-look" for thread in threading.enumerate()))
+
+
+def test_a_read_that_does_not_return_has_a_deadline(
+    published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on, real = threading.Event(), os.preadv
+
+    def hangs(*args: Any) -> int:
+        go_on.wait(60)
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", hangs)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="did not end within 1 s; 0 of 0 bytes"):
+        huggingface.fetch(published, "0", ONE, tmp_path / "out", timeout=1)
+    assert time.monotonic() - begun < 1 + SLACK
+    go_on.set()
+    wait_until(lambda: not any(thread.name == "holdfast-look" for thread in threading.enumerate()))
+    monkeypatch.undo()
+    assert huggingface.fetch(published, "0", ONE, tmp_path / "out").path == str(tmp_path / "out")
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(published: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
-    with pytest.raises(BadInput, match=r"holds mine\.txt, which is not of this fetch"):
+    with pytest.raises(BadInput, match=r"holds 'mine\.txt'; a fetch goes into a new folder"):
         huggingface.fetch(published, "0", ONE, out)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
-    with pytest.raises(BadInput, match="which is not of this fetch"):
+    with pytest.raises(BadInput, match="a fetch goes into a new folder"):
         huggingface.fetch(published, "0", ONE, published)
     huggingface.fetch(published, "0", HALF, tmp_path / "first")
     with pytest.raises(BadInput, match=r"holds what was fetched from .* for ranks 0 of world=2,pp=2"):
@@ -214,11 +300,13 @@ def test_a_family_that_no_table_knows_is_taken_whole_by_layers(published: Path, 
     names = {name for name in names if ".layers.2." not in name and ".layers.3." not in name}
     assert set(report.taken_whole) == names
     state = {name: torch.zeros_like(value) for name, value in tensors_of().items() if name in names}
-    holdfast.load(state, tmp_path / "out", no_dist=True)
+    holdfast.load(state, tmp_path / "out", job=holdfast.Job(no_dist=True))
     assert all(torch.equal(value, tensors_of()[name]) for name, value in state.items())
     with pytest.raises(MissingTensors, match="asks for"):
         holdfast.load(
-            {"model.layers.3.input_layernorm.weight": torch.zeros(HIDDEN)}, tmp_path / "out", no_dist=True
+            {"model.layers.3.input_layernorm.weight": torch.zeros(HIDDEN)},
+            tmp_path / "out",
+            job=holdfast.Job(no_dist=True),
         )
 
 
@@ -248,16 +336,16 @@ def test_scales_of_blocks_go_with_their_tensors(published: Path, tmp_path: Path)
     huggingface.fetch(published, "0", HALF, tmp_path / "out")
     ours = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     part = holdfast.Shard(torch.zeros(1, 1, HIDDEN, INNER), (LAYERS, EXPERTS, HIDDEN, INNER), (0, 1, 0, 0))
-    holdfast.load({ours: part}, tmp_path / "out", no_dist=True)
+    holdfast.load({ours: part}, tmp_path / "out", job=holdfast.Job(no_dist=True))
     assert torch.equal(part.tensor[0, 0], tensors[name].float() * 3)
 
 
 KILLED = """
 import os, signal, sys
 from holdfast import huggingface
-from holdfast.maintenance import slice_writer
-from holdfast.maintenance.reindex import reindex
-from holdfast.store.local import LocalWriter
+from holdfast._integrations.huggingface import slice_writer
+from holdfast._maintenance.reindex import reindex
+from holdfast._store.local import LocalWriter
 
 slice_writer.FILE_BYTES = 3000
 files, finish = [], LocalWriter.finish
@@ -284,7 +372,7 @@ def test_a_fetch_that_was_killed_goes_on_and_is_nothing_before(
     left = sorted(path.name for path in (out / "data").iterdir())
     assert [name.endswith(".partial") for name in left] == [True, False, False]
     with pytest.raises(NotCommitted, match="a fetch was begun here, and has not ended"):
-        holdfast.load({"model.norm.weight": torch.zeros(HIDDEN)}, out, no_dist=True)
+        holdfast.load({"model.norm.weight": torch.zeros(HIDDEN)}, out, job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match="not all of it"):
         reindex(out)
     monkeypatch.setattr(slice_writer, "FILE_BYTES", 3000)
@@ -294,7 +382,7 @@ def test_a_fetch_that_was_killed_goes_on_and_is_nothing_before(
     assert told[-1] == (report.bytes, report.bytes)
     assert not [path for path in (out / "data").iterdir() if path.name.startswith(".")]
     state = {"model.layers.1.mlp.gate.weight": torch.zeros(EXPERTS, HIDDEN)}
-    holdfast.load(state, out, no_dist=True)
+    holdfast.load(state, out, job=holdfast.Job(no_dist=True))
     assert torch.equal(
         state["model.layers.1.mlp.gate.weight"], tensors_of()["model.layers.1.mlp.gate.weight"]
     )
@@ -311,12 +399,12 @@ def test_damage_is_found_in_the_source_and_in_the_copy(
 ) -> None:
     huggingface.fetch(kept, "0", ONE, tmp_path / "good")
     state = {"wide": torch.zeros(512, 1024)}
-    holdfast.load(state, tmp_path / "good", no_dist=True)
+    holdfast.load(state, tmp_path / "good", job=holdfast.Job(no_dist=True))
     assert state["wide"][3, 4] == 3 * 1024 + 4
     (file,) = (tmp_path / "good" / "data").iterdir()
     flip(file, file.stat().st_size // 2)
     with pytest.raises(CorruptCheckpoint, match="do not match the digest"):
-        holdfast.load(state, tmp_path / "good", no_dist=True)
+        holdfast.load(state, tmp_path / "good", job=holdfast.Job(no_dist=True))
     flip(data_files(checkpoint)[0], 300_000)
     with pytest.raises(CorruptCheckpoint, match="do not match the digest"):
         huggingface.fetch(checkpoint, "0", ONE, tmp_path / "bad")
@@ -341,7 +429,7 @@ def test_a_rank_gets_its_own_values_and_all_objects(kept: Path, tmp_path: Path) 
         "args": {"b": 0, "a": None},
         "scalar": torch.zeros((), dtype=torch.int64),
     }
-    holdfast.load(state, tmp_path / "out", no_dist=True)
+    holdfast.load(state, tmp_path / "out", job=holdfast.Job(no_dist=True))
     assert state["lr"] == 0.25
     assert state["args"] == {"b": 2, "a": [1, "x[bold]y"]}
     assert state["scalar"] == 3

@@ -260,7 +260,7 @@ def test_a_step_counts_only_if_all_of_its_index_can_be_read(tmp_path: Path, run_
 
     for number in (1, 2):
         state = {f"n{at}": torch.zeros(1) for at in range(4000)}
-        holdfast.save(state, step(tmp_path, number), step=number, no_dist=True)
+        holdfast.save(state, step(tmp_path, number), step=number, job=holdfast.Job(no_dist=True))
     index = step(tmp_path, 2) / "index.safetensors"
     flip(index, int.from_bytes(index.read_bytes()[:8], "little") + 8 + 9)
     found, _ = run_json("prune", tmp_path, "--keep", "1", "--older-than", "0")

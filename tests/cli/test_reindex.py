@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.format.columns import Columns
-from holdfast.io.index_file import open_index
-from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.store.local import LocalStore
+from holdfast._format.columns import Columns
+from holdfast._io.index_file import open_index
+from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._store.local import LocalStore
 from tests.cli.conftest import WIDE, Run, data_files, flip, save_ranks
 
 Json = Callable[..., tuple[Any, int]]
@@ -48,7 +48,7 @@ def test_a_lost_index_comes_back_the_same(checkpoint: Path, run: Run, run_json: 
         assert np.array_equal(getattr(before, name), getattr(after, name)), name
     assert run("verify", checkpoint).exit_code == 0
     wide = torch.zeros_like(WIDE)
-    assert holdfast.load({"wide": wide}, checkpoint, no_dist=True).step == 7
+    assert holdfast.load({"wide": wide}, checkpoint, job=holdfast.Job(no_dist=True)).step == 7
     assert torch.equal(wide, WIDE)
 
 
@@ -171,7 +171,7 @@ def test_a_lost_file_of_names_that_only_it_held_is_noticed(tmp_path: Path, run: 
     board, states = Board(), ({"a": torch.ones(4)}, {"b": torch.ones(5)})
 
     def save(rank: int) -> None:
-        holdfast.save(states[rank], tmp_path / "c", roster=MemoryRoster(rank, 2, board))
+        holdfast.save(states[rank], tmp_path / "c", job=holdfast.Job(roster=MemoryRoster(rank, 2, board)))
 
     threads = [threading.Thread(target=save, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -187,7 +187,9 @@ def test_a_lost_file_of_names_that_only_it_held_is_noticed(tmp_path: Path, run: 
 
 def test_the_layout_and_the_notes_come_back(tmp_path: Path, run_json: Json) -> None:
     place = tmp_path / "step"
-    holdfast.save({"a": torch.ones(4)}, place, step=3, grid=holdfast.Grid(1), notes={"who": "me"})
+    holdfast.save(
+        {"a": torch.ones(4)}, place, step=3, job=holdfast.Job(grid=holdfast.Grid(1)), notes={"who": "me"}
+    )
     before, _ = run_json("inspect", place)
     lose_index(place)
     run_json("reindex", place)

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import COMMANDS, cli
+from holdfast._cli import COMMANDS, cli
+from holdfast._version import __version__
 from tests.cli.conftest import Run, data_files
 
 TOLD = """
 import sys
 from click.testing import CliRunner
-from holdfast.cli import cli
+from holdfast._cli import cli
 result = CliRunner().invoke(cli, sys.argv[1:])
 if result.exception is not None and not isinstance(result.exception, SystemExit):
     raise result.exception
@@ -72,7 +73,7 @@ def test_help_and_latest_import_little(kept: Path) -> None:
     for call in (("--help",), ("latest", kept.parent)):
         code, modules = modules_after(*call)
         assert code == 0
-        assert not modules & {"torch", "numpy", "rich", "holdfast.format.index"}
+        assert not modules & {"torch", "numpy", "rich", "holdfast._format.index"}
 
 
 @pytest.mark.parametrize("command", ["--help", "latest"])
@@ -96,7 +97,7 @@ def test_starts_fast(command: str, kept: Path) -> None:
 def test_table_of_commands_is_that_of_the_modules(run: Run) -> None:
     listed = run("--help").stdout
     for name, line in COMMANDS.items():
-        command = import_module(f"holdfast.cli.{name}{'_' * iskeyword(name)}").command
+        command = import_module(f"holdfast._cli.{name}{'_' * iskeyword(name)}").command
         assert command.name == name
         assert command.get_short_help_str(200) == line
         assert f"{name} " in listed
@@ -134,14 +135,14 @@ def test_control_characters_in_names_do_not_reach_the_terminal(tmp_path: Path, r
 
     import holdfast
 
-    holdfast.save({"a\x1b[31m[bold]red": torch.zeros(2)}, tmp_path / "c", no_dist=True)
+    holdfast.save({"a\x1b[31m[bold]red": torch.zeros(2)}, tmp_path / "c", job=holdfast.Job(no_dist=True))
     shown = run("inspect", tmp_path / "c").stdout
     assert "\x1b" not in shown
     assert "\\x1b[31m[bold]red" in shown
 
 
 def test_errors_without_sentence_are_not_hidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import holdfast.cli.latest as module
+    import holdfast._cli.latest as module
 
     def broken(run: str) -> str:
         raise ZeroDivisionError
@@ -165,3 +166,14 @@ def test_nothing_leaks_a_descriptor(checkpoint: Path, kept: Path, run_json: Call
     every()
     assert len(os.listdir("/proc/self/fd")) == before
     assert data_files(checkpoint)
+
+
+def test_it_says_its_version() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", "from holdfast._cli import main; main()", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert __version__ in said.stdout

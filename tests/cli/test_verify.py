@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdfast.format.index import Index, encode
-from holdfast.maintenance.verify import verify
+from holdfast._format.index import Index, encode
+from holdfast._maintenance.verify import verify
 from tests.cli.conftest import Run, data_files, flip, save_ranks
 
 Json = Callable[..., tuple[Any, int]]
@@ -120,7 +120,7 @@ def test_every_bad_page_of_the_index_is_listed(tmp_path: Path, run_json: Json) -
 
     import holdfast
 
-    holdfast.save({f"n{at}": torch.zeros(1) for at in range(4000)}, tmp_path, no_dist=True)
+    holdfast.save({f"n{at}": torch.zeros(1) for at in range(4000)}, tmp_path, job=holdfast.Job(no_dist=True))
     index = tmp_path / "index.safetensors"
     body = int.from_bytes(index.read_bytes()[:8], "little") + 8
     for page in (0, 2, 3):

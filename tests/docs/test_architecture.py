@@ -72,15 +72,79 @@ def test_the_routes_are_those_of_traced_calls(tmp_path: Path) -> None:
     assert found == {"save": [], "load": [], "async_save": []}
 
 
+def screen() -> str:
+    """The first screen of the page: the picture and the table of packages."""
+    return text(PAGE).partition("## Interfaces")[0]
+
+
+def cells(section: str) -> list[list[str]]:
+    """The cells of the rows of all tables in a section, without the heads."""
+    rows = re.findall(r"^\| .*\|$", section, re.MULTILINE)
+    return [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]
+
+
+def contracts() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = tomllib.loads(text("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    return found
+
+
+def test_the_page_opens_with_one_screen_of_a_picture_and_a_sentence_for_each_package() -> None:
+    assert screen().count("\n") <= 45
+    assert "```mermaid" in screen()
+    _, *rows = cells(screen())
+    for package, sentence, start in rows:
+        assert re.fullmatch(r"[A-Z][^.]*\.", sentence), package
+        assert (SOURCE / start.strip("`")).exists(), start
+
+
+def test_the_core_of_the_picture_is_the_one_that_the_contract_names() -> None:
+    """In the order of imports, from the bottom."""
+    drawn = re.search(r"core\[\"<b>core</b>(.*?)\"]", screen())
+    assert drawn
+    steps = [re.findall(r"\w+", step) for step in drawn[1].replace("<br/>", " ").split("→") if step.strip()]
+    wall = next(
+        contract for contract in contracts() if contract["name"] == "The core knows no published model"
+    )
+    named = {name.removeprefix("holdfast._") for name in wall["source_modules"]}
+    assert sorted(name for step in steps for name in step) == sorted(named)
+    layers = [set(re.findall(r"holdfast\._(\w+)", layer)) & named for layer in contracts()[0]["layers"]]
+    assert [set(step) for step in steps] == [layer for layer in reversed(layers) if layer]
+
+
+def test_interfaces_and_walls_are_there() -> None:
+    section = text(PAGE).partition("## Interfaces")[2].partition("## Where is")[0]
+    interfaces, walls = section.split("| contract | wall |")
+    _, *rows = cells(interfaces)
+    for name, file, who in rows:
+        source = (SOURCE / file.strip("`")).read_text(encoding="utf-8")
+        assert re.search(rf"^class {name.strip('`')}\b", source, re.MULTILINE), name
+        for cited in re.findall(r"`([\w/]+\.py)`", who):
+            assert (SOURCE / cited).exists(), cited
+    assert {wall for wall, _ in cells(walls)} == {contract["name"] for contract in contracts()}
+
+
 def test_every_package_is_a_room_on_the_page_in_the_order_of_the_contract() -> None:
-    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", text(PAGE).partition("## Where is")[0], re.MULTILINE)
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", screen(), re.MULTILINE)
     rooms = [set(re.findall(r"`(\w+)`", row)) for row in rows]
     there = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
     assert there <= set().union(*rooms), there - set().union(*rooms)
-    contract = tomllib.loads(text("pyproject.toml"))["tool"]["importlinter"]["contracts"][0]["layers"]
-    layers = [{name.strip().removeprefix("holdfast.") for name in layer.split("|")} for layer in contract]
+    layers = [
+        {name.strip().removeprefix("holdfast.") for name in layer.split("|")}
+        for layer in contracts()[0]["layers"]
+    ]
     order = [next(at for at, layer in enumerate(layers) if room <= layer or room & layer) for room in rooms]
     assert order == sorted(order)
+
+
+def test_every_question_is_answered_by_one_file() -> None:
+    _, *rows = cells(text(PAGE).partition("## Where is")[2].partition("## install")[0])
+    for question, answer, _ in rows:
+        file = re.fullmatch(r"`([\w/]+\.py)`(?:, `[\w.]+`)?", answer)
+        assert file, question
+        assert (SOURCE / file[1]).exists(), answer
+    asked = " ".join(question for question, *_ in rows)
+    for word in ("writer of a replica", "published", "wait ended", "DTensor", "published model"):
+        assert word in asked
 
 
 def test_answers_name_what_exists() -> None:

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.format.columns import FINGERPRINTS, LATE
-from holdfast.format.container import Header, read_header
-from holdfast.format.digest import block_size
-from holdfast.format.index import FENCE, PAGE
-from holdfast.format.names import FORMAT
-from holdfast.layout.tensor import DTYPES
-from holdfast.roster.memory import MemoryRoster
+from holdfast._format.columns import FINGERPRINTS, LATE
+from holdfast._format.container import Header, read_header
+from holdfast._format.digest import block_sizes
+from holdfast._format.index import FENCE, PAGE
+from holdfast._format.names import FORMAT
+from holdfast._layout.tensor import DTYPES
+from holdfast._roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text
 from tests.support.threads import on_ranks
 
@@ -92,7 +92,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     def save(roster: MemoryRoster) -> None:
         holdfast.save(
-            state_of(roster.rank), path, step=100, notes={"by": "me"}, options=options, roster=roster
+            state_of(roster.rank),
+            path,
+            step=100,
+            notes={"by": "me"},
+            job=holdfast.Job(options=options, roster=roster),
         )
 
     on_ranks(WORLD, save)
@@ -159,7 +163,7 @@ def test_several_ranks_files_and_panels_took_part(page: Space, saved: str) -> No
 
 @pytest.mark.parametrize("value", list(PLAIN.values()) + list(ODD.values()), ids=repr)
 def test_objects_are_decoded(page: Space, tmp_path: Path, value: Any) -> None:
-    holdfast.save({"x": [value], "t": (value,)}, tmp_path / "s", no_dist=True)
+    holdfast.save({"x": [value], "t": (value,)}, tmp_path / "s", job=holdfast.Job(no_dist=True))
     reader = page["Reader"](str(tmp_path / "s"))
     assert repr(page["decode"](reader.read("x").tobytes())) == repr([value])
     assert repr(page["decode"](reader.read("t").tobytes())) == repr((value,))
@@ -222,7 +226,7 @@ def header_of(path: str) -> Header:
 def test_the_table_of_late_bound_shards(tmp_path: Path) -> None:
     rows = {row[0]: (row[1], row[2]) for row in table(text("docs/format.md"), "columns")}
     part = holdfast.Shard(torch.ones(5, 2), (5, 2), (None, 0), position=0)
-    holdfast.save({"w": part, "x": torch.ones(1)}, tmp_path, no_dist=True)
+    holdfast.save({"w": part, "x": torch.ones(1)}, tmp_path, job=holdfast.Job(no_dist=True))
     (file,) = (tmp_path / "data").iterdir()
     data = file.read_bytes()
     whole = header_of(str(file))
@@ -293,7 +297,7 @@ def test_numbers_on_the_page() -> None:
             rng.choice([1, 2, 3, 100, 4096, 5_000_001]) * rng.randrange(1, 900),
             rng.randrange(2, 3000),
         )
-        assert block_size(row * rows, row) == rule(row * rows, row)
+        assert block_sizes(np.asarray([row * rows]), np.asarray([row]))[0] == rule(row * rows, row)
 
 
 def test_the_embedded_index_is_an_index(page: Space, saved: str, tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ import torch
 
 import holdfast
 from holdfast import errors, huggingface
-from holdfast.cli import COMMANDS, cli
-from holdfast.groups.session.exit_bound import EXIT_LATE
-from holdfast.groups.session.shutdown import EXIT_STUCK
+from holdfast._cli import COMMANDS, cli
+from holdfast._groups.ending.bound import EXIT_LATE
+from holdfast._groups.session.shutdown import EXIT_STUCK
+from holdfast._integrations.dcp_arguments import TAKES
 from tests.docs.pages import OURS, PAGES, ROOT, anchors, code, table, text, without_code
 from tests.support.processes import ProcessWorld
 
@@ -121,6 +122,7 @@ def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
         "save",
         "load",
         "Checkpoints",
+        "Job",
         "Options",
         "fetch",
         "session",
@@ -136,8 +138,26 @@ def test_tables_of_arguments(name: str) -> None:
     parameters = inspect.signature(getattr(owner, name)).parameters.values()
     told = [(row[0], row[1]) for row in rows]
     assert told == [
-        (p.name, "" if p.default is inspect.Parameter.empty else repr(p.default)) for p in parameters
+        (
+            p.name,
+            "" if p.default is inspect.Parameter.empty else repr(p.default).replace("<factory>", "Options()"),
+        )
+        for p in parameters
     ]
+
+
+def test_the_table_of_what_torch_dcps_arguments_do() -> None:
+    rows = {
+        row[0]: [re.findall(r"\w+", cell) for cell in row[1:]]
+        for row in table(text("docs/api.md"), "dcp arguments")
+    }
+    kinds = {
+        name: kind for taken in TAKES.values() for kinds in taken.values() for name, kind in kinds.items()
+    }
+    assert rows == {
+        name.rpartition(".")[2]: [list(kind.honoured), list(kind.moot), list(kind.refused)]
+        for name, kind in kinds.items()
+    }
 
 
 def error_names() -> set[str]:

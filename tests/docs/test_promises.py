@@ -2,62 +2,199 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import os
 import random
+import signal
+import socket
+import sys
 import threading
 import time
+from collections.abc import Set
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import holdfast
+from holdfast._roster.memory import MemoryRoster
+from holdfast._roster.process import _status, children_of, sockets
+from holdfast._torch_private import default_store, tcp_store
 from holdfast.errors import CorruptCheckpoint, HoldfastError
-from holdfast.roster.memory import MemoryRoster
+from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
+from tests.support.waiting import wait_until
 
 
-def ours() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if thread.name.startswith("holdfast")}
+def surroundings() -> dict[str, Any]:
+    """What of this process a call might change outside of itself."""
+    calls = (sys.exit, os._exit, sys.excepthook, threading.excepthook, sys.unraisablehook, dist.barrier)
+    return {
+        "threads": sorted(os.listdir("/proc/self/task")),
+        "descriptors": descriptors(),
+        "children": children_of(os.getpid()),
+        "calls": [*calls, dist.all_gather_object, dist.init_process_group, SystemExit.__dict__["code"]],
+        "handlers": [signal.getsignal(number) for number in range(1, signal.NSIG)],
+        # Those that C code has set, faulthandler among it, are known to the kernel alone.
+        "caught": [_status(os.getpid(), mask) for mask in ("SigCgt", "SigIgn", "SigBlk")],
+        "faulthandler": faulthandler.is_enabled(),
+        "timer": signal.getitimer(signal.ITIMER_REAL),
+    }
 
 
-def descriptors() -> set[str]:
+def settled() -> dict[str, Any]:
+    """What `surroundings` says once nothing moves any more: a world has just begun, and torch opens and closes
+    connections some time after the call that asked for it."""
+    last: list[dict[str, Any]] = []
+
+    def is_still() -> bool:
+        last.append(surroundings())
+        time.sleep(0.3)
+        return len(last) > 1 and last[-1] == last[-2]
+
+    wait_until(is_still, 20.0)
+    return last[-1]
+
+
+def descriptors() -> set[tuple[str, str]]:
+    """Every open descriptor, and what it is: a socket has its number."""
     found = set()
+    of_others = accepted()
     for name in os.listdir("/proc/self/fd"):
-        try:
-            found.add(os.readlink(f"/proc/self/fd/{name}"))
-        except OSError:
-            continue
-    return {target for target in found if target.startswith("/") and not target.startswith("/proc")}
+        with suppress(OSError):  # that of the look itself
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return {entry for entry in found if int(entry[0]) not in of_others}
 
 
-def test_a_call_leaves_nothing_behind(tmp_path: Path) -> None:
-    before, others = descriptors(), ours()
+def accepted() -> set[int]:
+    """The other ends of connections to the store's server, if it is in this process: torch closes them some time
+    after their rank has."""
+    store = tcp_store(default_store()) if dist.is_initialized() else None
+    found = set()
+    for one in sockets():
+        with suppress(OSError, IndexError):
+            # Not by `getpeername`, which fails once the other end has been reset.
+            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if store is not None and one.getsockname()[1] == store.port and not listens:
+                found.add(one.fileno())
+    return found
 
-    def job(roster: MemoryRoster) -> None:
-        run = holdfast.Checkpoints(
-            tmp_path / "run", asynchronous=False, roster=roster, options=holdfast.Options(writer_threads=2)
+
+def changed(before: dict[str, Any], kept: Set[str] = frozenset()) -> dict[str, Any]:
+    """What is not as it was, once what ends has had time to end, but for what may be kept."""
+
+    def others() -> dict[str, Any]:
+        now = surroundings()
+        differ = {name: (before[name], now[name]) for name in now if now[name] != before[name]}
+        if "descriptors" in differ:  # those that are gone, and the new ones
+            was, here = differ["descriptors"]
+            differ["descriptors"] = was - here, here - was
+        return differ
+
+    with suppress(AssertionError):
+        wait_until(lambda: others().keys() == kept, 10.0)
+    return others()
+
+
+def calls(rank: int, folder: str) -> list[dict[str, Any]]:
+    """What calls of each kind leave behind on a rank of a real job."""
+    before, left = settled(), []
+
+    def state() -> dict[str, Any]:
+        return {f"w{rank}": torch.full((100, 100), float(rank)), "step": 1}
+
+    holdfast.save(state(), f"{folder}/plain", job=holdfast.Job(timeout=60))
+    left.append(changed(before))
+    holdfast.load(state(), f"{folder}/plain", job=holdfast.Job(timeout=60))
+    left.append(changed(before))
+    with pytest.raises(HoldfastError):
+        holdfast.load(state(), f"{folder}/nothing", job=holdfast.Job(timeout=60))
+    left.append(changed(before))
+    with holdfast.Checkpoints(
+        f"{folder}/run", asynchronous=False, job=holdfast.Job(options=holdfast.Options(writer_threads=2))
+    ) as run:
+        run.save(1, state())
+        run.restore(state())
+    left.append(changed(before))
+    with holdfast.Checkpoints(f"{folder}/run-beside") as beside:
+        pending = beside.save(1, state())
+        assert pending is not None
+        pending.committed(60)
+    left.append(changed(before))
+    holdfast.async_save(state(), f"{folder}/beside-0", job=holdfast.Job(timeout=60)).committed(60)
+    # The writer process, the connection to it and the copy are kept for the next one, and nothing else.
+    kept = {"children", "descriptors"}
+    assert changed(before, kept).keys() == kept
+    before = settled()
+    for number in (1, 2):
+        holdfast.async_save(state(), f"{folder}/beside-{number}", job=holdfast.Job(timeout=60)).committed(60)
+        left.append(changed(before))
+    return left
+
+
+@pytest.mark.parametrize("store_host", ["launcher", "rank 0"])
+def test_a_call_leaves_nothing_behind_and_patches_nothing(store_host: str, tmp_path: Path) -> None:
+    with ProcessWorld(2, store_host=store_host) as world:
+        assert world.run(calls, str(tmp_path), timeout=120) == [[{}] * 7] * 2
+
+
+def worlds(rank: int, folder: str, sessions: int) -> list[tuple[int, int, int]]:
+    """What `count` says after each of several worlds, which their sessions start and end."""
+    dist.destroy_process_group()
+    found: list[tuple[int, int, int]] = []
+    for number in range(sessions):
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=free_port(f"{folder}/port-{number // 2}", rank),
         )
-        closed.append(run)
-        state = {"w": torch.randn(100, 100, generator=torch.Generator().manual_seed(0)), "step": 1}
-        run.save(1, state)
-        run.restore(state)
-        with pytest.raises(HoldfastError):
-            holdfast.load(state, tmp_path / "nothing", roster=roster)
+        with holdfast.session(backend="gloo", job=holdfast.Job(timeout=60)) as s:
+            dist.all_reduce(torch.ones(1))
+            s.checkpoints(f"{folder}/run").save(number, {"w": torch.ones(10)})
+        assert not dist.is_initialized()
+        del s
+        gc.collect()
+        with suppress(AssertionError):  # what ends has time to
+            wait_until(lambda: found and fits(count(), found[0]), 20.0 if found else 3.0)
+        found.append(count())
+    return found
 
-    closed: list[holdfast.Checkpoints] = []
-    on_ranks(3, job)
-    assert {thread.name for thread in ours() - others} <= {"holdfast-owner"}, (
-        "until close() the run folder is shown to be in use"
-    )
-    for run in closed:
-        run.close()
-    assert ours() <= others
-    assert descriptors() <= before
+
+def count() -> tuple[int, int, int]:
+    """Threads of this process, of them Holdfast's, and descriptors."""
+    ours = sum(thread.name.startswith("holdfast") for thread in threading.enumerate())
+    return len(os.listdir("/proc/self/task")), ours, len(descriptors())
+
+
+def fits(one: tuple[int, ...], first: tuple[int, ...]) -> bool:
+    """Return whether nothing is more than the first time."""
+    return all(now <= then for now, then in zip(one, first, strict=True))
+
+
+def free_port(file: str, rank: int) -> str:
+    """A port that the kernel has chosen for rank 0, and that it tells the others; the same for the same file."""
+    if rank == 0 and not os.path.exists(file):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            Path(file + ".new").write_text(str(server.getsockname()[1]))
+        os.rename(file + ".new", file)
+    wait_until(lambda: os.path.exists(file))
+    return Path(file).read_text()
+
+
+def test_sessions_that_start_worlds_one_after_another_leave_what_the_first_left(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for counts in world.run(worlds, str(tmp_path), 5, timeout=180):
+            assert all(fits(one, counts[0]) for one in counts), counts
+            assert counts[0][1] == 1, "the heart, which answers `holdfast doctor` from then on"
 
 
 def test_a_damaged_step_is_passed_over(tmp_path: Path) -> None:
-    run = holdfast.Checkpoints(tmp_path, asynchronous=False, no_dist=True)
+    run = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True))
     for step in (1, 2):
         run.save(step, {"w": torch.full((1000,), float(step))})
     (data,) = (tmp_path / "step-00000002" / "data").iterdir()
@@ -82,9 +219,11 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     def job(roster: MemoryRoster) -> None:
         part = holdfast.Shard(torch.full((1, 4), float(roster.rank)), (3, 4), (roster.rank, 0))
         time.sleep(0.5 * roster.rank)  # the others wait, and look
-        holdfast.save({"w": part}, tmp_path / "s", roster=roster, timeout=20.0, stall_timeout=3.0)
+        holdfast.save(
+            {"w": part}, tmp_path / "s", job=holdfast.Job(roster=roster, timeout=20.0, stall_timeout=3.0)
+        )
         whole = {"w": torch.zeros(3, 4)}
-        holdfast.load(whole, tmp_path / "s", roster=roster, timeout=20.0, stall_timeout=3.0)
+        holdfast.load(whole, tmp_path / "s", job=holdfast.Job(roster=roster, timeout=20.0, stall_timeout=3.0))
         assert whole["w"][:, 0].tolist() == [0.0, 1.0, 2.0]
 
     on_ranks(3, job)

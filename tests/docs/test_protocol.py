@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.protocol.call import begin_call
-from holdfast.protocol.phases import TRANSITIONS
-from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.memory import Board, MemoryRoster
+from holdfast._protocol.call import begin_call
+from holdfast._protocol.phases import TRANSITIONS
+from holdfast._protocol.task import CollectiveTask
+from holdfast._roster.memory import Board, MemoryRoster
 from tests.docs.pages import ROOT, table, text
 from tests.support.threads import on_ranks
 
@@ -29,8 +29,9 @@ def generator() -> Any:
 
 
 def test_generated_blocks_are_up_to_date() -> None:
+    for name in generator().blocks():
+        assert generator().rewritten(name) == text(f"docs/{name}"), "run: python docs/generate.py"
     page = text("docs/protocol.md")
-    assert generator().rewritten(page) == page, "run: python docs/generate.py"
     assert generator().picture() == text("docs/rounds.svg"), "run: python docs/generate.py"
     for phase, ways in TRANSITIONS.items():
         for other in ways:
@@ -69,10 +70,10 @@ def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
         state = {"w": torch.ones(4), "step": 1}
         if roster.rank == 2:
             state["own"] = torch.zeros(1)  # fingerprints differ, so lists are asked for
-        run = holdfast.Checkpoints(tmp_path, asynchronous=False, roster=roster)
+        run = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(roster=roster))
         run.save(1, state)
         assert run.restore(state) == 1
-        call = begin_call(roster, timeout=60.0, stall_timeout=60.0)
+        call = begin_call(holdfast.Job(roster=roster, timeout=60.0, stall_timeout=60.0))
         CollectiveTask("nothing", "memory:task", call).run()
 
     on_ranks(3, job)
@@ -87,5 +88,9 @@ def test_the_table_of_messages_is_what_ranks_send(tmp_path: Path) -> None:
 
 def test_nothing_stays_after_a_save(tmp_path: Path) -> None:
     board = Board()
-    on_ranks(3, lambda roster: holdfast.save({"w": torch.ones(4)}, tmp_path / "s", roster=roster), board)
+    on_ranks(
+        3,
+        lambda roster: holdfast.save({"w": torch.ones(4)}, tmp_path / "s", job=holdfast.Job(roster=roster)),
+        board,
+    )
     assert {key.partition("/")[0] for key in (*board.messages, *board.counters)} == {"at", "life"}

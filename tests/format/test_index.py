@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._format.columns import Columns, pad, unpad
+from holdfast._format.container import read_header
+from holdfast._format.digest import digest, digest_many
+from holdfast._format.index import FENCE, PAGE, Index, encode
+from holdfast._layout.tensor import OBJECT
 from holdfast.errors import CorruptCheckpoint
-from holdfast.format.columns import Columns, pad, unpad
-from holdfast.format.container import read_header
-from holdfast.format.digest import digest, digest_many
-from holdfast.format.index import FENCE, PAGE, Index, encode
-from holdfast.layout.tensor import OBJECT
 from tests.format.indexes import build, content, everything, many, open_bytes, place_of, random_rows, reader
 
 Row = tuple[str, int, int, tuple[int, ...], int]

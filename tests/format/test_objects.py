@@ -21,8 +21,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._format import objects
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed
-from holdfast.format import objects
 
 
 def there_and_back(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.maintenance.verify import Verified, verify
+from holdfast._maintenance.verify import Verified, verify
 
 FOLDER = Path(__file__).with_name("written_by_dc3f242")
 
@@ -24,7 +24,7 @@ def test_a_checkpoint_of_earlier_code_loads() -> None:
         "deep": {"a": torch.tensor(False), "rng": torch.zeros(6, dtype=torch.uint8)},
         "rank": holdfast.PerRank({"seed": 0}),
     }
-    report = holdfast.load(state, FOLDER, no_dist=True)
+    report = holdfast.load(state, FOLDER, job=holdfast.Job(no_dist=True))
     assert (report.step, report.missing) == (3, ())
     assert torch.equal(state["w"], torch.arange(12.0).reshape(3, 4))
     assert torch.equal(state["half"], torch.ones(5, dtype=torch.bfloat16) / 3)

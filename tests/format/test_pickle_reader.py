@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._format.pickle_reader import BadPickle, PickleReader
+from holdfast._format.torch_dist import read_metadata
 from holdfast.errors import CorruptCheckpoint
-from holdfast.format.pickle_reader import BadPickle, Reader
-from holdfast.format.torch_dist import read_metadata
 from tests.integrations.test_torch_dist import state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
@@ -40,7 +40,7 @@ values = st.recursive(
 def test_plain_values_are_what_pickle_makes_of_them(value: Any, protocol: int) -> None:
     shared = [value, value, [value]]
     data = pickle.dumps(shared, protocol)
-    found = Reader(data).read()
+    found = PickleReader(data).read()
     assert found == pickle.loads(data)
     assert repr(found) == repr(shared), "1 and True, or 0.0 and -0.0, are not the same"
 
@@ -48,12 +48,12 @@ def test_plain_values_are_what_pickle_makes_of_them(value: Any, protocol: int) -
 @given(st.binary(max_size=300), st.integers(3, 5))
 def test_bytes_and_long_text_too(value: bytes, protocol: int) -> None:
     data = pickle.dumps([value, value.hex() * 3], protocol)
-    assert Reader(data).read() == [value, value.hex() * 3]
+    assert PickleReader(data).read() == [value, value.hex() * 3]
 
 
 def test_a_set_is_a_list_in_which_nothing_is_hashed() -> None:
-    assert sorted(Reader(pickle.dumps({1, 2, 3}, 4)).read()) == [1, 2, 3]
-    assert sorted(Reader(pickle.dumps(frozenset([1, 2, 3]), 4)).read()) == [1, 2, 3]
+    assert sorted(PickleReader(pickle.dumps({1, 2, 3}, 4)).read()) == [1, 2, 3]
+    assert sorted(PickleReader(pickle.dumps(frozenset([1, 2, 3]), 4)).read()) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_name_is_known_and_no_key_is_hashed_that_could_cost(value: Any) -> No
     if value is time:
         value = time.sleep
     with pytest.raises(BadPickle, match=r"which is not part of the format|a key in it is"):
-        Reader(pickle.dumps(value, 4)).read()
+        PickleReader(pickle.dumps(value, 4)).read()
 
 
 @pytest.fixture(scope="module")

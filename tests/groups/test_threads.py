@@ -4,15 +4,16 @@ for its timeout."""
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterator
 
 import pytest
 
+from holdfast._groups.audit import doctor
+from holdfast._groups.audit.doctor import ask, serve
+from holdfast._groups.audit.hazards import ProcessFacts
+from holdfast._heart import Heart
+from holdfast._threads import within
 from holdfast.errors import HoldfastError
-from holdfast.groups.audit.doctor import ask, serve
-from holdfast.groups.audit.hazards import ProcessFacts
-from holdfast.threads import within
 from tests.groups import thread_jobs as jobs
 from tests.support.processes import ProcessWorld
 from tests.support.threads import no_more_threads as refused
@@ -41,9 +42,10 @@ def test_what_may_block_is_refused_in_one_sentence(no_more_threads: None) -> Non
 
 
 def test_a_process_without_threads_goes_on_without_its_doctor(
-    no_more_threads: None, caplog: pytest.LogCaptureFixture
+    no_more_threads: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    doctor.stop()  # other tests may have let one serve
+    monkeypatch.setattr(doctor, "heart", Heart())  # that of this process may have its thread already
     serve(lambda: ProcessFacts(os.getpid(), None, None, "", False, (), {}))
     assert ask(os.getpid()) is None
     assert "`holdfast doctor` can't be answered" in caplog.text
-    assert not any(thread.name == "holdfast-doctor" for thread in threading.enumerate())

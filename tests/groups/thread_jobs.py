@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast._groups.lifecycle.open import open_groups
 from holdfast.errors import HoldfastError
-from holdfast.groups.lifecycle.open import open_groups
 from tests.support.threads import TOO_LARGE
 
 STALL = 20.0
@@ -41,7 +41,9 @@ def its_part(rank: int, victim: int) -> tuple[str, float]:
     """The thread on which it does its part of an opening can't be started."""
     stop = _no_threads_from("acting") if rank == victim else lambda: None
     try:
-        return _timed(lambda: open_groups(holdfast.Grid(3, tp=3), timeout=60, stall_timeout=STALL))
+        return _timed(
+            lambda: open_groups(holdfast.Grid(3, tp=3), job=holdfast.Job(timeout=60, stall_timeout=STALL))
+        )
     finally:
         stop()
 
@@ -50,7 +52,7 @@ def its_watch(rank: int, victim: int) -> tuple[str, float]:
     """The threads of its session can't be started."""
 
     def body() -> None:
-        with holdfast.session(timeout=60, stall_timeout=STALL, grace=3):
+        with holdfast.session(job=holdfast.Job(timeout=60, stall_timeout=STALL), grace=3):
             _train_until_it_ends()
 
     stop = _no_threads_from("done") if rank == victim else lambda: None
@@ -64,7 +66,7 @@ def its_end(rank: int, victim: int) -> tuple[str, float]:
     """It fails when it can start no thread any more."""
 
     def body() -> None:
-        with holdfast.session(timeout=60, stall_timeout=STALL, grace=3):
+        with holdfast.session(job=holdfast.Job(timeout=60, stall_timeout=STALL), grace=3):
             dist.all_reduce(torch.ones(1))
             if rank == victim:
                 threading.stack_size(TOO_LARGE)
@@ -82,6 +84,6 @@ def _train_until_it_ends() -> None:
 HOW = {"its part": its_part, "its watch": its_watch, "its end": its_end}
 SAID = {
     "its part": "'holdfast-groups' could not be started",
-    "its watch": "'holdfast-session-ask' could not be started",
+    "its watch": "'holdfast-heart' could not be started",
     "its end": "the loss of rank 1 is not a number",
 }

@@ -12,9 +12,9 @@ import torch
 
 import holdfast
 from holdfast import Options, PerRank, Shard
+from holdfast._format.columns import Columns
+from holdfast._format.index import Index, encode
 from holdfast.errors import HoldfastError
-from holdfast.format.columns import Columns
-from holdfast.format.index import Index, encode
 
 SHAPE = (96, 40)
 
@@ -55,12 +55,12 @@ def blank() -> dict[str, Any]:
 
 def write(folder: Path) -> None:
     """Several data files, small enough that a flip hits each kind of byte."""
-    holdfast.save(values(), folder, step=17, options=Options(max_file_bytes=60_000))
+    holdfast.save(values(), folder, step=17, job=holdfast.Job(options=Options(max_file_bytes=60_000)))
 
 
 def read(folder: Path) -> dict[str, Any]:
     state = blank()
-    holdfast.load(state, folder, timeout=30)
+    holdfast.load(state, folder, job=holdfast.Job(timeout=30))
     return state
 
 

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 from holdfast import Options
+from holdfast._format import objects
+from holdfast._format.container import encode_header
+from holdfast._format.limits import DATA_HEADER_BYTES
+from holdfast._integrations.torch_dist import import_torch_dist
+from holdfast._io.file_writer import CHUNKS_PER_FILE, split_files
+from holdfast._plan.shard_table import PlannedRows, SavePlan
 from holdfast.errors import BadInput, CorruptCheckpoint
-from holdfast.format import objects
-from holdfast.format.container import encode_header
-from holdfast.format.limits import DATA_HEADER_BYTES
-from holdfast.integrations.torch_dist import import_torch_dist
-from holdfast.io.file_writer import CHUNKS_PER_FILE, split_files
-from holdfast.plan.shard_table import Planned, SavePlan
 from tests.hostile import forged
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
@@ -69,7 +69,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str,
     root = tmp_path_factory.mktemp("forged")
     made = places(root)
     run = root / "run"
-    holdfast.save({"w": [1]}, run / "step-00000001", step=1, no_dist=True)
+    holdfast.save({"w": [1]}, run / "step-00000001", step=1, job=holdfast.Job(no_dist=True))
     forged.with_index_header(run / "step-00000002", 1 << 30)
     forged.with_large_object(run / "step-00000003", 10 << 30)
     told = forged.outcomes({name: place for name, (place, _) in made.items()} | {"restore": run})
@@ -146,8 +146,8 @@ def test_a_header_that_no_reader_takes_is_not_written() -> None:
 def test_a_rank_with_more_chunks_than_a_header_lists_writes_several_files() -> None:
     count = 2 * CHUNKS_PER_FILE + 5
     numbers = np.ones(count, np.int64)
-    chunks = Planned(numbers, numbers[:, None], numbers[:, None], numbers, numbers)
-    plan = SavePlan(1, chunks, Planned(*(column[:0] for column in chunks)), np.zeros(0, bool))
+    chunks = PlannedRows(numbers, numbers[:, None], numbers[:, None], numbers, numbers)
+    plan = SavePlan(1, chunks, PlannedRows(*(column[:0] for column in chunks)), np.zeros(0, bool))
     cuts = split_files(plan, Options())
     assert cuts == [
         (0, CHUNKS_PER_FILE),

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._format.container import read_header
 from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted
-from holdfast.format.container import read_header
 from tests.hostile.checkpoint import columns_of, is_right, outcome, read, snapshot, write
 
 

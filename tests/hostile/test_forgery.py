@@ -22,11 +22,11 @@ import torch
 from click.testing import CliRunner
 
 import holdfast
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._format import objects
+from holdfast._format.columns import Columns
+from holdfast._format.digest import digest, digest_many
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed, NotCommitted, StorageError
-from holdfast.format import objects
-from holdfast.format.columns import Columns
-from holdfast.format.digest import digest, digest_many
 from tests.hostile.checkpoint import columns_of, forge, is_right, outcome, read, rows_of, snapshot, write
 
 

@@ -22,11 +22,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from holdfast._format import objects, torch_dist
+from holdfast._format.digest import digest
+from holdfast._format.index import encode
+from holdfast._format.tensor_archive import Chunk, ChunkLocation, locate
 from holdfast.errors import CorruptCheckpoint, HoldfastError, LoadFailed
-from holdfast.format import objects, torch_dist
-from holdfast.format.digest import digest
-from holdfast.format.index import encode
-from holdfast.format.tensor_archive import Chunk, Member, locate
 from tests.format.indexes import build, everything
 from tests.integrations.test_torch_dist import state
 
@@ -123,7 +123,9 @@ def test_metadata_of_dcp(change: Change, tmp_path: Path) -> None:
 
     def read(data: bytes) -> None:
         found = torch_dist.read_metadata(data, "it")
-        torch_dist.to_columns(found, [[Member(0, 1, 0, False) for _ in entry.chunks] for entry in found])
+        torch_dist.to_columns(
+            found, [[ChunkLocation(0, 1, 0, False) for _ in entry.chunks] for entry in found]
+        )
 
     returned, refused = count(partial(read, change(rng.choice(good), rng)) for _ in range(3000))
     assert returned > 100

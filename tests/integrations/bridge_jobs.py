@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._protocol.job import Job
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.models import Layout, Recipe, build, config_of
 from tests.support.stand_ins import stand_in_for
@@ -60,21 +61,28 @@ def prepare(rank: int, train: int, layout: Layout) -> None:
 
 
 def save_of_some(
-    rank: int, folder: str, train: int, absent: int | None, options: dict[str, Any] | None, limit: float
+    rank: int,
+    folder: str,
+    train: int,
+    absent: int | None,
+    job: Job | None,
+    limit: float,
+    spanned: int | None = None,
 ) -> tuple[str, float]:
-    """What the ranks that train get from `save_megatron_model`; `options` None: stock, whose own timeout is
-    `limit` seconds."""
+    """What the ranks that train get from `save_megatron_model`.
+
+    job: that of `install`; None: stock, whose own timeout is `limit` seconds. spanned: ranks that Megatron's
+    groups contain; default those that train.
+    """
     import holdfast
 
-    if options is not None:
-        holdfast.install(
-            **{"timeout": 30, "stall_timeout": limit, "session": False, "warm_up": False, **options}
-        )
+    if job is not None:
+        holdfast.install(warm_up=False, session=False, job=job)
     layout = Layout(tp=2, ep=2)
-    prepare(rank, train, layout)
+    prepare(rank, spanned or train, layout)
     from megatron.bridge.training import model_load_save
 
-    if options is None:
+    if job is None or job.timeout == limit:  # ours is never shorter than stock's
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)
     if rank >= train or rank == absent:
         return "takes no part", 0.0

@@ -1,5 +1,19 @@
 """Programs that call `install()`, each in a process of its own: what is imported when is the point."""
 
+import contextlib
+import io
+import sys
+import types
+
+
+def said_by(rank: int, program: str) -> str:
+    """What a program prints in a rank, which finds megatron-core imported and the default process group made."""
+    module = sys.modules["program"] = types.ModuleType("program")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(program, vars(module))
+    return said.getvalue()
+
+
 EARLY = """
 import sys
 import holdfast
@@ -26,28 +40,19 @@ print("done")
 """
 
 LATE = """
-import functools, logging, sys, types
+import sys, types
 from tests.integrations.megatron.cpu import use_cpu
 use_cpu()
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import load, save
 user = types.ModuleType("user"); user.save = save; user.other = load; sys.modules["user"] = user
-class Trainer:
-    def __init__(self): self.saver = save
-trainer = Trainer()
-partial = functools.partial(load, strict=False)
-def make():
-    bound = save
-    def go(): return bound
-    return go
-closure = make()
-logging.basicConfig(stream=sys.stdout, format="%(message)s")
 import holdfast
 holdfast.install(session=False)
-assert user.save is dist_checkpointing.save and user.save is not closure()
+assert user.save is dist_checkpointing.save is not save.holdfast_original
 assert user.other is dist_checkpointing.load
+original = save.holdfast_original
 holdfast.uninstall()
-assert user.save is closure() and user.other is partial.func
+assert user.save is dist_checkpointing.save is save is original
 print("done")
 """
 
@@ -55,8 +60,6 @@ TOO_LATE = """
 import logging, sys
 from tests.integrations.megatron.cpu import use_cpu
 use_cpu()
-import torch.distributed as dist
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 from megatron.core import parallel_state
 parallel_state.initialize_model_parallel()
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
@@ -94,6 +97,6 @@ from tests.integrations.megatron.cpu import use_cpu
 use_cpu()
 from megatron.core import dist_checkpointing
 print(hasattr(dist_checkpointing.save, "holdfast_original"))
-holdfast.install(session=False, timeout=7)
+holdfast.install(session=False, job=holdfast.Job(timeout=7))
 print(hasattr(dist_checkpointing.load, "holdfast_original"))
 """

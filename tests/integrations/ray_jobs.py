@@ -6,9 +6,10 @@ from __future__ import annotations
 import os
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tests.integrations.megatron.models import Layout
+if TYPE_CHECKING:
+    from tests.integrations.megatron.models import Layout
 
 
 class Trainer:
@@ -17,10 +18,12 @@ class Trainer:
     `install()` is its first line; sessions and the warm-up of groups are on, as by default.
     """
 
-    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+    def __init__(self, rank: int, timeout: float, stall_timeout: float, nearest_rng: bool = False) -> None:
         import holdfast
 
-        holdfast.install(**options)
+        holdfast.install(
+            nearest_rng=nearest_rng, job=holdfast.Job(timeout=timeout, stall_timeout=stall_timeout)
+        )
         import torch
 
         from tests.integrations.verl_jobs import import_verl

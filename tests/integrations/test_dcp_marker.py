@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import holdfast
 import holdfast.dcp as dcp
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._format.names import MARKER
 from holdfast.errors import NotCommitted
-from holdfast.format.marker import MARKER
 from tests.integrations.test_torch_dist import empty, same, state
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.integrations.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
-from holdfast.integrations.patching import Replacement
-from holdfast.integrations.settings import Settings
+from holdfast._integrations.frameworks import FRAMEWORKS, TELLING_APART, Framework, replacements_of
+from holdfast._integrations.patching import Replacement
+from holdfast._integrations.settings import Settings
 
 NOT_IN = {
     # since megatron-core 0.17, Megatron-Bridge 0.4, or where Megatron-FSDP comes as its own package

@@ -13,6 +13,7 @@ import pytest
 import holdfast
 from holdfast.errors import BadInput
 from tests.integrations import install_jobs
+from tests.support.processes import ProcessWorld
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +36,7 @@ def python(program: str, *args: str, env: dict[str, str] | None = None, expect: 
 def run(*args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """The command line, in a new process."""
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", "from holdfast.cli import main; main()", *args],
+        [sys.executable, "-W", "ignore", "-c", "from holdfast._cli import main; main()", *args],
         env={**os.environ, **(env or {})},
         cwd=ROOT,
         text=True,
@@ -50,16 +51,13 @@ def test_before_the_framework_is_imported() -> None:
 
 
 def test_after_functions_were_bound_elsewhere() -> None:
-    said = python(install_jobs.LATE)
-    assert said.endswith("done\n")
-    assert "serialization.save was bound before install()" in said
-    assert "an instance of __main__.Trainer" in said
-    assert "the closure __main__.make.<locals>.go" in said
-    assert "a functools.partial" in said
+    with ProcessWorld(1) as world:
+        assert world.run(install_jobs.said_by, install_jobs.LATE)[0].endswith("done\n")
 
 
 def test_after_groups_were_made_one_sentence_says_so() -> None:
-    said = python(install_jobs.TOO_LATE).splitlines()
+    with ProcessWorld(1) as world:
+        said = world.run(install_jobs.said_by, install_jobs.TOO_LATE)[0].splitlines()
     assert [line for line in said if "process groups" in line] == [
         "install() came after megatron-core has made its process groups: they are not warmed up, and no session "
         "watches them. Call install() before initialize_model_parallel, or holdfast.warm_up() now."
@@ -71,9 +69,9 @@ def test_bad_input() -> None:
     with pytest.raises(BadInput, match="verk is not known"):
         holdfast.install("verk")
     with pytest.raises(BadInput, match="timeout"):
-        holdfast.install(timeout=-1)
+        holdfast.install(job=holdfast.Job(timeout=-1))
     with pytest.raises(BadInput, match="host_memory_budget"):
-        holdfast.install(host_memory_budget=0)
+        holdfast.install(job=holdfast.Job(options=holdfast.Options(host_memory_budget=0)))
     assert holdfast.installed() == []
 
 
@@ -116,7 +114,7 @@ def test_run_prints_the_variables_for_launchers() -> None:
     done = run("run", "--env", "--timeout", "60", "--framework", "verl")
     lines = dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines())
     assert Path(lines["PYTHONPATH"].strip("'").split(os.pathsep)[0], "sitecustomize.py").exists()
-    assert json.loads(lines["HOLDFAST_INSTALL"].strip("'"))["timeout"] == 60.0
+    assert json.loads(lines["HOLDFAST_INSTALL"].strip("'"))["job"]["timeout"] == 60.0
 
 
 @pytest.mark.parametrize(

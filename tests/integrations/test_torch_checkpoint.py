@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import holdfast
-from holdfast.format.names import INDEX
+from holdfast._format.names import INDEX
 
 HERE = "tests.integrations.test_torch_checkpoint"
 
@@ -44,7 +44,9 @@ class Trainer:
 @pytest.fixture(autouse=True)
 def installed() -> Any:
     names = ("save", "save_in_background", "load", "load_old", "save_by_position", "load_by_position")
-    holdfast.install("torch-dcp", guard=[f"{HERE}.Trainer.{name}" for name in names], timeout=60)
+    holdfast.install(
+        "torch-dcp", guard=[f"{HERE}.Trainer.{name}" for name in names], job=holdfast.Job(timeout=60)
+    )
     yield
     holdfast.uninstall()
 
@@ -79,7 +81,7 @@ def test_the_deprecated_load_and_names_that_are_not_there(tmp_path: Path) -> Non
     Trainer().load_old(back, FileSystemReader(tmp_path / "a"), lenient)
     assert torch.equal(back["w"], torch.arange(4.0))
     assert torch.equal(back["new"], torch.full((2,), 7.0))
-    with pytest.raises(holdfast.HoldfastError, match="new"):
+    with pytest.raises(holdfast.errors.HoldfastError, match="new"):
         Trainer().load_old(back, FileSystemReader(tmp_path / "a"), dcp.DefaultLoadPlanner())
 
 

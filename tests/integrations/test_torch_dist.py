@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
+from holdfast._integrations.torch_dist import import_torch_dist
+from holdfast._io import open_files
+from holdfast._maintenance.inspect import explain
+from holdfast._store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
-from holdfast.integrations.torch_dist import import_torch_dist
-from holdfast.io import open_checkpoint
-from holdfast.maintenance.inspect import explain
-from holdfast.store.local import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # DCP's own
 
@@ -182,7 +182,7 @@ def test_more_files_than_may_be_open(imported: bool, tmp_path: Path, monkeypatch
         open_now.append(open_data_files(folder))
         return reader
 
-    monkeypatch.setattr(open_checkpoint, "OPEN_FILES", most)
+    monkeypatch.setattr(open_files, "OPEN_FILES", most)
     monkeypatch.setattr(LocalStore, "open", counted)
     found = empty()
     if imported:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.maintenance.diff import compare
+from holdfast._maintenance.diff import compare
 from tests.integrations.megatron.models import Layout
 from tests.integrations.verl_jobs import save_and_load, save_without
 from tests.support.processes import ProcessWorld
@@ -16,13 +16,14 @@ from tests.support.processes import ProcessWorld
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="verl imports transformers"
 )
-HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=4)
+RANKS, ABSENT = 4, 3
+HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=2)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("verl") / "global_step_1" / "actor"
-    with ProcessWorld(8, preload="verl") as world:
+    with ProcessWorld(RANKS, preload="verl") as world:
         losses = world.run(save_and_load, HOME, str(folder), None, {}, timeout=200)
     return folder, losses[0]
 
@@ -37,7 +38,7 @@ def test_the_folder_is_verls_own(saved: tuple[Path, list[float]]) -> None:
 
 def test_it_loads_and_training_goes_on_as_before(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder, losses = saved
-    with ProcessWorld(8, preload="verl") as world:
+    with ProcessWorld(RANKS, preload="verl") as world:
         found = world.run(save_and_load, HOME, str(tmp_path / "a"), str(folder), {}, timeout=200)
     assert found[0] == losses
     for part in ("model", "optimizer"):
@@ -50,9 +51,9 @@ def test_another_layout_takes_the_generators_of_the_nearest_rank(
     saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     folder, losses = saved
-    with ProcessWorld(8, preload="verl") as world, pytest.raises(Exception, match="nearest_rng"):
+    with ProcessWorld(RANKS, preload="verl") as world, pytest.raises(Exception, match="nearest_rng"):
         world.run(save_and_load, OTHER, str(tmp_path / "a"), str(folder), {}, timeout=200)
-    with ProcessWorld(8, preload="verl") as world:
+    with ProcessWorld(RANKS, preload="verl") as world:
         found = world.run(
             save_and_load, OTHER, str(tmp_path / "b"), str(folder), {"nearest_rng": True}, timeout=200
         )
@@ -61,12 +62,12 @@ def test_another_layout_takes_the_generators_of_the_nearest_rank(
 
 def test_a_rank_that_never_comes_is_named(tmp_path: Path) -> None:
     """And the next step is saved by all, that rank among them."""
-    with ProcessWorld(8, preload="verl") as world:
-        found = world.run(save_without, str(tmp_path), 5, timeout=200)
+    with ProcessWorld(RANKS, preload="verl") as world:
+        found = world.run(save_without, str(tmp_path), ABSENT, timeout=200)
     for rank, (said, took, after) in enumerate(found):
-        if rank != 5:
+        if rank != ABSENT:
             assert said.startswith("RankFailed")
-            assert "rank 5" in said
+            assert f"rank {ABSENT}" in said
             assert "MegatronCheckpointManager.save_checkpoint" in said
             assert took < 10
         assert after == "saved"

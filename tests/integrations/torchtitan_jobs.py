@@ -72,18 +72,18 @@ class Run:
         return losses
 
 
-def install(**options: Any) -> None:
+def install(stall_timeout: float = 30) -> None:
     import holdfast
 
     logging.disable(logging.WARNING)
-    holdfast.install(timeout=60, **options)
+    holdfast.install(job=holdfast.Job(timeout=60, stall_timeout=stall_timeout))
 
 
 def save(rank: int, folder: str, async_mode: str) -> tuple[list[float], list[str]]:
     """The losses after a save, and what is guarded."""
     import holdfast
 
-    install(stall_timeout=30)
+    install()
     run = Run(folder, async_mode)
     run.train(2)
     assert run.manager.save(2)
@@ -93,7 +93,7 @@ def save(rank: int, folder: str, async_mode: str) -> tuple[list[float], list[str
 
 
 def load(rank: int, folder: str) -> list[float]:
-    install(stall_timeout=30)
+    install()
     run = Run(folder, "disabled")
     assert run.manager.load()
     assert run.progress.step == 2
@@ -102,7 +102,7 @@ def load(rank: int, folder: str) -> list[float]:
 
 def save_without(rank: int, folder: str, absent: int) -> tuple[str, float]:
     """One rank never comes to the save."""
-    install(stall_timeout=2)
+    install(2)
     run = Run(folder, "disabled")
     run.train(1)
     begun = time.monotonic()

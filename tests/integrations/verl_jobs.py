@@ -77,7 +77,7 @@ def save_and_load(
     import holdfast
 
     os.environ["RANK"] = str(rank)
-    holdfast.install(warm_up=False, session=False, timeout=60, stall_timeout=30, **options)
+    holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=60, stall_timeout=30), **options)
     import_verl()
     with training(layout, SMALL, seed=3) as run:
         manager = manager_of(run, CONTENTS)
@@ -95,7 +95,7 @@ def save_without(rank: int, folder: str, absent: int) -> tuple[str, float, str]:
     import holdfast
 
     os.environ["RANK"] = str(rank)
-    holdfast.install(warm_up=False, session=False, timeout=30, stall_timeout=2)
+    holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=30, stall_timeout=2))
     import_verl()
     with training(Layout(tp=2, ep=2), SMALL, seed=3) as run:
         manager = manager_of(run, CONTENTS)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._layout.box import Box, from_flat_range, whole
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box, from_flat_range, whole
 
 SPAN = 7
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._layout.grid import AXES, DENSE, EXPERT, Grid
 from holdfast.errors import BadInput
-from holdfast.layout.grid import AXES, DENSE, EXPERT, Grid
 
 
 @st.composite

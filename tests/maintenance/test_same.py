@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._maintenance.same import MOST_BOXES
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -24,11 +27,12 @@ from holdfast.errors import (
     NotCommitted,
     RankFailed,
     ReplicaMismatch,
+    StorageError,
 )
-from holdfast.maintenance.same import MOST_BOXES
+from tests.store.faults import FOREVER, Faults
 from tests.support.threads import on_ranks
 
-MARKED = holdfast.Options(fingerprint=True)
+PLAIN, MARKED = holdfast.Options(), holdfast.Options(fingerprint=True)
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
@@ -42,7 +46,9 @@ def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, tor
     }
 
 
-def spread(state: dict[str, torch.Tensor], folder: Path, ranks: int, **how: Any) -> Path:
+def spread(
+    state: dict[str, torch.Tensor], folder: Path, ranks: int, options: holdfast.Options = PLAIN
+) -> Path:
     """Saved by several ranks, each tensor cut along its longest axis, unevenly."""
 
     def job(roster: Any) -> None:
@@ -62,7 +68,9 @@ def spread(state: dict[str, torch.Tensor], folder: Path, ranks: int, **how: Any)
             part = tensor.narrow(axis, low, high - low)
             mine[name] = holdfast.Shard(part, offset=offset, global_shape=tuple(tensor.shape))
         mine["optimizer"] = {"step": roster.rank, "w": torch.full((2,), float(ranks))}
-        holdfast.save(mine, folder, roster=roster, exclude=["optimizer.step"], **how)
+        holdfast.save(
+            mine, folder, job=holdfast.Job(roster=roster, options=options), exclude=["optimizer.step"]
+        )
 
     on_ranks(ranks, job)
     return folder
@@ -74,7 +82,7 @@ def changed(state: dict[str, torch.Tensor], name: str, *place: int) -> dict[str,
     return other
 
 
-@pytest.mark.parametrize("options", [MARKED, holdfast.Options()], ids=["fingerprints", "read"])
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
 @pytest.mark.parametrize("marked", ["a", "both"])
 def test_layouts_do_not_matter(tmp_path: Path, options: holdfast.Options, marked: str) -> None:
     state = weights()
@@ -87,7 +95,7 @@ def test_layouts_do_not_matter(tmp_path: Path, options: holdfast.Options, marked
     assert found.bytes_read == (0 if options.fingerprint else size)  # of the one that has none
 
 
-@pytest.mark.parametrize("options", [MARKED, holdfast.Options()], ids=["fingerprints", "read"])
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
 @pytest.mark.parametrize(
     ("name", "place"), [("experts", (4, 9, 13)), ("head", (0, 0)), ("norm", (18,)), ("scale", ())]
 )
@@ -144,6 +152,65 @@ def test_another_dtype_is_compared_in_the_less_exact_one(tmp_path: Path) -> None
     assert [one.name for one in holdfast.same(other, a).different] == ["norm"]
 
 
+def test_rounding_is_told_and_what_a_dtype_holds_exactly_is_not(tmp_path: Path) -> None:
+    exact = {"a": torch.tensor([1.0, 0.1]), "b": torch.tensor([1.0, 2.0]), "c": torch.tensor([float("inf")])}
+    holdfast.save(exact, tmp_path / "exact", job=holdfast.Job(no_dist=True))
+    holdfast.save(
+        {name: value.bfloat16() for name, value in exact.items()},
+        tmp_path / "bf16",
+        job=holdfast.Job(no_dist=True),
+    )
+    found = holdfast.same(tmp_path / "exact", tmp_path / "bf16")
+    assert found.same
+    assert found.converted == ("a", "b", "c")
+    assert found.rounded == {"a": "bfloat16"}
+    said = CliRunner().invoke(cli, ["same", str(tmp_path / "bf16"), str(tmp_path / "exact")])
+    assert said.exit_code == 0
+    assert "Rounded for this: 'a' to bfloat16." in said.output
+
+
+LOST = {
+    "infinite": (1e5, torch.float16, "become infinite"),
+    "zero": (1e-9, torch.float16, "become zero"),
+    "infinite in bfloat16": (3.4e38, torch.bfloat16, "become infinite"),
+    "zero in bfloat16": (1e-45, torch.bfloat16, "become zero"),
+}
+
+
+@pytest.mark.parametrize("options", [MARKED, PLAIN], ids=["fingerprints", "read"])
+@pytest.mark.parametrize("case", LOST)
+def test_a_cast_that_lost_a_value_is_a_difference(
+    tmp_path: Path, case: str, options: holdfast.Options
+) -> None:
+    value, dtype, words = LOST[case]
+    exact = torch.ones(4, 6)
+    exact[2, 3] = value
+    holdfast.save(
+        {"w": exact, "b": exact[0]}, tmp_path / "a", job=holdfast.Job(no_dist=True, options=options)
+    )
+    less = {"w": exact.to(dtype), "b": exact[0].to(dtype)}
+    holdfast.save(less, tmp_path / "b", job=holdfast.Job(no_dist=True, options=options))
+    for a, b in (("a", "b"), ("b", "a")):
+        found = holdfast.same(tmp_path / a, tmp_path / b, where=True)
+        assert not found.same
+        (one,) = found.different
+        assert one.name == "w"
+        assert words in (one.b if b == "b" else one.a)
+        assert one.boxes == (((2, 3), (1, 1)),)
+        assert not holdfast.same(tmp_path / a, tmp_path / b).same
+    said = CliRunner().invoke(cli, ["same", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert said.exit_code == 1
+    assert words in " ".join(said.output.split())
+
+
+def test_a_live_state_knows_that_a_cast_to_its_dtype_lost_a_value(tmp_path: Path) -> None:
+    exact = torch.tensor([1.0, 1e6])
+    holdfast.save({"w": exact}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    live = holdfast.fingerprint({"w": exact.half()}, job=holdfast.Job(no_dist=True))
+    (one,) = holdfast.same(live, tmp_path / "a").different
+    assert "become infinite" in one.a
+
+
 def test_a_checkpoint_of_torch_dcp_and_a_folder_of_safetensors(tmp_path: Path) -> None:
     state = {name: tensor for name, tensor in weights().items() if name != "none"}
     a = spread(state, tmp_path / "a", 3, options=MARKED)
@@ -177,7 +244,7 @@ def test_a_live_state_has_the_fingerprints_of_its_checkpoints(tmp_path: Path, ra
             ),
             "optimizer": {"x": torch.full((3,), float(roster.rank))},
         }
-        return holdfast.fingerprint(mine, roster=roster, timeout=30, stall_timeout=10)
+        return holdfast.fingerprint(mine, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
 
     told = on_ranks(ranks, job)
     assert all(one == told[0] for one in told)
@@ -193,21 +260,24 @@ def test_a_live_state_has_the_fingerprints_of_its_checkpoints(tmp_path: Path, ra
 
 def test_ranks_that_hold_different_things_are_told() -> None:
     def uneven(roster: Any) -> Any:
-        return holdfast.fingerprint({"w": torch.full((4,), float(roster.rank))}, roster=roster, timeout=30)
+        return holdfast.fingerprint(
+            {"w": torch.full((4,), float(roster.rank))}, job=holdfast.Job(roster=roster, timeout=30)
+        )
 
     def differing(roster: Any) -> Any:
         state = {"w": torch.full((4,), float(roster.rank)), f"own {roster.rank}": torch.ones(1)}
-        return holdfast.fingerprint(state, roster=roster, timeout=30)
+        return holdfast.fingerprint(state, job=holdfast.Job(roster=roster, timeout=30))
 
     def partial(roster: Any) -> Any:
         return holdfast.fingerprint(
             {"w": holdfast.Shard(torch.ones(2), offset=(2 * roster.rank,), global_shape=(6,))},
-            roster=roster,
-            timeout=30,
+            job=holdfast.Job(roster=roster, timeout=30),
         )
 
     def shapes(roster: Any) -> Any:
-        return holdfast.fingerprint({"w": torch.ones(4 + roster.rank)}, roster=roster, timeout=30)
+        return holdfast.fingerprint(
+            {"w": torch.ones(4 + roster.rank)}, job=holdfast.Job(roster=roster, timeout=30)
+        )
 
     with pytest.raises(ReplicaMismatch, match="Ranks 0 and 1 hold different elements of 'w'"):
         on_ranks(2, differing)
@@ -223,16 +293,77 @@ def test_bad_places_are_one_sentence(tmp_path: Path) -> None:
     a = spread(weights(), tmp_path / "a", 1)
     with pytest.raises(NotCommitted, match="nothing"):
         holdfast.same(a, tmp_path / "nothing")
-    holdfast.save({"optimizer": {"w": torch.ones(2)}}, tmp_path / "b", no_dist=True)
+    holdfast.save({"optimizer": {"w": torch.ones(2)}}, tmp_path / "b", job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match="holds no weights"):
         holdfast.same(a, tmp_path / "b")
-    told = [holdfast.fingerprint(weights(dtype=dtype), no_dist=True) for dtype in (torch.float32, torch.half)]
+    told = [
+        holdfast.fingerprint(weights(dtype=dtype), job=holdfast.Job(no_dist=True))
+        for dtype in (torch.float32, torch.half)
+    ]
     with pytest.raises(BadInput, match="are of one dtype"):
         holdfast.same(*told)
     (file,) = (tmp_path / "a" / "data").iterdir()
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CorruptCheckpoint):
         holdfast.same(a, spread(weights(), tmp_path / "c", 2))
+
+
+def lose(folder: Path, other: Path) -> None:
+    for path in (folder / "data").iterdir():
+        path.unlink()
+
+
+def lose_the_end(folder: Path, other: Path) -> None:
+    path = max((folder / "data").iterdir())
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def take_the_index_of_another(folder: Path, other: Path) -> None:
+    shutil.copy(other / "index.safetensors", folder)
+
+
+def take_a_file_of_another(folder: Path, other: Path) -> None:
+    """Of the same size, under this one's name."""
+    for mine, theirs in zip(sorted(folder.glob("data/*")), sorted(other.glob("data/*")), strict=True):
+        shutil.copy(theirs, mine)
+
+
+def break_the_seal(folder: Path, other: Path) -> None:
+    path = max((folder / "data").iterdir())
+    path.write_bytes(path.read_bytes()[:-8] + b"8 bytes.")
+
+
+@pytest.mark.parametrize(
+    "spoil", [lose, lose_the_end, take_the_index_of_another, take_a_file_of_another, break_the_seal]
+)
+def test_fingerprints_of_data_that_is_not_there_are_not_believed(tmp_path: Path, spoil: Any) -> None:
+    a = spread(weights(), tmp_path / "a", 2, options=MARKED)
+    b = spread(weights(), tmp_path / "b", 2, options=MARKED)
+    assert holdfast.same(a, b).same
+    spoil(b, a)
+    for places in ((a, b), (b, a)):
+        with pytest.raises(CorruptCheckpoint, match=str(b)):
+            holdfast.same(*places)
+    assert CliRunner().invoke(cli, ["same", str(a), str(b)]).exit_code == 2
+
+
+def test_data_that_can_not_be_read_now_is_not_told_as_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = spread(weights(), tmp_path / "a", 1, options=MARKED)
+    faults = Faults(monkeypatch, a / "data")
+    faults.arm(errno.EIO, 1, FOREVER, only=("pread",))
+    with pytest.raises(StorageError, match="Input/output error"):
+        holdfast.same(a, a)
+
+
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_patterns_are_a_list(tmp_path: Path, argument: str) -> None:
+    a = spread(weights(), tmp_path / "a", 1)
+    with pytest.raises(BadInput, match=f"{argument} takes a list of patterns, not the text 'e[*]'"):
+        holdfast.same(a, a, **{argument: "e*"})
+    with pytest.raises(BadInput, match=f"{argument} must be a list"):
+        holdfast.same(a, a, **{argument: [1]})
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -250,7 +381,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.io.raw_read.slabs.__defaults__", (256,))
+    monkeypatch.setattr("holdfast._io.raw_read.slabs.__defaults__", (256,))
     state = weights()
     a = spread(state, tmp_path / "a", 2, options=MARKED)
     b = spread(changed(state, "experts", 5, 9, 13), tmp_path / "b", 3)
@@ -260,9 +391,9 @@ def test_large_tensors_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_asynchronous_saves_note_fingerprints_too(tmp_path: Path) -> None:
     state = weights()
-    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, options=MARKED)
+    pending = holdfast.async_save(state, tmp_path / "a", job=holdfast.Job(no_dist=True, options=MARKED))
     pending.committed(60)
-    found = holdfast.same(tmp_path / "a", holdfast.fingerprint(state, no_dist=True))
+    found = holdfast.same(tmp_path / "a", holdfast.fingerprint(state, job=holdfast.Job(no_dist=True)))
     assert found.same
     assert found.bytes_read == 0
 
@@ -291,11 +422,11 @@ def test_a_thread_that_can_not_be_started_changes_no_fingerprint(
 def test_a_gap_behind_an_overlap_is_told() -> None:
     def overlapping(roster: Any) -> Any:
         part = holdfast.Shard(torch.ones(2), offset=(roster.rank,), global_shape=(4,))
-        return holdfast.fingerprint({"w": part}, roster=roster, timeout=30)
+        return holdfast.fingerprint({"w": part}, job=holdfast.Job(roster=roster, timeout=30))
 
     def second_copies(roster: Any) -> Any:
         part = holdfast.Shard(torch.ones(4), offset=(0,), global_shape=(4,), replica=(1, 2))
-        return holdfast.fingerprint({"w": part}, roster=roster, timeout=30)
+        return holdfast.fingerprint({"w": part}, job=holdfast.Job(roster=roster, timeout=30))
 
     with pytest.raises(CoverageError, match=r"overlap from index \[1\] on"):
         on_ranks(2, overlapping)
@@ -305,9 +436,9 @@ def test_a_gap_behind_an_overlap_is_told() -> None:
 
 def test_boxes_that_are_told_are_few(tmp_path: Path) -> None:
     state = {"w": torch.zeros(1000, 2)}
-    holdfast.save(state, tmp_path / "a", no_dist=True)
+    holdfast.save(state, tmp_path / "a", job=holdfast.Job(no_dist=True))
     state["w"][::2] = 1
-    holdfast.save(state, tmp_path / "b", no_dist=True)
+    holdfast.save(state, tmp_path / "b", job=holdfast.Job(no_dist=True))
     (one,) = holdfast.same(tmp_path / "a", tmp_path / "b", where=True).different
     assert len(one.boxes) == MOST_BOXES
     assert one.boxes[1] == ((2, 0), (1, 2))
@@ -331,14 +462,14 @@ def test_a_rank_that_does_not_come_is_named_and_the_next_call_is_as_ever() -> No
         state = weights()
         if roster.rank == 0:
             with pytest.raises(RankFailed, match="rank 1"):
-                holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=1.0)
+                holdfast.fingerprint(state, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=1.0))
             failed.set()
         assert failed.wait(30)
         # The rank that was missed hears of it first, as in any call.
         try:
-            return holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=10)
+            return holdfast.fingerprint(state, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
         except HoldfastError:
-            return holdfast.fingerprint(state, roster=roster, timeout=30, stall_timeout=10)
+            return holdfast.fingerprint(state, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=10))
 
     told = on_ranks(2, job)
-    assert told[0] == told[1] == holdfast.fingerprint(weights(), no_dist=True)
+    assert told[0] == told[1] == holdfast.fingerprint(weights(), job=holdfast.Job(no_dist=True))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import CODE_OF, TensorSpec
-from holdfast.plan.shard_table import Planned, ShardTable
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import CODE_OF, TensorSpec
+from holdfast._plan.shard_table import PlannedRows, ShardTable
 
 
 class NoMemory:
@@ -32,6 +32,6 @@ def holding(
     return table
 
 
-def boxes_of(plan: Planned, row: int) -> tuple[np.ndarray, np.ndarray]:
+def boxes_of(plan: PlannedRows, row: int) -> tuple[np.ndarray, np.ndarray]:
     mine = plan.row == row
     return plan.offset[mine], plan.size[mine]

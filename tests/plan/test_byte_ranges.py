@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.layout.box import Box, cut, union
-from holdfast.plan.byte_ranges import ByteRange, _joined, _runs
+from holdfast._layout.box import Box, cut, union
+from holdfast._plan.byte_ranges import ByteRange, _joined, _runs
 
 
 @st.composite

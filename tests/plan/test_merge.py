@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._format.columns import Columns, pad
+from holdfast._format.digest import digest_many
+from holdfast._format.index import encode
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import CODE_OF, OBJECT
+from holdfast._plan.agreement import check_vanished
+from holdfast._plan.merge import Merger
 from holdfast.errors import CoverageError, ReplicaMismatch, Vanished
-from holdfast.format.columns import Columns, pad
-from holdfast.format.digest import digest_many
-from holdfast.format.index import encode
-from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import CODE_OF, OBJECT
-from holdfast.plan.merge import Merger, check_vanished
 from tests.format.indexes import content, open_bytes
 from tests.support.boxes import split, tiles
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._format.digest import block_sizes
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import TensorSpec
+from holdfast._options import Options
+from holdfast._plan.replicas import shares
+from holdfast._plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
+from holdfast._plan.shard_table import ShardTable, contiguous_at, describe
 from holdfast.errors import BadInput
-from holdfast.format.digest import block_size
-from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import TensorSpec
-from holdfast.options import Options
-from holdfast.plan.replicas import shares
-from holdfast.plan.save import PANEL_CHUNK, PANEL_ROW, plan_save
-from holdfast.plan.shard_table import ShardTable, contiguous_at, describe
 from tests.plan.shard_tables import NoMemory, boxes_of, holding
 from tests.support.boxes import tiles
 
@@ -160,7 +160,7 @@ def test_widest_elements_come_first_so_that_all_is_aligned(rows: list[tuple[list
         plan.block.tolist(), plan.nbytes.tolist(), plan.size.tolist(), strict=True
     ):
         first = next((s for s in size if s > 1), 1)
-        assert block == block_size(nbytes, nbytes // first)
+        assert block == block_sizes(np.asarray([nbytes]), np.asarray([nbytes // first]))[0]
 
 
 def test_a_plan_of_nothing() -> None:

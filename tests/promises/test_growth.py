@@ -13,17 +13,18 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._protocol.call import begin_call
+from holdfast._protocol.task import CollectiveTask
+from holdfast._roster.torch_store import TorchRoster
+from holdfast._values import Message
 from holdfast.errors import HoldfastError
-from holdfast.protocol.call import begin_call
-from holdfast.protocol.task import CollectiveTask
-from holdfast.roster.torch_store import TorchRoster
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
 
 WARM, ROUNDS = 5, 25
 
 
-# -- 33: keys ---------------------------------------------------------------------------------
+# -- keys ---------------------------------------------------------------------------------
 
 
 def test_the_message_store_does_not_grow(tmp_path: Path) -> None:
@@ -45,9 +46,9 @@ def keys_after(folder: Path, rounds: int) -> int:
 
     def job(plain: Any) -> None:
         roster = TorchRoster(store, plain.rank, 3)
-        how = {"roster": roster, "timeout": 60.0, "stall_timeout": 30.0}
-        checkpoints = holdfast.Checkpoints(folder, keep=2, asynchronous=False, **how)
-        beside = holdfast.Checkpoints(f"{folder}-beside", keep=1, on_busy="skip", **how)
+        asked = holdfast.Job(roster=roster, timeout=60.0, stall_timeout=30.0)
+        checkpoints = holdfast.Checkpoints(folder, keep=2, asynchronous=False, job=asked)
+        beside = holdfast.Checkpoints(f"{folder}-beside", keep=1, on_busy="skip", job=asked)
         for step in range(rounds):
             # Names that differ from rank to rank are settled one by one, a message a rank.
             state = {"w": torch.full((4,), float(step)), f"own{plain.rank}": torch.ones(2)}
@@ -56,11 +57,13 @@ def keys_after(folder: Path, rounds: int) -> int:
             pending = beside.save(step, state)
             assert pending is not None
             pending.committed(60)
-            CollectiveTask("turn", "memory:turn", begin_call(**how)).run()
+            CollectiveTask("turn", "memory:turn", begin_call(asked)).run()
             with pytest.raises(HoldfastError):
-                holdfast.load({"w": torch.zeros(5)}, checkpoints.store.child(f"step-{step:08d}").url, **how)
+                holdfast.load(
+                    {"w": torch.zeros(5)}, checkpoints.store.child(f"step-{step:08d}").url, job=asked
+                )
             with pytest.raises(HoldfastError):
-                holdfast.save({f"bad{plain.rank}": lambda: 0}, folder / "bad", **how)
+                holdfast.save({f"bad{plain.rank}": lambda: 0}, folder / "bad", job=asked)
         beside.close()
         checkpoints.close()
 
@@ -68,7 +71,36 @@ def keys_after(folder: Path, rounds: int) -> int:
     return int(store.num_keys())
 
 
-# -- 34: what `close` gives back --------------------------------------------------------------
+class Recorded(CollectiveTask):
+    """A task that keeps what ranks have contributed."""
+
+    def contribute(self) -> Message:
+        return {"mine": 1}
+
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        heard = list(contributions.values())
+        return {rank: {"heard": heard} for rank in contributions}
+
+    def execute(self, answer: Message) -> Message:
+        self.heard = answer["heard"]
+        return {}
+
+
+def test_a_task_after_a_failed_call_gets_what_ranks_contribute_and_no_more() -> None:
+    """Their first message after it also lists the calls that were abandoned."""
+
+    def job(plain: Any) -> Any:
+        call = holdfast.Job(roster=plain, timeout=60.0)
+        with pytest.raises(HoldfastError):
+            holdfast.save({f"bad{plain.rank}": lambda: 0}, "memory-of-nothing", job=call)
+        task = Recorded("a task", "memory:task", begin_call(call))
+        task.run()
+        return task.heard
+
+    assert on_ranks(2, job) == [[{"mine": 1}, {"mine": 1}]] * 2
+
+
+# -- what `close` gives back --------------------------------------------------------------
 
 
 def footprint() -> tuple[int, int, int]:
@@ -86,7 +118,7 @@ def link(fd: str) -> str:
 
 
 def test_close_gives_everything_back(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.ones(4)}, tmp_path / "before", no_dist=True)
+    holdfast.save({"w": torch.ones(4)}, tmp_path / "before", job=holdfast.Job(no_dist=True))
     gc.collect()
     before, threads = footprint(), set(threading.enumerate())
     checkpoints = holdfast.Checkpoints(tmp_path / "run", in_flight=2, keep=2)
@@ -122,7 +154,7 @@ def test_checkpoints_that_are_dropped_give_everything_back_once_their_last_save_
     assert footprint() == before
 
 
-# -- 35: a second life ------------------------------------------------------------------------
+# -- a second life ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("store_host", ["launcher", "rank 0"])
@@ -135,14 +167,14 @@ def test_a_second_process_group_begins_anew(tmp_path: Path, store_host: str) -> 
 def two_lives_job(rank: int, folder: str, store_host: str) -> bool:
     import torch.distributed as dist
 
-    from holdfast.torch_private import default_store
+    from holdfast._torch_private import default_store
 
-    how = {"timeout": 30.0, "stall_timeout": 20.0}
+    job = holdfast.Job(timeout=30.0, stall_timeout=20.0)
     store = default_store() if store_host == "launcher" else None
     while store is not None and hasattr(store, "underlying_store"):
         store = store.underlying_store  # the launcher's, which stays; gloo needs keys of its own in it
     with pytest.raises(HoldfastError):
-        holdfast.save({f"own{rank}": lambda: 0}, f"{folder}/a", **how)
+        holdfast.save({f"own{rank}": lambda: 0}, f"{folder}/a", job=job)
     dist.barrier()
     dist.destroy_process_group()
     gc.collect()
@@ -158,8 +190,8 @@ def two_lives_job(rank: int, folder: str, store_host: str) -> bool:
                 waited.wait(0.02)
             store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("second life", store), rank=rank, world_size=2)
-    holdfast.save({f"own{rank}": torch.ones(3)}, f"{folder}/a", **how)
+    holdfast.save({f"own{rank}": torch.ones(3)}, f"{folder}/a", job=job)
     found = {f"own{rank}": torch.zeros(3)}
-    holdfast.load(found, f"{folder}/a", **how)
+    holdfast.load(found, f"{folder}/a", job=job)
     dist.barrier()
     return bool((found[f"own{rank}"] == 1).all())

@@ -16,10 +16,11 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._format.names import OWNER
+from holdfast._roster.process import this_process
+from holdfast._run import owner
+from holdfast._run.owner import Owner
 from holdfast.errors import Conflict
-from holdfast.format.names import OWNER
-from holdfast.run import owner
-from holdfast.run.owner import Owner
 from tests.support.waiting import wait_until
 
 JOB = """
@@ -160,12 +161,12 @@ def test_a_later_start_of_the_same_job_takes_over_at_once(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run-7")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     elsewhere(tmp_path, name="torchrun run-7")
-    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, timeout=1.0)
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(timeout=1.0))
     if taken:
         checkpoints.save(1, {"w": torch.ones(3)})
         checkpoints.close()
     else:
-        with pytest.raises(holdfast.HoldfastError):
+        with pytest.raises(holdfast.errors.HoldfastError):
             checkpoints.save(1, {"w": torch.ones(3)})
         assert checkpoints.steps() == []
 
@@ -195,3 +196,30 @@ def test_a_damaged_owner_file_stops_nobody(tmp_path: Path) -> None:
     with holdfast.Checkpoints(tmp_path, asynchronous=False) as checkpoints:
         checkpoints.save(1, {"w": torch.ones(3)})
         assert checkpoints.steps() == [1]
+
+
+def here(run: Path, **said: Any) -> None:
+    """Another job, in this very process."""
+    me = this_process(0)
+    where = {"host": me.host, "machine": me.machine, "pid": me.pid, "started": me.started}
+    elsewhere(run, **{**where, **said})
+
+
+def test_a_live_owner_is_not_taken_over_by_a_job_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(tmp_path, name="torchrun 7")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True))
+    with pytest.raises(Conflict, match="belongs to another job that is at work"):
+        checkpoints.save(1, {"w": torch.ones(1)})
+
+
+def test_a_folder_is_taken_back_once_who_took_it_has_ended(tmp_path: Path) -> None:
+    with holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True)) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1)})
+        with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+            here(tmp_path, pid=ended.pid, started="0")
+        checkpoints.save(2, {"w": torch.ones(1)})
+        assert json.loads((tmp_path / OWNER).read_text())["pid"] == os.getpid()

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import holdfast
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, Vanished
 
 STATE = {"w": torch.ones(3)}
 
@@ -19,21 +20,61 @@ STATE = {"w": torch.ones(3)}
 @pytest.mark.parametrize("notes", [torch.ones(2), {"a": {1, 2}}, {"deep": {("a", "b"): 1}}])
 def test_notes_that_are_no_json(tmp_path: Path, notes: Any) -> None:
     with pytest.raises(BadInput, match=re.escape("notes= must be a JSON value")):
-        holdfast.save(STATE, tmp_path / "a", no_dist=True, notes=notes)
+        holdfast.save(STATE, tmp_path / "a", job=holdfast.Job(no_dist=True), notes=notes)
     assert not (tmp_path / "a").exists()
 
 
 @pytest.mark.parametrize("step", [np.int64(7), np.uint8(7), torch.tensor(7)])
 def test_an_integer_of_any_library_is_a_step(tmp_path: Path, step: Any) -> None:
-    holdfast.save(STATE, tmp_path / "a", no_dist=True, step=step)
-    assert holdfast.load({"w": torch.zeros(3)}, tmp_path / "a", no_dist=True).step == 7
+    holdfast.save(STATE, tmp_path / "a", job=holdfast.Job(no_dist=True), step=step)
+    assert holdfast.load({"w": torch.zeros(3)}, tmp_path / "a", job=holdfast.Job(no_dist=True)).step == 7
     with holdfast.Checkpoints(tmp_path / "run", asynchronous=False) as checkpoints:
         checkpoints.save(step, STATE)
         assert checkpoints.steps() == [7]
         assert checkpoints.restore({"w": torch.zeros(3)}, step) == 7
 
 
-@pytest.mark.parametrize("step", [1.5, np.float64(1.0), "7", True, np.bool_(True), -1, torch.ones(2)])
+@pytest.mark.parametrize("step", [1.5, np.float64(1.0), "7", True, np.bool_(True), -1, 10**18, torch.ones(2)])
 def test_what_is_no_step(tmp_path: Path, step: Any) -> None:
+    with pytest.raises(BadInput, match=r"step must be a whole number from 0 on, below 1e\+18"):
+        holdfast.save(STATE, tmp_path / "a", job=holdfast.Job(no_dist=True), step=step)
     with pytest.raises(BadInput, match="step must be a whole number from 0 on"):
-        holdfast.save(STATE, tmp_path / "a", no_dist=True, step=step)
+        holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).save(step, STATE)
+
+
+WRONG: dict[str, Any] = {
+    "on_failure": lambda at: holdfast.Checkpoints(at, on_failure=None),  # type: ignore[arg-type]
+    "host_memory_budget must be a whole number of at least 1, not '1G'": lambda at: holdfast.Options(
+        host_memory_budget="1G"  # type: ignore[arg-type]
+    ),
+    "retries must be a whole number of at least 0, not -1": lambda at: holdfast.Options(retries=-1),
+    "participants=0": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(participants=0)),  # type: ignore[arg-type]
+    "participants='0'": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(participants="0")),  # type: ignore[arg-type]
+    r"participants=\['0'\]": lambda at: holdfast.Checkpoints(at, job=holdfast.Job(participants=["0"])),
+    r"participants=\[0.0\]": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(participants=[0.0])),
+    "grid must be": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(grid={"tp": 2})),  # type: ignore[arg-type]
+    "participants='x'": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(participants="x")),  # type: ignore[arg-type]
+    "roster='x'": lambda at: holdfast.save(STATE, at / "s", job=holdfast.Job(roster="x")),  # type: ignore[arg-type]
+    "model must be": lambda at: holdfast.get_state_dict(STATE),  # type: ignore[arg-type]
+    "optimizers must be": lambda at: holdfast.get_state_dict(nn.Linear(2, 2), "adam"),  # type: ignore[arg-type]
+    "options must be": lambda at: holdfast.save(
+        STATE, at / "s", job=holdfast.Job(options={"check_replicas": "off"})
+    ),
+    "job must be": lambda at: holdfast.save(STATE, at / "s", job={"timeout": 5}),  # type: ignore[arg-type]
+    "expected must be": lambda at: holdfast.save(STATE, at / "s", expected=5),  # type: ignore[arg-type]
+    "exclude must be": lambda at: holdfast.load(dict(STATE), at, exclude=[1]),  # type: ignore[list-item]
+    "include must be": lambda at: holdfast.save(STATE, at / "s", include=[1]),  # type: ignore[list-item]
+}
+
+
+def test_expected_may_be_an_iterator(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "s", expected=(name for name in ("w",)))
+    with pytest.raises(Vanished, match="'gone'"):
+        holdfast.save(STATE, tmp_path / "s", expected=iter(["gone"]))
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_an_argument_of_the_wrong_type_is_one_sentence(words: str, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=words):
+        WRONG[words](tmp_path)
+    assert not any(tmp_path.iterdir())

@@ -13,16 +13,17 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.deadline import Deadline
+from holdfast._deadline import Deadline, Limits
+from holdfast._protocol.core import save_steps
+from holdfast._protocol.effects import Context, Look
+from holdfast._protocol.liveness import QUOTED, PeerMonitor
+from holdfast._protocol.messages import Final
+from holdfast._protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
+from holdfast._protocol.runner import Cancel, perform
+from holdfast._roster.beacon import Presence
+from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._roster.presence import Seen
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError, RankFailed, StorageError
-from holdfast.protocol.core import save_steps
-from holdfast.protocol.effects import Context, Get
-from holdfast.protocol.liveness import QUOTED, PeerMonitor
-from holdfast.protocol.messages import Final
-from holdfast.protocol.phases import CHOICE_TRANSITIONS, LOAD_TRANSITIONS, TRANSITIONS, Transitions
-from holdfast.protocol.runner import Cancel, perform
-from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.roster.presence import Presence
 from tests.support.faults import Faults
 from tests.support.simulate import SimulatedClock, World
 from tests.support.simulated_work import SimulatedSave
@@ -47,7 +48,7 @@ def test_tables_are_whole(table: Transitions) -> None:
 
 
 def test_an_illegal_step_changes_nothing() -> None:
-    at = Context(0, (0,), "k", "t", Deadline(1.0), 1.0)
+    at = Context(0, (0,), "k", "t", Deadline(1.0))
     with pytest.raises(AssertionError, match="no way from 'entered' to 'committed'"):
         at.enter("committed")
     assert at.phase == "entered"
@@ -78,7 +79,7 @@ def state(rank: int) -> dict[str, Any]:
 
 def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A write that never returns: the call comes back at its deadline, and can't commit later."""
-    from holdfast.store.local import LocalWriter
+    from holdfast._store.local import LocalWriter
 
     release = threading.Event()
     real = LocalWriter.write_at
@@ -94,7 +95,9 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
     begun = time.monotonic()
     found = ranks(
         3,
-        lambda roster: holdfast.save(state(roster.rank), place, roster=roster, timeout=60, stall_timeout=1.5),
+        lambda roster: holdfast.save(
+            state(roster.rank), place, job=holdfast.Job(roster=roster, timeout=60, stall_timeout=1.5)
+        ),
     )
     took = time.monotonic() - begun
     release.set()
@@ -109,13 +112,13 @@ def test_a_rank_stuck_in_storage_is_given_up(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_lone_rank_stuck_past_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.store.local import LocalWriter
+    from holdfast._store.local import LocalWriter
 
     release = threading.Event()
     monkeypatch.setattr(LocalWriter, "write_at", lambda self, start, buffers: release.wait(60))
     begun = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="its call into storage or a callback does not return"):
-        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", timeout=1.0, no_dist=True)
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", job=holdfast.Job(timeout=1.0, no_dist=True))
     assert time.monotonic() - begun < 1.0 + SLACK
     release.set()
 
@@ -129,7 +132,7 @@ def test_errors_of_a_users_state_reach_everyone(tmp_path: Path) -> None:
 
     def job(roster: MemoryRoster) -> Any:
         held: dict[str, Any] = {"model": Broken()} if roster.rank == 2 else {"w": torch.zeros(2)}
-        return holdfast.save(held, tmp_path / "s", roster=roster, timeout=10)
+        return holdfast.save(held, tmp_path / "s", job=holdfast.Job(roster=roster, timeout=10))
 
     for error in ranks(3, job):
         assert isinstance(error, HoldfastError)
@@ -138,11 +141,13 @@ def test_errors_of_a_users_state_reach_everyone(tmp_path: Path) -> None:
 
 
 def test_one_ranks_failed_load_is_everyones(tmp_path: Path) -> None:
-    holdfast.save({"weight": torch.zeros(4)}, tmp_path / "s", no_dist=True)
+    holdfast.save({"weight": torch.zeros(4)}, tmp_path / "s", job=holdfast.Job(no_dist=True))
 
     def job(roster: MemoryRoster) -> Any:
         name = "weight" if roster.rank else "weigth"
-        return holdfast.load({name: torch.zeros(4)}, tmp_path / "s", roster=roster, timeout=10)
+        return holdfast.load(
+            {name: torch.zeros(4)}, tmp_path / "s", job=holdfast.Job(roster=roster, timeout=10)
+        )
 
     found = ranks(3, job)
     assert len({(type(error), str(error)) for error in found}) == 1
@@ -152,8 +157,10 @@ def test_one_ranks_failed_load_is_everyones(tmp_path: Path) -> None:
 
 def test_what_was_given_up_leaves_no_thread(tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    holdfast.save({"w": torch.zeros(4)}, tmp_path / "s", no_dist=True)
-    found = ranks(3, lambda roster: holdfast.save(state(roster.rank), tmp_path / "t", roster=roster))
+    holdfast.save({"w": torch.zeros(4)}, tmp_path / "s", job=holdfast.Job(no_dist=True))
+    found = ranks(
+        3, lambda roster: holdfast.save(state(roster.rank), tmp_path / "t", job=holdfast.Job(roster=roster))
+    )
     assert not any(isinstance(result, BaseException) for result in found)
     wait_for_threads(before)
 
@@ -161,32 +168,35 @@ def test_what_was_given_up_leaves_no_thread(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"timeout": 0}, "timeout must be a positive"),
-        ({"timeout": float("inf")}, "timeout must be a positive"),
-        ({"stall_timeout": -1}, "stall_timeout must be a positive"),
-        ({"participants": [0, 0]}, "must be different ranks"),
-        ({"participants": [5]}, "of a world of 1"),
-        ({"participants": []}, "must be different ranks"),
+        ({"job": {"timeout": 0}}, "timeout must be a positive"),
+        ({"job": {"timeout": float("inf")}}, "timeout must be a positive"),
+        ({"job": {"stall_timeout": -1}}, "stall_timeout must be a positive"),
+        ({"job": {"participants": [0, 0]}}, "must be different ranks"),
+        ({"job": {"participants": [5]}}, "of a world of 1"),
+        ({"job": {"participants": []}}, "must be different ranks"),
         ({"step": -1}, "step must be a whole number"),
         ({"step": 1.5}, "step must be a whole number"),
         ({"include": "model"}, "takes a list of patterns"),
         ({"include": ["nothing.*"]}, "no name in the state matches 'nothing.*'"),
         ({"expected": "everything"}, "expected='everything'"),
-        ({"checkpoint_id": "elsewhere"}, "Give the folder once"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path: Path, how: dict[str, Any], words: str) -> None:
+    def save(job: dict[str, Any] | None = None, **others: Any) -> None:
+        made = holdfast.Job(no_dist=True, **(job or {}))
+        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", job=made, **others)
+
     with pytest.raises(BadInput, match=re.escape(words)):
-        holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", no_dist=True, **how)
+        save(**how)
     assert not (tmp_path / "s" / "index.safetensors").exists()
 
 
 def test_overwrite_can_be_refused(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", no_dist=True)
+    holdfast.save({"w": torch.zeros(3)}, tmp_path / "s", job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match="overwrite=False"):
-        holdfast.save({"w": torch.ones(3)}, tmp_path / "s", no_dist=True, overwrite=False)
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "s", job=holdfast.Job(no_dist=True), overwrite=False)
     back = {"w": torch.ones(3)}
-    holdfast.load(back, tmp_path / "s", no_dist=True)
+    holdfast.load(back, tmp_path / "s", job=holdfast.Job(no_dist=True))
     assert back["w"].tolist() == [0.0] * 3
 
 
@@ -200,7 +210,7 @@ def test_many_processes_without_a_process_group_are_refused(
 
 def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> None:
     """Ranks that do not share a file system: the committer can't see what rank 1 wrote."""
-    from holdfast.saving import commit
+    from holdfast._saving import commit
 
     places = {0: tmp_path / "a", 1: tmp_path / "b"}
     for place in places.values():
@@ -208,11 +218,11 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
     short = commit.VISIBLE_WITHIN
     commit.VISIBLE_WITHIN = 0.5
     try:
-        from holdfast.protocol.call import begin_call
-        from holdfast.saving.job import SaveJob
-        from holdfast.saving.request import SaveRequest
-        from holdfast.state.flatten import flatten
-        from holdfast.store.local import LocalStore
+        from holdfast._protocol.call import begin_call
+        from holdfast._saving.job import SaveJob
+        from holdfast._saving.request import SaveRequest
+        from holdfast._state.flatten import flatten
+        from holdfast._store.local import LocalStore
 
         def job(roster: MemoryRoster) -> Any:
             store = LocalStore(places[roster.rank])
@@ -220,7 +230,7 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
             request = SaveRequest(
                 store=store,
                 collect=lambda rank: flatten(state(rank), rank),
-                call=begin_call(roster, timeout=10, stall_timeout=5),
+                call=begin_call(holdfast.Job(roster=roster, timeout=10, stall_timeout=5)),
                 step=1,
             )
             return SaveJob(request).run()
@@ -239,14 +249,14 @@ def test_a_file_of_another_rank_that_never_shows_is_named(tmp_path: Path) -> Non
 def test_at_the_deadline_all_who_are_missing_are_counted(world: int) -> None:
     """Of a large world the messages of a part are looked at, and the others count all the same."""
     clock = SimulatedClock()
-    context = Context(0, tuple(range(world)), "site/0.0", "choice", Deadline(1.0, clock), 60.0)
-    monitor = PeerMonitor(context)
+    context = Context(0, tuple(range(world)), "site/0.0", "choice", Deadline(1.0, clock))
+    monitor = PeerMonitor(context, "enter")
     clock.time = 2.0
-    look = monitor.look(list(range(1, world)), "enter")
+    look = monitor.look(list(range(1, world)))
     asked = next(look)
-    assert isinstance(asked, Get)
+    assert isinstance(asked, Look)
     with pytest.raises(DeadlineExceeded) as raised:
-        look.send([None] * len(asked.keys))
+        look.send({rank: Seen() for rank in asked.ranks})
     said = str(raised.value)
     assert f"waited for {f'{world - 1} ranks' if world > 2 else 'rank 1'} to enter: rank " in said
     more = world - 1 - QUOTED
@@ -264,11 +274,11 @@ def test_a_cancel_while_the_index_is_refused_leaves_a_plain_failure() -> None:
             return super().publish()
 
     faults = Faults(publish="refused")
-    world = World(0, 1, 10.0, 5.0, same_host=True, faults=faults, rng=random.Random(0))
-    context = Context(0, (0,), "site/0.0", "save of x", Deadline(60.0), 30.0)
+    world = World(0, 1, 10.0, False, Limits(), same_host=True, faults=faults, rng=random.Random(0))
+    context = Context(0, (0,), "site/0.0", "save of x", Deadline(60.0))
     steps = save_steps(context, CancelledWhilePublishing(world, 0, 0, "attempt"))
     with pytest.raises(StorageError, match=r"Publishing failed: Input/output error"):
-        perform(steps, roster, Presence(roster, "save of x", 1.0), cancel)
+        perform(steps, roster, Presence(roster, "save of x"), cancel)
     assert context.phase == "failed"
     (final,) = roster.get([context.final_key])
     assert final is not None

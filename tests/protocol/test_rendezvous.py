@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.deadline import Deadline
+from holdfast._deadline import Deadline
+from holdfast._protocol.effects import Context, Steps
+from holdfast._protocol.messages import Outcome, abandoned_by, from_roster, to_message
+from holdfast._protocol.phases import CHOICE_TRANSITIONS
+from holdfast._protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
+from holdfast._protocol.runner import Cancel, perform
+from holdfast._roster.beacon import Presence
+from holdfast._roster.memory import Board, MemoryRoster
 from holdfast.errors import HoldfastError, from_message
-from holdfast.protocol.effects import Context, Steps
-from holdfast.protocol.messages import Outcome, abandoned_by, from_roster, to_message
-from holdfast.protocol.phases import CHOICE_TRANSITIONS
-from holdfast.protocol.rendezvous import SWEEP_AFTER, CallSignature, History, history_of, leave, meet
-from holdfast.protocol.runner import Cancel, perform
-from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.roster.presence import Presence
 from holdfast.testing.clock import ManualClock
 
 BOTH = (0, 1)
@@ -31,7 +31,7 @@ class Rank:
         self.history = history_of(self.roster, world)
 
     def _do(self, steps: Steps) -> Any:
-        return perform(steps, self.roster, Presence(self.roster, "test", 1.0), Cancel())
+        return perform(steps, self.roster, Presence(self.roster, "test"), Cancel())
 
     def enter(self, kind: str = "load", **arguments: object) -> Context:
         site = CallSignature(kind, "memory:run", arguments, self.world)
@@ -41,7 +41,6 @@ class Rank:
             "",
             kind,
             Deadline(60.0, self.clock),
-            5.0,
             transitions=CHOICE_TRANSITIONS,
         )
         self.attempt = self._do(meet(at, site, self.history))

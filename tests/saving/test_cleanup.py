@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._roster.memory import MemoryRoster
 from holdfast.errors import HoldfastError, ReplicaMismatch, StorageError
-from holdfast.roster.memory import MemoryRoster
 from tests.protocol.test_protocol import ranks
 from tests.store.faults import FOREVER, Faults
 
@@ -36,12 +36,12 @@ def let_sweeps_end() -> None:
 
 def save(place: Path, rank: int = 0, roster: MemoryRoster | None = None, **how: Any) -> object:
     state = {f"own{rank}": torch.full((3,), float(rank)), "step": 1}
-    return holdfast.save(state, place, roster=roster or MemoryRoster(), timeout=30, **how)
+    return holdfast.save(state, place, job=holdfast.Job(roster=roster or MemoryRoster(), timeout=30), **how)
 
 
 def test_saves_that_fail_leave_no_empty_folders(tmp_path: Path, full: Full) -> None:
     full()
-    with holdfast.Checkpoints(tmp_path / "run", asynchronous=False, no_dist=True) as run:
+    with holdfast.Checkpoints(tmp_path / "run", asynchronous=False, job=holdfast.Job(no_dist=True)) as run:
         for step in range(100):
             with pytest.raises(StorageError, match="No space left"):
                 run.save(step, {"w": torch.zeros(3)})
@@ -55,7 +55,9 @@ def test_an_asynchronous_save_that_fails_leaves_no_empty_folder(
     faults = Faults(monkeypatch, tmp_path)
     faults.arm(errno.ENOSPC, 1, FOREVER, only=("write",))
     with pytest.raises(StorageError, match="No space left"):
-        holdfast.async_save({"w": torch.zeros(3)}, tmp_path / "run" / "step", no_dist=True).committed(60)
+        holdfast.async_save(
+            {"w": torch.zeros(3)}, tmp_path / "run" / "step", job=holdfast.Job(no_dist=True)
+        ).committed(60)
     let_sweeps_end()
     assert os.listdir(tmp_path / "run") == []
 
@@ -73,7 +75,7 @@ def test_ranks_that_had_written_leave_no_empty_folder(tmp_path: Path) -> None:
 
     def job(roster: MemoryRoster) -> object:
         state = {f"own{roster.rank}": torch.zeros(3), "w": torch.full((3,), float(roster.rank))}
-        return holdfast.save(state, tmp_path / "run" / "step", roster=roster, timeout=30)
+        return holdfast.save(state, tmp_path / "run" / "step", job=holdfast.Job(roster=roster, timeout=30))
 
     for end in ranks(4, job):
         assert isinstance(end, ReplicaMismatch)
@@ -99,7 +101,9 @@ def test_what_is_to_be_kept_for_a_post_mortem_stays(tmp_path: Path) -> None:
     def job(roster: MemoryRoster) -> object:
         state = {"w": torch.full((3,), float(roster.rank))}
         options = holdfast.Options(keep_failed=True)
-        return holdfast.save(state, tmp_path / "step", roster=roster, timeout=30, options=options)
+        return holdfast.save(
+            state, tmp_path / "step", job=holdfast.Job(roster=roster, timeout=30, options=options)
+        )
 
     assert all(isinstance(end, HoldfastError) for end in ranks(2, job))
     let_sweeps_end()
@@ -120,6 +124,10 @@ def test_a_part_that_can_not_be_begun_takes_the_parts_before_it_along(
     monkeypatch.setattr(os, "open", no_more)
     state = {f"w{at}": torch.zeros(1000) for at in range(4)}
     with pytest.raises(StorageError, match="Too many open files"):
-        holdfast.save(state, tmp_path / "step", no_dist=True, options=holdfast.Options(max_file_bytes=4096))
+        holdfast.save(
+            state,
+            tmp_path / "step",
+            job=holdfast.Job(no_dist=True, options=holdfast.Options(max_file_bytes=4096)),
+        )
     let_sweeps_end()
     assert not (tmp_path / "step").exists()

@@ -13,19 +13,18 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.deadline import Deadline
+from holdfast._deadline import Deadline
+from holdfast._protocol.call import begin_call
+from holdfast._roster.memory import MemoryRoster
+from holdfast._saving import commit
+from holdfast._saving.commit import Commit
+from holdfast._saving.job import SaveJob
+from holdfast._saving.request import SaveRequest
+from holdfast._state.flatten import flatten
+from holdfast._store import filesystem
+from holdfast._store.local import LocalStore
 from holdfast.errors import CommitUnconfirmed, Conflict, HoldfastError, SaveFailed
-from holdfast.protocol.call import begin_call
-from holdfast.roster.memory import MemoryRoster
-from holdfast.saving import commit
-from holdfast.saving.commit import Commit
-from holdfast.saving.job import SaveJob
-from holdfast.saving.request import SaveRequest
-from holdfast.state.flatten import flatten
-from holdfast.store import filesystem
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
-from holdfast.testing import ManualClock
+from holdfast.testing import ManualClock, MemoryStore
 from tests.protocol.test_protocol import ranks
 from tests.store.faults import FOREVER, Faults
 
@@ -54,7 +53,7 @@ def save_on_three(
 
     def save(value: float) -> Callable[[MemoryRoster], Any]:
         return lambda roster: holdfast.save(
-            state(roster.rank, value), place, roster=roster, timeout=30, stall_timeout=20
+            state(roster.rank, value), place, job=holdfast.Job(roster=roster, timeout=30, stall_timeout=20)
         )
 
     first = ranks(3, save(1.0))
@@ -69,7 +68,7 @@ def save_on_three(
 
 def loaded(place: Path) -> float:
     back = state(1, 0.0)
-    holdfast.load(back, place, no_dist=True)
+    holdfast.load(back, place, job=holdfast.Job(no_dist=True))
     assert back["own1"].tolist() == [back["value"]] * 3
     return float(back["value"])
 
@@ -173,11 +172,12 @@ def waiting_commit(
 
     with monkeypatch.context() as patch:
         patch.setattr(Commit, "prepare", prepare)
-        call = begin_call(MemoryRoster(), timeout=60, stall_timeout=60)
+        call = begin_call(holdfast.Job(roster=MemoryRoster(), timeout=60, stall_timeout=60))
         SaveJob(
             SaveRequest(store=store, collect=lambda rank: flatten({"w": torch.ones(4)}, rank), call=call)
         ).run()
-    slow = Delayed(store.files)
+    slow = Delayed()
+    slow.files = store.files
     made = Commit(
         slow, "save", Deadline(1000.0, ManualClock()), {}, None, None, "", lambda name: [], lambda: tick(made)
     )

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import holdfast
 from tests.support.collectives import counted
 
+JOB = holdfast.Job(timeout=60, stall_timeout=20)
 WHOLE = torch.arange(10 * 6.0).view(10, 6)
 ROWS = {
     "even": [(0, 5, 0), (5, 5, 1)],
@@ -57,19 +58,18 @@ def rows_of(value: ShardedTensor) -> None:
 def sharded_round_trip(rank: int, path: str) -> None:
     """Any cut into any other; a plain tensor into a ShardedTensor and the other way round; without a
     collective."""
-    how = {"timeout": 60, "stall_timeout": 20}
     for cut in ROWS:
         saved, targets = sharded(cut, True), [sharded(other, False) for other in ROWS]
         plain = torch.zeros(10, 6)
-        assert counted(lambda: holdfast.save({"w": saved}, f"{path}/{cut}", **how)) == []  # noqa: B023
+        assert counted(lambda: holdfast.save({"w": saved}, f"{path}/{cut}", job=JOB)) == []  # noqa: B023
         for target in targets:
-            assert counted(lambda: holdfast.load({"w": target}, f"{path}/{cut}", **how)) == []  # noqa: B023
+            assert counted(lambda: holdfast.load({"w": target}, f"{path}/{cut}", job=JOB)) == []  # noqa: B023
             rows_of(target)
-        holdfast.load({"w": plain}, f"{path}/{cut}", **how)
+        holdfast.load({"w": plain}, f"{path}/{cut}", job=JOB)
         assert torch.equal(plain, WHOLE)
     chunked = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]), 10, 6)
-    holdfast.save({"w": WHOLE.clone()}, f"{path}/plain", **how)
-    holdfast.load({"w": chunked}, f"{path}/plain", **how)
+    holdfast.save({"w": WHOLE.clone()}, f"{path}/plain", job=JOB)
+    holdfast.load({"w": chunked}, f"{path}/plain", job=JOB)
     rows_of(chunked)
 
 
@@ -80,9 +80,9 @@ def sharded_over_some(rank: int, path: str) -> None:
     pair = groups[rank // 2]
     parts = [Shard.from_tensor_and_offsets(WHOLE[5 * (rank % 2) :][:5].clone(), [5 * (rank % 2), 0], rank)]
     value = ShardedTensor._init_from_local_shards(parts, 10, 6, process_group=pair)
-    holdfast.save({"w": value}, path, timeout=60, stall_timeout=20)
+    holdfast.save({"w": value}, path, job=JOB)
     found = torch.zeros(10, 6)
-    holdfast.load({"w": found}, path, timeout=60, stall_timeout=20)
+    holdfast.load({"w": found}, path, job=JOB)
     assert torch.equal(found, WHOLE)
 
 
@@ -111,18 +111,18 @@ def checkpointable(rank: int, padded: bool, fill: bool) -> torch.Tensor:
 
 def checkpointable_round_trip(rank: int, path: str) -> None:
     saved = checkpointable(rank, True, True)
-    holdfast.save({"w": saved}, path, timeout=60, stall_timeout=20)
+    holdfast.save({"w": saved}, path, job=JOB)
     target = checkpointable(rank, False, False)
-    holdfast.load({"w": target}, path, timeout=60, stall_timeout=20)
+    holdfast.load({"w": target}, path, job=JOB)
     assert torch.equal(target, checkpointable(rank, False, True))
     padded = checkpointable(rank, True, False)
-    holdfast.load({"w": padded}, path, timeout=60, stall_timeout=20)
+    holdfast.load({"w": padded}, path, job=JOB)
     assert torch.equal(padded, saved)  # padding is left as it was
     plain = torch.zeros(10, 6)
-    holdfast.load({"w": plain}, path, timeout=60, stall_timeout=20)
+    holdfast.load({"w": plain}, path, job=JOB)
     assert torch.equal(plain, WHOLE)
     same = with_boxes(WHOLE[:10].clone(), [((0, 0), (0, 0), (10, 6))])  # on both ranks: a replica
-    holdfast.save({"w": same}, f"{path}-same", timeout=60, stall_timeout=20)
+    holdfast.save({"w": same}, f"{path}-same", job=JOB)
 
 
 def wrapped_locals(rank: int, path: str) -> str:
@@ -141,16 +141,16 @@ def wrapped_locals(rank: int, path: str) -> str:
             local, mesh, [Cut(1)], run_check=False, shape=WHOLE.shape, stride=WHOLE.stride()
         )
 
-    holdfast.save({"w": columns(True)}, path, timeout=60, stall_timeout=20)
+    holdfast.save({"w": columns(True)}, path, job=JOB)
     target = columns(False)
-    holdfast.load({"w": target}, path, timeout=60, stall_timeout=20)
+    holdfast.load({"w": target}, path, job=JOB)
     wanted: Any = columns(True)._local_tensor
     found: Any = target._local_tensor
     assert all(map(torch.equal, found.local_shards(), wanted.local_shards()))
     local = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
     odd = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
     try:
-        holdfast.save({"odd": odd}, f"{path}-odd", timeout=60, stall_timeout=20)
+        holdfast.save({"odd": odd}, f"{path}-odd", job=JOB)
     except holdfast.errors.BadInput as error:
         return str(error)
     return ""
@@ -168,19 +168,18 @@ def fsdp1(rank: int, path: str) -> None:
         FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
         return model
 
-    how = {"timeout": 60, "stall_timeout": 20}
     model, other, third = make(1), make(2), make(3)
     state = model.state_dict()
     assert all(isinstance(value, ShardedTensor) for value in state.values())
-    holdfast.save({"model": state, "itself": model}, path, **how)
+    holdfast.save({"model": state, "itself": model}, path, job=JOB)
     found = other.state_dict()
-    holdfast.load({"model": found}, path, **how)
+    holdfast.load({"model": found}, path, job=JOB)
     other.load_state_dict(found)
-    holdfast.load({"itself": third}, path, **how)
+    holdfast.load({"itself": third}, path, job=JOB)
     x = torch.ones(2, 5)
     wanted = model(x)
     assert torch.equal(other(x), wanted)
     assert torch.equal(third(x), wanted)
     plain = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
-    holdfast.load({"model": plain}, path, **how)
+    holdfast.load({"model": plain}, path, job=JOB)
     assert torch.allclose(plain(x), wanted)

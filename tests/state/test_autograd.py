@@ -20,14 +20,18 @@ GONE = "has been modified by an inplace operation"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    holdfast.save({"w": torch.full((4, 3), 5.0), "b": torch.full((3, 4), 5.0).T}, tmp_path, no_dist=True)
+    holdfast.save(
+        {"w": torch.full((4, 3), 5.0), "b": torch.full((3, 4), 5.0).T},
+        tmp_path,
+        job=holdfast.Job(no_dist=True),
+    )
     return str(tmp_path)
 
 
 def test_the_backward_pass_of_a_graph_that_a_load_has_changed_is_refused(saved: str) -> None:
     w = nn.Parameter(torch.ones(4, 3))
     loss = (w * w).sum()
-    holdfast.load({"w": w}, saved, no_dist=True)
+    holdfast.load({"w": w}, saved, job=holdfast.Job(no_dist=True))
     with pytest.raises(RuntimeError, match=GONE):
         loss.backward()
     (w * w).sum().backward()  # a graph of the values that are there now
@@ -38,7 +42,7 @@ def test_the_backward_pass_of_a_graph_that_a_load_has_changed_is_refused(saved: 
 @pytest.mark.parametrize("by", ["itself", "state_dict", "get_state_dict", "a part"])
 def test_however_the_parameters_are_given(by: str, tmp_path: Path) -> None:
     model = nn.Linear(3, 3)
-    holdfast.save({"m": model}, tmp_path, no_dist=True)
+    holdfast.save({"m": model}, tmp_path, job=holdfast.Job(no_dist=True))
     loss = model(model(torch.ones(2, 3))).sum()
     if by == "itself":
         state: dict[str, object] = {"m": model}
@@ -48,7 +52,7 @@ def test_however_the_parameters_are_given(by: str, tmp_path: Path) -> None:
         state = {"m": holdfast.get_state_dict(model)[0]}
     else:
         state = {"m": {"weight": holdfast.Shard(model.weight.detach()[1:2], (3, 3), (1, 0))}}
-    holdfast.load(state, tmp_path, no_dist=True)
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     with pytest.raises(RuntimeError, match=GONE):
         loss.backward()
 
@@ -56,7 +60,7 @@ def test_however_the_parameters_are_given(by: str, tmp_path: Path) -> None:
 def test_what_is_not_loaded_is_left_alone(saved: str) -> None:
     w, other = nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(4, 3))
     loss = (other * other).sum()
-    holdfast.load({"w": w, "b": other}, saved, no_dist=True, include=["w"])
+    holdfast.load({"w": w, "b": other}, saved, job=holdfast.Job(no_dist=True), include=["w"])
     loss.backward()
 
 
@@ -70,7 +74,7 @@ def test_a_load_that_fails_half_way_is_told_to_autograd(saved: str) -> None:
     content[at] ^= 1
     data.write_bytes(content)
     with pytest.raises(CorruptCheckpoint):
-        holdfast.load({"w": w}, saved, no_dist=True)
+        holdfast.load({"w": w}, saved, job=holdfast.Job(no_dist=True))
     with pytest.raises(RuntimeError, match=GONE):
         loss.backward()
 
@@ -80,19 +84,19 @@ def test_inference_tensors_are_filled(direct: bool, saved: str) -> None:
     """They are in no graph, and torch lets nobody change them outside of inference mode; a load does."""
     with torch.inference_mode():
         w, b = torch.zeros(4, 3), torch.zeros(3, 4).T
-    holdfast.load({"w": w} if direct else {"b": b}, saved, no_dist=True)
+    holdfast.load({"w": w} if direct else {"b": b}, saved, job=holdfast.Job(no_dist=True))
     assert torch.equal(w if direct else b, torch.full((4, 3), 5.0))
     with torch.inference_mode():
         plain = torch.zeros(4, 3)
-        holdfast.load({"w": plain}, saved, no_dist=True)
+        holdfast.load({"w": plain}, saved, job=holdfast.Job(no_dist=True))
     assert torch.equal(plain, torch.full((4, 3), 5.0))
 
 
 def test_wrappers_are_told_too(tmp_path: Path) -> None:
-    holdfast.save({"w": TwoTensor(torch.ones(3), torch.ones(3))}, tmp_path, no_dist=True)
+    holdfast.save({"w": TwoTensor(torch.ones(3), torch.ones(3))}, tmp_path, job=holdfast.Job(no_dist=True))
     w = TwoTensor(torch.zeros(3), torch.zeros(3)).requires_grad_()
     loss = (w * w).sum()
-    holdfast.load({"w": w}, tmp_path, no_dist=True)
+    holdfast.load({"w": w}, tmp_path, job=holdfast.Job(no_dist=True))
     with pytest.raises(RuntimeError, match=GONE):
         loss.backward()
 
@@ -111,12 +115,12 @@ def test_dtensors_are_told_too(saved: str) -> None:
     w = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
     for given in (w, w.detach()):
         loss = (w * w).sum()
-        holdfast.load({"w": given}, saved, no_dist=True)
+        holdfast.load({"w": given}, saved, job=holdfast.Job(no_dist=True))
         with pytest.raises(RuntimeError, match=GONE):
             loss.backward()
     assert isinstance(w, DTensor)
     local = w.to_local()
     loss = (local * local).sum()
-    holdfast.load({"w": w}, saved, no_dist=True)
+    holdfast.load({"w": w}, saved, job=holdfast.Job(no_dist=True))
     with pytest.raises(RuntimeError, match="has been modified in"):
         loss.backward()

@@ -23,12 +23,12 @@ from torch.distributed.tensor._utils import (
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast._layout.deferred_offset import told
+from holdfast._plan.shard_table import ShardTable
+from holdfast._state.dtensor import local_runs, spans
+from holdfast._state.flatten import build_shard_table, flatten
+from holdfast._state.subclasses import is_dtensor
 from holdfast.errors import BadInput
-from holdfast.layout.deferred_offset import told
-from holdfast.plan.shard_table import ShardTable
-from holdfast.state.dtensor import local_runs, spans
-from holdfast.state.flatten import build_shard_table, flatten
-from holdfast.state.subclasses import is_dtensor
 from tests.support.boxes import tiles
 
 Placement = Cut | _StridedShard | Replicate
@@ -76,28 +76,6 @@ def test_runs_are_torchs_indices(size: int, axes: list[tuple[int, Any]], data: s
     assert indices(runs) == torchs(size, mesh, place, placements)
     assert all(length > 0 for _, length in runs)
     assert all(a + n < b or b < a for (a, n), (b, _) in itertools.pairwise(runs))  # merged where they touch
-
-
-@given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 9))
-def test_plain_shards_agree_with_the_public_formula(size: int, dp: int, tp: int) -> None:
-    placements = (Cut(0), Cut(0))
-    for place in itertools.product(range(dp), range(tp)):
-        runs = local_runs(size, cuts_of((dp, tp), place, placements))
-        shape, offset = _compute_local_shape_and_global_offset((size, 4), (dp, tp), list(place), placements)
-        assert sum(length for _, length in runs) == shape[0]
-        if shape[0]:
-            assert runs == [(offset[0], shape[0])]
-
-
-@given(st.integers(0, 64), st.integers(1, 5), st.integers(1, 5))
-def test_all_ranks_together_hold_each_index_once(size: int, dp: int, tp: int) -> None:
-    placements = (_StridedShard(0, split_factor=tp), Cut(0))
-    table = [
-        at
-        for place in itertools.product(range(dp), range(tp))
-        for at in indices(local_runs(size, cuts_of((dp, tp), place, placements)))
-    ]
-    assert sorted(table) == list(range(size))
 
 
 def test_strided_shards_where_dcp_is_wrong() -> None:

@@ -11,10 +11,10 @@ import torch
 
 import holdfast
 from holdfast import PerRank, Shard
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import OBJECT
+from holdfast._state.flatten import build_shard_table, flatten, matches, select
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
-from holdfast.layout.box import Box
-from holdfast.layout.tensor import OBJECT
-from holdfast.state.flatten import build_shard_table, flatten, matches, select
 
 
 def names(state: Any, rank: int = 0) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_tuple_of_tensors_and_objects_is_refused_while_it_can_be_mended(tmp_pa
 )  # fmt: skip
 def test_any_text_is_a_name(name: str, tmp_path: Path) -> None:
     state = {name: torch.arange(8.0).reshape(2, 4), name + ".object": [name]}
-    holdfast.save(state, tmp_path, options=holdfast.Options(columns=("*",)))
+    holdfast.save(state, tmp_path, job=holdfast.Job(options=holdfast.Options(columns=("*",))))
     loaded = {name: torch.zeros(2, 4), name + ".object": None}
     holdfast.load(loaded, tmp_path)
     assert torch.equal(loaded[name], state[name])
@@ -316,3 +316,39 @@ def test_names_that_vanish_are_an_error_unless_expected(tmp_path: Path) -> None:
     loaded = {"a": 0}
     holdfast.load(loaded, tmp_path)
     assert loaded == {"a": 1}
+
+
+def test_a_tensor_dict_is_filled_in_place(tmp_path: Path) -> None:
+    """It has no truth value, its length is its batch size, and what its items() give is wrapped."""
+    tensordict = pytest.importorskip("tensordict", reason="the Makefile installs it")
+
+    def made(value: float, text: str) -> Any:
+        inner = {"b": torch.full((2,), value), "none": {}}
+        fields = {"a": torch.full((2, 3), value), "inner": inner, "text": text}
+        return tensordict.TensorDict(fields, batch_size=[2])
+
+    state = {"d": made(1.0, "x"), "list": [made(2.0, "y")], "empty": tensordict.TensorDict({}, [3])}
+    assert [name for name in names(state) if name.startswith("d.")] == [
+        "d.a",
+        "d.inner.b",
+        "d.inner.none",
+        "d.text",
+    ]
+    holdfast.save(state, tmp_path / "c")
+    into = {"d": made(0.0, ""), "list": [made(0.0, "")], "empty": tensordict.TensorDict({}, [3])}
+    memory = into["d"]["a"]
+    holdfast.load(into, tmp_path / "c")
+    assert (into["d"] == state["d"]).all()
+    assert (into["list"][0] == state["list"][0]).all()
+    assert into["d"]["text"] == "x"
+    assert into["d"]["a"] is memory
+    assert into["empty"].batch_size == (3,)
+
+
+def test_a_mapping_that_makes_its_tensors_anew_is_refused() -> None:
+    """What a load wrote into them would be lost."""
+    tensordict = pytest.importorskip("tensordict", reason="the Makefile installs it")
+    parts = [tensordict.TensorDict({"a": torch.zeros(3)}, []) for _ in range(2)]
+    with pytest.raises(BadInput, match="'lazy' is a LazyStackedTensorDict that makes its tensors anew"):
+        flatten({"lazy": tensordict.LazyStackedTensorDict.lazy_stack(parts)}, 0)
+    assert names({"parts": parts}) == ["parts.0.a", "parts.1.a"]

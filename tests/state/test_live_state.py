@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.maintenance.inspect import describe
+from holdfast._maintenance.inspect import describe
 from tests.docs.pages import text
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 
@@ -55,7 +55,7 @@ def test_the_loop_of_the_docs_goes_on_where_it_was(
         opened: list[holdfast.Checkpoints] = []
 
         def checkpoints(run: str, keep: int) -> holdfast.Checkpoints:
-            opened.append(holdfast.Checkpoints(run, keep=keep, no_dist=True))
+            opened.append(holdfast.Checkpoints(run, keep=keep, job=holdfast.Job(no_dist=True)))
             return opened[-1]
 
         space = {
@@ -89,9 +89,9 @@ def test_what_has_changed_since_is_saved(flat: bool, tmp_path: Path) -> None:
     whole = nn.ModuleDict({"model": model})
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     state = state_of(whole, optimizer, flatten_optimizer_state_dict=flat)
-    holdfast.save(state, tmp_path / "0", no_dist=True)
+    holdfast.save(state, tmp_path / "0", job=holdfast.Job(no_dist=True))
     train(model, optimizer, [0])
-    holdfast.save(state, tmp_path / "1", no_dist=True)
+    holdfast.save(state, tmp_path / "1", job=holdfast.Job(no_dist=True))
     whole.register_parameter("more", more)
     optimizer.add_param_group({"params": [more], "lr": 0.5})
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
@@ -101,7 +101,7 @@ def test_what_has_changed_since_is_saved(flat: bool, tmp_path: Path) -> None:
     schedule.step()
     more.grad = torch.ones(3)
     optimizer.step()
-    holdfast.save(state, tmp_path / "2", no_dist=True)
+    holdfast.save(state, tmp_path / "2", job=holdfast.Job(no_dist=True))
     other = model_of(2)
     fresh_whole = nn.ModuleDict({"model": other})
     fresh_whole.register_parameter("more", nn.Parameter(torch.zeros(3)))
@@ -112,7 +112,9 @@ def test_what_has_changed_since_is_saved(flat: bool, tmp_path: Path) -> None:
         ]
     )
     holdfast.load(
-        state_of(fresh_whole, fresh, flatten_optimizer_state_dict=flat), tmp_path / "2", no_dist=True
+        state_of(fresh_whole, fresh, flatten_optimizer_state_dict=flat),
+        tmp_path / "2",
+        job=holdfast.Job(no_dist=True),
     )
     equal_states(whole, optimizer, fresh_whole, fresh)
     assert [group["lr"] for group in fresh.param_groups] == pytest.approx([0.01, 0.05])
@@ -131,13 +133,13 @@ def test_what_the_user_has_put_there_is_saved_as_it_is(tmp_path: Path) -> None:
     state["model"]["0.bias"] = torch.full((4,), 9.0)
     train(model, optimizer, [1])
     for _ in range(2):
-        holdfast.save(state, tmp_path, no_dist=True)
+        holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
     loaded: dict[str, Any] = {
         "model": {"0.bias": torch.zeros(4)},
         "optim": {"state": {"0.weight": {"exp_avg": torch.zeros(4, 3), "exp_avg_sq": torch.zeros(4, 3)}}},
     }
     loaded["optim"]["param_groups"] = []
-    holdfast.load(loaded, tmp_path, no_dist=True)
+    holdfast.load(loaded, tmp_path, job=holdfast.Job(no_dist=True))
     assert torch.equal(loaded["optim"]["state"]["0.weight"]["exp_avg"], mine)
     assert torch.equal(
         loaded["optim"]["state"]["0.weight"]["exp_avg_sq"], optimizer.state[model[0].weight]["exp_avg_sq"]
@@ -176,9 +178,9 @@ def test_a_models_buffers_and_extra_state_are_looked_at_again(tmp_path: Path) ->
     state = {"model": holdfast.get_state_dict(model)[0]}
     for word in ("one", "two"):
         model.count(word)
-        holdfast.save(state, tmp_path, no_dist=True)
+        holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
     other = Counting()
-    holdfast.load({"model": holdfast.get_state_dict(other)[0]}, tmp_path, no_dist=True)
+    holdfast.load({"model": holdfast.get_state_dict(other)[0]}, tmp_path, job=holdfast.Job(no_dist=True))
     assert (float(other.seen), other.words) == (2.0, ["one", "two"])
 
 
@@ -187,11 +189,11 @@ def test_a_load_of_the_model_alone_leaves_the_optimizer_as_it_is(tmp_path: Path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     train(model, optimizer, [0, 1])
     state = state_of(model, optimizer)
-    holdfast.save(state, tmp_path, no_dist=True)
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
     train(model, optimizer, [2])
     kept = copy.deepcopy(optimizer.state_dict())
     state["optim"]["param_groups"][0]["lr"] = 5.0
-    holdfast.load(state, tmp_path, no_dist=True, include=["model"])
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), include=["model"])
     assert str(optimizer.state_dict()) == str(kept)
 
 
@@ -214,7 +216,8 @@ def test_a_copy_is_what_was_there() -> None:
     state = state_of(model, optimizer)
     before = copy.deepcopy(state)
     train(model, optimizer, [0])
-    after = copy.deepcopy(state_of(model, optimizer))
+    optimizer.param_groups[0]["lr"] = 0.5
+    after = copy.deepcopy(state)
     for found in (before, after):
         assert type(found["model"]) is dict
         assert type(found["optim"]["state"]["0.weight"]) is dict
@@ -225,3 +228,15 @@ def test_a_copy_is_what_was_there() -> None:
         assert str(torch.load(file, weights_only=True)) == str(found)
     assert before["optim"]["state"]["0.weight"] == {}
     assert set(after["optim"]["state"]["0.weight"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert after["optim"]["param_groups"][0]["lr"] == 0.5
+
+
+def test_a_load_leaves_what_the_user_has_put_there(tmp_path: Path) -> None:
+    model = model_of(1)
+    state = state_of(model, torch.optim.AdamW(model.parameters()))
+    state["model"]["ema"] = torch.ones(2)
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
+    state["model"]["ema"].zero_()
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
+    assert state["model"]["ema"].tolist() == [1, 1]
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))  # it has not vanished

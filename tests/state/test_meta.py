@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import holdfast
+from holdfast._state.meta import materialize
 from holdfast.errors import BadInput, CorruptCheckpoint, MissingTensors
-from holdfast.state.meta import materialize
 from tests.state.sharded_jobs import with_boxes
 from tests.state.test_subclasses import TwoTensor
 
@@ -61,14 +61,14 @@ def the_same(model: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("by", ["itself", "get_state_dict", "get_state_dict and set_state_dict"])
 def test_a_model_on_the_meta_device_is_filled(by: str, tmp_path: Path) -> None:
     model, other = trained(), on_meta()
-    holdfast.save({"m": model}, tmp_path, no_dist=True)
+    holdfast.save({"m": model}, tmp_path, job=holdfast.Job(no_dist=True))
     kept, norm = other.kept, other.norm.weight
     assert norm.is_meta
     if by == "itself":
-        holdfast.load({"m": other}, tmp_path, no_dist=True)
+        holdfast.load({"m": other}, tmp_path, job=holdfast.Job(no_dist=True))
     else:
         state = {"m": holdfast.get_state_dict(other)[0]}
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
         assert not state["m"]["norm.weight"].is_meta
         if "set" in by:
             holdfast.set_state_dict(other, model_state_dict=state["m"], optim_state_dict={})
@@ -81,14 +81,14 @@ def test_a_model_on_the_meta_device_is_filled(by: str, tmp_path: Path) -> None:
 
 def test_they_are_replaced_in_their_dict(tmp_path: Path) -> None:
     saved = {"a": {"w": torch.arange(6.0).view(2, 3)}, "l": [torch.ones(2), 5], "s": torch.ones(3)}
-    holdfast.save(saved, tmp_path, no_dist=True)
+    holdfast.save(saved, tmp_path, job=holdfast.Job(no_dist=True))
     shard = holdfast.Shard(torch.empty(1, device="meta"), (3,), (1,))
     state: dict[str, Any] = {
         "a": {"w": torch.empty(2, 3, device="meta")},
         "l": [torch.empty(2, device="meta"), 0],
         "s": shard,
     }
-    holdfast.load(state, tmp_path, no_dist=True)
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     assert torch.equal(state["a"]["w"], saved["a"]["w"])
     assert torch.equal(state["l"][0], torch.ones(2))
     assert state["s"] is shard
@@ -97,7 +97,7 @@ def test_they_are_replaced_in_their_dict(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_stays_on_the_meta_device(tmp_path: Path) -> None:
-    holdfast.save({"a": torch.ones(2)}, tmp_path, no_dist=True)
+    holdfast.save({"a": torch.ones(2)}, tmp_path, job=holdfast.Job(no_dist=True))
     shard = holdfast.Shard(torch.empty(1, device="meta"), (2,), (0,))
     state: dict[str, Any] = {
         "a": torch.empty(2, device="meta"),
@@ -105,9 +105,9 @@ def test_what_is_missing_stays_on_the_meta_device(tmp_path: Path) -> None:
         "c": shard,
     }
     with pytest.raises(MissingTensors, match="'b'; 'c'"):
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     assert state["a"].is_meta
-    assert holdfast.load(state, tmp_path, no_dist=True, strict=False).missing == ("b", "c")
+    assert holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), strict=False).missing == ("b", "c")
     assert state["b"].is_meta
     assert state["c"] is shard
     assert shard.tensor.is_meta
@@ -115,30 +115,34 @@ def test_what_is_missing_stays_on_the_meta_device(tmp_path: Path) -> None:
 
 
 def test_a_load_that_fails_leaves_them_there(tmp_path: Path) -> None:
-    holdfast.save({"a": torch.full((4,), 3.0)}, tmp_path, no_dist=True)
+    holdfast.save({"a": torch.full((4,), 3.0)}, tmp_path, job=holdfast.Job(no_dist=True))
     (data,) = (tmp_path / "data").iterdir()
     content = bytearray(data.read_bytes())
     content[content.index(torch.full((4,), 3.0).numpy().tobytes())] ^= 1
     data.write_bytes(content)
     state = {"a": torch.empty(4, device="meta")}
     with pytest.raises(CorruptCheckpoint):
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     assert state["a"].is_meta
 
 
 def test_where_no_tensor_can_be_put_they_are_refused(tmp_path: Path) -> None:
-    holdfast.save({"t": (torch.ones(2), torch.ones(2)), "w.a": 1, "w.b": 2}, tmp_path, no_dist=True)
+    holdfast.save(
+        {"t": (torch.ones(2), torch.ones(2)), "w.a": 1, "w.b": 2}, tmp_path, job=holdfast.Job(no_dist=True)
+    )
     with pytest.raises(
         BadInput, match=r"'t.0' is on the meta device, and stands where no other tensor can be put"
     ):
-        holdfast.load({"t": (torch.empty(2, device="meta"), torch.ones(2))}, tmp_path, no_dist=True)
+        holdfast.load(
+            {"t": (torch.empty(2, device="meta"), torch.ones(2))}, tmp_path, job=holdfast.Job(no_dist=True)
+        )
     halves = [torch.empty(2, device="meta") for _ in range(2)]
     with pytest.raises(BadInput, match=r"'w.a' is on the meta device, and stands where no other"):
-        holdfast.load({"w": TwoTensor(*halves)}, tmp_path, no_dist=True)
+        holdfast.load({"w": TwoTensor(*halves)}, tmp_path, job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match="TwoTensor on the meta device; materialise it first"):
         materialize("w", TwoTensor(*halves))
     with pytest.raises(BadInput, match="'a' is on the meta device and has no data"):
-        holdfast.save({"a": halves[0]}, tmp_path / "new", no_dist=True)
+        holdfast.save({"a": halves[0]}, tmp_path / "new", job=holdfast.Job(no_dist=True))
 
 
 def test_optimizer_states_of_parameters_on_the_meta_device(tmp_path: Path) -> None:
@@ -147,10 +151,12 @@ def test_optimizer_states_of_parameters_on_the_meta_device(tmp_path: Path) -> No
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    holdfast.save({"optim": holdfast.get_state_dict(model, optimizer)[1]}, tmp_path, no_dist=True)
+    holdfast.save(
+        {"optim": holdfast.get_state_dict(model, optimizer)[1]}, tmp_path, job=holdfast.Job(no_dist=True)
+    )
     other = nn.Linear(3, 2, device="meta")
     state = {"optim": holdfast.get_state_dict(other, torch.optim.AdamW(other.parameters()))[1]}
-    holdfast.load(state, tmp_path, no_dist=True)
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     found = state["optim"]["state"]["weight"]["exp_avg"]
     assert torch.equal(found, optimizer.state[model.weight]["exp_avg"])
 

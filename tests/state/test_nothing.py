@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import holdfast
+from holdfast._roster.memory import Board, MemoryRoster
 from holdfast.errors import BadInput, HoldfastError, MissingTensors, SaveFailed
-from holdfast.roster.memory import Board, MemoryRoster
 from tests.state.optimizers import model_of, train
 
 
@@ -34,9 +34,11 @@ def on_two(job: Any) -> list[Any]:
 
 def test_saving_nothing_is_refused_with_a_sentence(tmp_path: Path) -> None:
     """A checkpoint of nothing would be the newest one."""
-    for save in (holdfast.save, holdfast.dcp.save):
-        with pytest.raises(SaveFailed, match="no rank holds anything to save"):
-            save({}, checkpoint_id=tmp_path, no_dist=True)
+    job = holdfast.Job(no_dist=True)
+    with pytest.raises(SaveFailed, match="no rank holds anything to save"):
+        holdfast.save({}, tmp_path, job=job)
+    with pytest.raises(SaveFailed, match="no rank holds anything to save"):
+        holdfast.dcp.save({}, checkpoint_id=tmp_path, job=job)
 
 
 def test_nothing_is_loaded_of_nothing(tmp_path: Path) -> None:
@@ -48,28 +50,34 @@ def test_nothing_is_loaded_of_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [{}, {"other": {}}, {"a": {"b": {}}}])
 def test_loading_into_nothing_is_an_error(state: Any, tmp_path: Path) -> None:
-    holdfast.save({"model": {"w": torch.ones(2), "n": 1}}, tmp_path / "step-00000001", no_dist=True)
+    holdfast.save(
+        {"model": {"w": torch.ones(2), "n": 1}}, tmp_path / "step-00000001", job=holdfast.Job(no_dist=True)
+    )
     words = r"The load of .*, which holds 2 names, asks for nothing: no rank has a value in its state\."
     with pytest.raises(BadInput, match=words):
-        holdfast.load(state, tmp_path / "step-00000001", no_dist=True)
+        holdfast.load(state, tmp_path / "step-00000001", job=holdfast.Job(no_dist=True))
     with pytest.raises(BadInput, match=words):
-        holdfast.load(state, tmp_path / "step-00000001", no_dist=True, strict=False)
+        holdfast.load(state, tmp_path / "step-00000001", job=holdfast.Job(no_dist=True), strict=False)
     with pytest.raises(BadInput, match=words):
-        holdfast.Checkpoints(tmp_path, no_dist=True).restore(state)
+        holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).restore(state)
 
 
 def test_one_rank_may_have_nothing_and_not_all(tmp_path: Path) -> None:
     """A pipeline stage without a part in what is loaded is ordinary; if nobody asks for anything, all ranks
     are told."""
-    holdfast.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    holdfast.save({"w": torch.ones(2)}, tmp_path, job=holdfast.Job(no_dist=True))
     target = torch.zeros(2)
 
     def some(rank: int, roster: MemoryRoster) -> int:
-        return holdfast.load({"w": target} if rank else {}, tmp_path, roster=roster, timeout=30).tensors
+        return holdfast.load(
+            {"w": target} if rank else {}, tmp_path, job=holdfast.Job(roster=roster, timeout=30)
+        ).tensors
 
     assert on_two(some) == [0, 1]
     assert torch.equal(target, torch.ones(2))
-    errors = on_two(lambda rank, roster: holdfast.load({}, tmp_path, roster=roster, timeout=30))
+    errors = on_two(
+        lambda rank, roster: holdfast.load({}, tmp_path, job=holdfast.Job(roster=roster, timeout=30))
+    )
     assert [type(error) for error in errors] == [BadInput, BadInput]
     assert str(errors[0]) == str(errors[1])
     assert errors[0].rank is None  # it is nobody's alone
@@ -84,9 +92,11 @@ def test_a_pattern_that_can_match_nothing_is_told_with_an_optimizer_too(tmp_path
     ):
         for pattern in ("modle", "modle.*", "optim.stat.*", "optim.param_group"):
             with pytest.raises(BadInput, match=f"include: no name in the state matches '{pattern}"):
-                holdfast.save(state, tmp_path, no_dist=True, include=[pattern])
-        holdfast.save(state, tmp_path, no_dist=True, exclude=["*.exp_avg"], expected=None)
-        holdfast.save(state, tmp_path, no_dist=True, exclude=["optim.state.*"], expected=None)
+                holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True), include=[pattern])
+        holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True), exclude=["*.exp_avg"], expected=None)
+        holdfast.save(
+            state, tmp_path, job=holdfast.Job(no_dist=True), exclude=["optim.state.*"], expected=None
+        )
 
 
 def test_an_empty_dict_where_the_checkpoint_has_more_is_told(tmp_path: Path) -> None:
@@ -94,24 +104,24 @@ def test_an_empty_dict_where_the_checkpoint_has_more_is_told(tmp_path: Path) -> 
     model = model_of(1)
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, [0])
-    holdfast.save({"model": model, "optim": optimizer}, tmp_path, no_dist=True)
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path, job=holdfast.Job(no_dist=True))
     with pytest.raises(
         MissingTensors, match=r"'model' is empty in the state, but .* holds 'model.0.bias'"
     ) as caught:
-        holdfast.load({"model": {}}, tmp_path, no_dist=True)
+        holdfast.load({"model": {}}, tmp_path, job=holdfast.Job(no_dist=True))
     assert "optimizer" not in str(caught.value)
     assert "state_dict()" in str(caught.value.hint)
     fresh = torch.optim.AdamW(model.parameters()).state_dict()
     with pytest.raises(MissingTensors, match=r"'optim\.state' is empty in the state") as caught:
-        holdfast.load({"optim": fresh}, tmp_path, no_dist=True)
+        holdfast.load({"optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
     assert "Put the optimizer itself into the state" in str(caught.value.hint)
 
 
 def test_an_empty_dict_where_the_checkpoint_has_nothing_is_nothing(tmp_path: Path) -> None:
     """torch DCP stores no name for it."""
-    holdfast.save({"w": torch.ones(2)}, tmp_path, no_dist=True)
+    holdfast.save({"w": torch.ones(2)}, tmp_path, job=holdfast.Job(no_dist=True))
     state: dict[str, Any] = {"w": torch.zeros(2), "seen": {}}
-    assert holdfast.load(state, tmp_path, no_dist=True).missing == ()
+    assert holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True)).missing == ()
     assert torch.equal(state["w"], torch.ones(2))
 
 
@@ -130,11 +140,11 @@ def test_arrays_that_are_not_of_numbers_are_refused_with_a_sentence(value: Any, 
     with pytest.raises(
         BadInput, match=r"'a' has a NumPy array of .* in it; only arrays of numbers"
     ) as caught:
-        holdfast.save({"a": value}, tmp_path, no_dist=True)
+        holdfast.save({"a": value}, tmp_path, job=holdfast.Job(no_dist=True))
     assert "\n" not in caught.value.message
     assert "weights_only" not in caught.value.message
     numbers = {"a": np.arange(3.0), "b": [np.int64(3)]}
-    holdfast.save(numbers, tmp_path, no_dist=True)
+    holdfast.save(numbers, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 def test_an_empty_model_state_leaves_the_model_as_it_is(tmp_path: Path) -> None:

@@ -11,15 +11,11 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import holdfast
+from holdfast._maintenance.inspect import describe
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
-from holdfast.maintenance.inspect import describe
+from tests.state.optimizers import equal_states, equal_weights, model_of
 
 Optimizer = torch.optim.Optimizer
-
-
-def model_of(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2, bias=False))
 
 
 def step(model: nn.Module, optimizer: Optimizer, times: int = 2) -> None:
@@ -35,57 +31,31 @@ def state_of(model: Any, optimizer: Any, **how: Any) -> dict[str, Any]:
 
 
 def save(path: Path, model: Any, optimizer: Any, **how: Any) -> None:
-    holdfast.save(state_of(model, optimizer, **how), path, no_dist=True, expected=None)
+    holdfast.save(state_of(model, optimizer, **how), path, job=holdfast.Job(no_dist=True), expected=None)
 
 
 def load(path: Path, model: Any, optimizer: Any, **how: Any) -> None:
     state = state_of(model, optimizer, **how)
-    holdfast.load(state, path, no_dist=True)
+    holdfast.load(state, path, job=holdfast.Job(no_dist=True))
     holdfast.set_state_dict(
         model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
     )
 
 
-MAKERS: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "capturable lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-}
-
-
 @pytest.mark.parametrize("flat", [False, True])
-@pytest.mark.parametrize("kind", MAKERS)
-def test_a_fresh_optimizer_goes_on_where_the_other_was(
-    kind: str, flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make = MAKERS[kind]
+def test_set_state_dict_runs_no_step(flat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, other = model_of(1), model_of(2)
-    optimizer, fresh = make(model.parameters()), make(other.parameters())
+    optimizer, fresh = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
     step(model, optimizer)
-    how = {"flatten_optimizer_state_dict": flat}
     with monkeypatch.context() as patch:
-        patch.setattr(type(fresh), "step", lambda *_: pytest.fail("a step was run"))
-        save(tmp_path, model, optimizer, **how)
-        load(tmp_path, other, fresh, **how)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-        assert optimizer.state[a].keys() == fresh.state[b].keys()
-        for key, value in optimizer.state[a].items():
-            assert (
-                (torch.equal(value, fresh.state[b][key]))
-                if isinstance(value, torch.Tensor)
-                else (value == fresh.state[b][key])
-            )
+        patch.setattr(torch.optim.AdamW, "step", lambda *_: pytest.fail("a step was run"))
+        save(tmp_path, model, optimizer, flatten_optimizer_state_dict=flat)
+        load(tmp_path, other, fresh, flatten_optimizer_state_dict=flat)
+    equal_weights(model, other)
+    equal_states(model, optimizer, other, fresh)
     step(model, optimizer, 3)
     step(other, fresh, 3)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    equal_weights(model, other)
 
 
 def test_what_no_rank_has_is_not_made(tmp_path: Path) -> None:
@@ -281,7 +251,7 @@ def test_fsdp1_is_refused() -> None:
         holdfast.get_state_dict(model)
 
 
-def trained(seed: int = 1, make: Any = MAKERS["adamw"]) -> tuple[nn.Sequential, Optimizer]:
+def trained(seed: int = 1, make: Any = torch.optim.AdamW) -> tuple[nn.Sequential, Optimizer]:
     model = model_of(seed)
     optimizer = make(model.parameters())
     step(model, optimizer)
@@ -296,7 +266,7 @@ def test_states_of_other_names_are_not_passed_over(tmp_path: Path) -> None:
     with pytest.raises(
         MissingTensors, match=r"has nothing of 'optim.state.other.weight', .* it has 'optim.state.0.bias"
     ):
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
@@ -316,7 +286,10 @@ def test_optimizers_of_two_kinds(tmp_path: Path) -> None:
     """Each has the numbers that it has: a state of the one does not want those of the other."""
 
     def pair(model: nn.Sequential) -> list[Optimizer]:
-        return [MAKERS["nadam"](model[0].parameters()), MAKERS["momentum"](model[2].parameters())]
+        return [
+            torch.optim.NAdam(model[0].parameters()),
+            torch.optim.SGD(model[2].parameters(), momentum=0.9),
+        ]
 
     model, other = model_of(1), model_of(2)
     optimizers, fresh = pair(model), pair(other)
@@ -339,15 +312,15 @@ def test_lists_are_put_together_from_whole_dicts_only(tmp_path: Path) -> None:
         ]
     ):
         path = tmp_path / str(number)
-        holdfast.save({"a": there}, path, no_dist=True)
+        holdfast.save({"a": there}, path, job=holdfast.Job(no_dist=True))
         state: dict[str, Any] = {"a": [1, 2]}
         if good:
-            holdfast.load(state, path, no_dist=True)
+            holdfast.load(state, path, job=holdfast.Job(no_dist=True))
             assert [found["lr"] for found in state["a"]] == [1, 2]
             assert torch.equal(state["a"][0]["t"], torch.ones(2))
         else:
             with pytest.raises(MissingTensors, match="does not hold 1 of the names in the state: 'a'"):
-                holdfast.load(state, path, no_dist=True)
+                holdfast.load(state, path, job=holdfast.Job(no_dist=True))
             assert state == {"a": [1, 2]}
 
 
@@ -356,12 +329,12 @@ def test_patterns_reach_what_is_not_there_yet(tmp_path: Path) -> None:
     for how in ({"exclude": ["*.exp_avg_sq", "*.step"]}, {"include": ["*.exp_avg"]}):
         other = model_of(2)
         state = state_of(other, torch.optim.AdamW(other.parameters()))
-        holdfast.load(state, tmp_path, no_dist=True, **how)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), **how)
         assert set(state["optim"]["state"]["0.weight"]) == {"exp_avg"}
     model, optimizer = trained()
     del optimizer.state[model[2].weight]
     state = state_of(model, optimizer, missing="zeros")
-    holdfast.save(state, tmp_path / "some", no_dist=True, exclude=["*.exp_avg_sq"])
+    holdfast.save(state, tmp_path / "some", job=holdfast.Job(no_dist=True), exclude=["*.exp_avg_sq"])
     names = {found.name for found in describe(tmp_path / "some").shown}  # type: ignore[union-attr]
     assert "optim.state.2.weight.exp_avg" in names
     assert not [name for name in names if name.endswith("exp_avg_sq")]
@@ -375,7 +348,7 @@ def test_a_state_of_another_shape_is_refused(tmp_path: Path) -> None:
         ShapeMismatch,
         match=r"an optimizer state 'exp_avg' of shape \(4, 3\) for a parameter of shape \(5, 3\)",
     ):
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 def test_wrappers_below_wrappers(tmp_path: Path) -> None:
@@ -389,14 +362,14 @@ def test_wrappers_below_wrappers(tmp_path: Path) -> None:
 
 
 def test_zeros_of_an_optimizer_that_needs_more_are_refused(tmp_path: Path) -> None:
-    model, optimizer = trained(make=MAKERS["nadam"])
+    model, optimizer = trained(make=torch.optim.NAdam)
     del optimizer.state[model[2].weight]
     save(tmp_path, model, optimizer, missing="zeros")
     other = model_of(2)
     with pytest.raises(
         MissingTensors, match=r"a part of the optimizer's state of '2.weight': 'mu_product' is not there"
     ):
-        load(tmp_path, other, MAKERS["nadam"](other.parameters()))
+        load(tmp_path, other, torch.optim.NAdam(other.parameters()))
 
 
 def test_nothing_is_changed_before_all_is_checked(tmp_path: Path) -> None:
@@ -418,3 +391,36 @@ def test_nothing_is_changed_before_all_is_checked(tmp_path: Path) -> None:
         )
     assert not fresh.state
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("layout", ["nested", "flat", "itself"])
+def test_the_state_of_a_frozen_parameter_comes_back(layout: str, tmp_path: Path) -> None:
+    def state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+        how = {"flatten_optimizer_state_dict": layout == "flat"}
+        return {"optim": optimizer if layout == "itself" else state_of(model, optimizer, **how)["optim"]}
+
+    model, other = model_of(), model_of()
+    optimizer, fresh = (torch.optim.Adam(one.parameters()) for one in (model, other))
+    step(model, optimizer)
+    for one in (model, other):
+        one[0].requires_grad_(False)
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True))
+    checkpoints.save(1, state(model, optimizer))
+    loaded = state(other, fresh)
+    report = checkpoints.restore_report(loaded)
+    assert report is not None
+    assert report.missing == ()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"])
+    checkpoints.save(2, loaded)  # no name has vanished
+
+
+def test_a_frozen_parameter_that_never_had_a_state_is_not_missed(tmp_path: Path) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model.parameters())
+    step(model, optimizer)
+    holdfast.save({"optim": optimizer}, tmp_path, job=holdfast.Job(no_dist=True))
+    fresh = torch.optim.Adam(model.parameters())
+    assert holdfast.load({"optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True)).missing == ()
+    assert len(fresh.state) == len(optimizer.state) == 1

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import state_dict as theirs
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 import holdfast
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._maintenance.inspect import describe
 from holdfast.errors import BadInput, MissingTensors
-from holdfast.maintenance.inspect import describe
 from tests.state.optimizers import equal_states, equal_weights, model_of, train
 
 Optimizer = torch.optim.Optimizer
@@ -119,6 +119,7 @@ KINDS += [
     pytest.param(partial(torch.optim.Adam, lr=torch.tensor(0.01)), id="Adam tensor lr"),
     pytest.param(partial(torch.optim.Adam, amsgrad=True), id="Adam amsgrad"),
     pytest.param(partial(torch.optim.AdamW, fused=True), id="AdamW fused"),
+    pytest.param(partial(torch.optim.AdamW, foreach=True), id="AdamW foreach"),
     pytest.param(partial(torch.optim.SGD, momentum=0.9), id="SGD momentum"),
     pytest.param(Lists, id="nested"),
     pytest.param(Mixed, id="mixed"),
@@ -150,18 +151,18 @@ def test_an_optimizer_goes_on_where_it_was(kind: Any, layout: str, tmp_path: Pat
     model, other = model_of(1), model_of(2)
     optimizer, fresh = made(kind, model), made(kind, other)
     train(model, optimizer, range(3))
-    holdfast.save(state_of(model, optimizer, layout), tmp_path / "3", no_dist=True)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path / "3", job=holdfast.Job(no_dist=True))
     state = state_of(other, fresh, layout)
-    holdfast.load(state, tmp_path / "3", no_dist=True)
+    holdfast.load(state, tmp_path / "3", job=holdfast.Job(no_dist=True))
     equal_weights(model, other)
     equal_states(model, optimizer, other, fresh)
     train(model, optimizer, range(3, 5))
     train(other, fresh, range(3, 5))
     equal_weights(model, other)
     equal_states(model, optimizer, other, fresh)
-    holdfast.save(state_of(model, optimizer, layout), tmp_path / "5", no_dist=True)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path / "5", job=holdfast.Job(no_dist=True))
     train(other, fresh, range(5, 7))
-    holdfast.load(state, tmp_path / "5", no_dist=True)
+    holdfast.load(state, tmp_path / "5", job=holdfast.Job(no_dist=True))
     equal_weights(model, other)
     equal_states(model, optimizer, other, fresh)
 
@@ -190,8 +191,8 @@ def test_sparse_gradients(tmp_path: Path) -> None:
 
     (table, optimizer), (other, fresh) = pair(1), pair(2)
     learn(table, optimizer, 3)
-    holdfast.save({"model": table, "optim": optimizer}, tmp_path, no_dist=True)
-    holdfast.load({"model": other, "optim": fresh}, tmp_path, no_dist=True)
+    holdfast.save({"model": table, "optim": optimizer}, tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load({"model": other, "optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
     for table_, optimizer_ in ((table, optimizer), (other, fresh)):
         learn(table_, optimizer_, 4)
     equal_weights(table, other)
@@ -203,8 +204,8 @@ def test_a_value_that_belongs_to_no_parameter(tmp_path: Path) -> None:
     model, other = model_of(1), model_of(2)
     optimizer, fresh = made(Counting, model), made(Counting, other)
     train(model, optimizer, range(2))
-    holdfast.save({"model": model, "optim": optimizer}, tmp_path, no_dist=True)
-    holdfast.load({"model": other, "optim": fresh}, tmp_path, no_dist=True)
+    holdfast.save({"model": model, "optim": optimizer}, tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load({"model": other, "optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
     assert fresh.state["total"] == 2  # type: ignore[index,comparison-overlap]
     for model_, optimizer_ in ((model, optimizer), (other, fresh)):
         train(model_, optimizer_, range(2, 4))
@@ -236,8 +237,8 @@ def test_moments_keep_their_dtype(layout: str, tmp_path: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    holdfast.save(state_of(model, optimizer, layout), tmp_path, no_dist=True)
-    holdfast.load(state_of(other, fresh, layout), tmp_path, no_dist=True)
+    holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load(state_of(other, fresh, layout), tmp_path, job=holdfast.Job(no_dist=True))
     equal_states(model, optimizer, other, fresh)
     assert fresh.state[other[0].weight]["several"][0].dtype == torch.float32
 
@@ -299,13 +300,13 @@ def test_a_nested_state_of_another_length_replaces_the_present_one(tmp_path: Pat
     model = model_of(1)
     optimizer = made(Lists, model)
     train(model, optimizer, range(3))
-    holdfast.save(state_of(model, optimizer, "nested"), tmp_path, no_dist=True)
+    holdfast.save(state_of(model, optimizer, "nested"), tmp_path, job=holdfast.Job(no_dist=True))
     for steps in (1, 5):
         other = model_of(2)
         fresh = made(Lists, other)
         train(other, fresh, range(steps))
         kept = fresh.state[other[0].weight]["sides"][0]["at"]
-        holdfast.load(state_of(other, fresh, "nested"), tmp_path, no_dist=True)
+        holdfast.load(state_of(other, fresh, "nested"), tmp_path, job=holdfast.Job(no_dist=True))
         equal_states(model, optimizer, other, fresh)
         assert fresh.state[other[0].weight]["sides"][0]["at"] is kept  # what fits is filled where it lies
 
@@ -317,10 +318,10 @@ def test_lists_that_fill_up_are_no_names_that_vanish(kind: Callable[..., Optimiz
     optimizer = made(kind, model)
     state = {"itself": optimizer, "by name": holdfast.get_state_dict(model, optimizer)[1]}
     for number in range(3):
-        holdfast.save(state, tmp_path, no_dist=True)
+        holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
         other = model_of(2)
         fresh = made(kind, other)
-        holdfast.load({"itself": fresh}, tmp_path, no_dist=True)
+        holdfast.load({"itself": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
         equal_states(model, optimizer, other, fresh)
         train(model, optimizer, [number])
 
@@ -330,12 +331,12 @@ def test_a_nested_state_that_is_gone_is_told(tmp_path: Path) -> None:
     optimizer = made(Lists, model)
     train(model, optimizer, range(1))
     state = state_of(model, optimizer, "nested")
-    holdfast.save(state, tmp_path, no_dist=True, exclude=["optim.state.0.weight"])
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True), exclude=["optim.state.0.weight"])
     with pytest.raises(
         MissingTensors, match=r"nothing of 'optim.state.0.weight', a state that the optimizer has"
     ):
-        holdfast.load(state, tmp_path, no_dist=True)
-    report = holdfast.load(state, tmp_path, no_dist=True, strict=False)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
+    report = holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True), strict=False)
     assert report.missing == ("optim.state.0.weight",)
 
 
@@ -356,7 +357,7 @@ def test_torch_dcp_loads_what_is_exported(kind: Callable[..., Optimizer], tmp_pa
     optimizer, fresh = made(kind, model), made(kind, other)
     train(model, optimizer, range(2))
     train(other, fresh, range(2))
-    holdfast.save(state_of(model, optimizer, "nested"), tmp_path / "ours", no_dist=True)
+    holdfast.save(state_of(model, optimizer, "nested"), tmp_path / "ours", job=holdfast.Job(no_dist=True))
     cli.main(
         ["export", "torch_dist", str(tmp_path / "ours"), str(tmp_path / "theirs")], standalone_mode=False
     )
@@ -389,7 +390,9 @@ def test_what_torch_dcp_saved_is_loaded(
     if by_name:
         state["optim"] = theirs.get_optimizer_state_dict(model, optimizer)
     dcp.save(state, checkpoint_id=str(tmp_path))
-    holdfast.load(state_of(other, fresh, "nested" if by_name else "itself"), tmp_path, no_dist=True)
+    holdfast.load(
+        state_of(other, fresh, "nested" if by_name else "itself"), tmp_path, job=holdfast.Job(no_dist=True)
+    )
     equal_weights(model, other)
     if kind is Lists:
         for parameter in fresh.state:
@@ -423,9 +426,9 @@ def test_states_of_eight_bits(eight_bit: Any, name: str, layout: str, tmp_path: 
     train(model, optimizer, range(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        holdfast.save(state_of(model, optimizer, layout), tmp_path, no_dist=True)
+        holdfast.save(state_of(model, optimizer, layout), tmp_path, job=holdfast.Job(no_dist=True))
         state = state_of(other, fresh, layout)
-        holdfast.load(state, tmp_path, no_dist=True)
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
     names = {f.name for f in describe(tmp_path).shown}  # type: ignore[union-attr]
     assert any(name.endswith("exp_avg.codes") for name in names)
     equal_states(model, optimizer, other, fresh)
@@ -434,6 +437,6 @@ def test_states_of_eight_bits(eight_bit: Any, name: str, layout: str, tmp_path: 
     equal_weights(model, other)
     equal_states(model, optimizer, other, fresh)
     codes = fresh.state[other[0].weight]["exp_avg"]
-    holdfast.load(state, tmp_path, no_dist=True)  # over what is there, in place
+    holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))  # over what is there, in place
     train(model, optimizer, range(0))
     assert fresh.state[other[0].weight]["exp_avg"] is codes or layout == "itself"

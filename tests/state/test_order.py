@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.state.flatten import flatten
+from holdfast._state.flatten import flatten
 from tests.support.processes import ProcessWorld
 
 
@@ -56,8 +56,8 @@ def in_another_order(rank: int, path: str) -> list[str]:
         state["c"].inner = dict(reversed(inner.items()))  # type: ignore[attr-defined]
         state["b"] = dict(reversed(state["b"].items()))  # type: ignore[attr-defined]
         state = dict(reversed(state.items()))
-    holdfast.save(state, path, timeout=60, stall_timeout=20)
-    holdfast.load(state, path, timeout=60, stall_timeout=20)
+    holdfast.save(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
+    holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
     return calls
 
 

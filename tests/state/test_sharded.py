@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._layout.box import Box
+from holdfast._maintenance.inspect import describe
+from holdfast._state.flatten import build_shard_table, flatten
 from holdfast.errors import BadInput
-from holdfast.layout.box import Box
-from holdfast.maintenance.inspect import describe
-from holdfast.state.flatten import build_shard_table, flatten
 from tests.state import sharded_jobs as jobs
 from tests.support.processes import ProcessWorld
 
@@ -90,8 +90,10 @@ def test_boxes_of_a_checkpointable_tensor_are_held_where_they_lie() -> None:
 )
 def test_boxes_that_make_no_sense_are_refused(boxes: Any, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"'w' says that it holds size .* does not lie inside both"):
-        holdfast.save({"w": jobs.with_boxes(torch.zeros(4, 6), boxes)}, tmp_path, no_dist=True)
+        holdfast.save(
+            {"w": jobs.with_boxes(torch.zeros(4, 6), boxes)}, tmp_path, job=holdfast.Job(no_dist=True)
+        )
     local: Any = jobs.with_boxes(torch.zeros(4, 6), [((0, 0), (0, 0), (4, 6))])
     local.local_sizes = ()
     with pytest.raises(BadInput, match="'w' has 1 global_offsets, 1 local_offsets and 0 local_sizes"):
-        holdfast.save({"w": local}, tmp_path, no_dist=True)
+        holdfast.save({"w": local}, tmp_path, job=holdfast.Job(no_dist=True))

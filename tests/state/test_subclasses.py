@@ -15,16 +15,16 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 import holdfast
+from holdfast._io.file_reader import ReadPlan
+from holdfast._layout.box import Box
+from holdfast._loading.filling import check_filled
+from holdfast._maintenance.inspect import describe
+from holdfast._plan.read import Overlaps
+from holdfast._state.flatten import build_shard_table, flatten
+from holdfast._state.memory import TensorMemory
+from holdfast._state.optimizer_state import GivenState, check_whole
+from holdfast._state.subclasses import has_memory, is_wrapper, same_memory
 from holdfast.errors import BadInput, CorruptCheckpoint, LoadFailed, MissingTensors
-from holdfast.io.file_reader import ReadPlan
-from holdfast.layout.box import Box
-from holdfast.loading.filling import check_filled
-from holdfast.maintenance.inspect import describe
-from holdfast.plan.read import Overlaps
-from holdfast.state.flatten import build_shard_table, flatten
-from holdfast.state.memory import TensorMemory
-from holdfast.state.optimizer_state import Given, check_whole
-from holdfast.state.subclasses import has_memory, is_wrapper, same_memory
 
 torch.serialization.add_safe_globals([TwoTensor])
 TWO_TENSOR = "torch.testing._internal.two_tensor.TwoTensor"
@@ -68,10 +68,10 @@ def test_a_quantized_weight_is_filled_where_it_lies(tmp_path: Path) -> None:
     """Its own memory gets the bytes, and not a copy that nobody sees."""
     weight, other = scaled(1), scaled(2)
     q = other.q
-    holdfast.save({"w": weight}, tmp_path, no_dist=True)
+    holdfast.save({"w": weight}, tmp_path, job=holdfast.Job(no_dist=True))
     found = {f.name: (f.dtype, f.shape) for f in describe(tmp_path).shown}  # type: ignore[union-attr]
     assert found == {"w.q": ("int8", (4, 6)), "w.scale": ("float32", (4,))}
-    holdfast.load({"w": other}, tmp_path, no_dist=True)
+    holdfast.load({"w": other}, tmp_path, job=holdfast.Job(no_dist=True))
     assert other.q is q
     assert torch.equal(other.q, weight.q)
     assert torch.equal(other.scale, weight.scale)
@@ -86,10 +86,10 @@ def test_a_module_of_quantized_weights_comes_back(by_name: bool, tmp_path: Path)
 
     model, other = make(1), make(2)
     state, fresh = (holdfast.get_state_dict(m)[0] if by_name else m for m in (model, other))
-    holdfast.save({"model": state}, tmp_path, no_dist=True)
+    holdfast.save({"model": state}, tmp_path, job=holdfast.Job(no_dist=True))
     if not by_name:  # its own load_state_dict copies into itself, which this class does not know
         fresh = other.state_dict()
-    holdfast.load({"model": fresh}, tmp_path, no_dist=True)
+    holdfast.load({"model": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
     assert torch.equal(other.weight.q, model.weight.q)
     assert torch.equal(other.bias, model.bias)
     holdfast.set_state_dict(other, model_state_dict=fresh, optim_state_dict={})  # it is in place
@@ -101,17 +101,17 @@ def test_wrappers_in_wrappers(tmp_path: Path) -> None:
             TwoTensor(torch.full((3,), value), torch.full((3,), value + 1)), torch.full((3,), value + 2)
         )
 
-    holdfast.save({"w": make(1.0)}, tmp_path, no_dist=True)
+    holdfast.save({"w": make(1.0)}, tmp_path, job=holdfast.Job(no_dist=True))
     assert sorted(f.name for f in describe(tmp_path).shown) == ["w.a.a", "w.a.b", "w.b"]
     other = make(7.0)
-    holdfast.load({"w": other}, tmp_path, no_dist=True)
+    holdfast.load({"w": other}, tmp_path, job=holdfast.Job(no_dist=True))
     assert [float(t[0]) for t in (other.a.a, other.a.b, other.b)] == [1.0, 2.0, 3.0]
 
 
 def test_another_kind_of_weight_is_told(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.zeros(4, 6)}, tmp_path, no_dist=True)
+    holdfast.save({"w": torch.zeros(4, 6)}, tmp_path, job=holdfast.Job(no_dist=True))
     with pytest.raises(MissingTensors, match=r"2 of the names in the state: 'w.q'; 'w.scale'"):
-        holdfast.load({"w": scaled(1)}, tmp_path, no_dist=True)
+        holdfast.load({"w": scaled(1)}, tmp_path, job=holdfast.Job(no_dist=True))
 
 
 def freed() -> torch.Tensor:
@@ -156,10 +156,10 @@ def masked() -> Any:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_has_no_dense_memory_is_refused(make: Any, words: str, tmp_path: Path) -> None:
     """Saving as well as loading, before anything is read or written."""
-    holdfast.save({"a": torch.ones(3)}, tmp_path / "there", no_dist=True)
+    holdfast.save({"a": torch.ones(3)}, tmp_path / "there", job=holdfast.Job(no_dist=True))
     for call in (
-        lambda: holdfast.save({"a": make()}, tmp_path / "new", no_dist=True),
-        lambda: holdfast.load({"a": make()}, tmp_path / "there", no_dist=True),
+        lambda: holdfast.save({"a": make()}, tmp_path / "new", job=holdfast.Job(no_dist=True)),
+        lambda: holdfast.load({"a": make()}, tmp_path / "there", job=holdfast.Job(no_dist=True)),
     ):
         with pytest.raises(BadInput, match=words):
             call()
@@ -190,10 +190,10 @@ class Answering(torch.Tensor):
 
 
 def test_a_load_that_does_not_reach_its_target_is_an_error(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.ones(4, 6).T}, tmp_path, no_dist=True)
+    holdfast.save({"w": torch.ones(4, 6).T}, tmp_path, job=holdfast.Job(no_dist=True))
     target = torch.zeros(4, 6).T.as_subclass(Answering)
     with pytest.raises(LoadFailed, match="Answering can't be filled in place: indexing it gives a copy"):
-        holdfast.load({"w": target}, tmp_path, no_dist=True)
+        holdfast.load({"w": target}, tmp_path, job=holdfast.Job(no_dist=True))
     memory = TensorMemory(torch.zeros(4, 6).T.as_subclass(Answering))
     with pytest.raises(LoadFailed, match="can't be filled in place"):
         memory.scatter(Box((0, 0), (6, 4)), bytearray(96), (6, 4), Box((0, 0), (6, 4)))
@@ -246,8 +246,8 @@ def test_a_wrapper_is_made_only_of_a_type_that_this_process_allows(tmp_path: Pat
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer, fresh = Quantizing(model.parameters()), Quantizing(other.parameters())
     stepped(optimizer, model)
-    holdfast.save({"optim": optimizer}, tmp_path, no_dist=True)
-    holdfast.load({"optim": fresh}, tmp_path, no_dist=True)
+    holdfast.save({"optim": optimizer}, tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.load({"optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True))
     moment = fresh.state[other.weight]["moment"]
     assert type(moment) is TwoTensor
     assert torch.equal(moment.b, torch.ones(2, 2))
@@ -258,10 +258,10 @@ def test_a_wrapper_is_made_only_of_a_type_that_this_process_allows(tmp_path: Pat
         with pytest.raises(
             LoadFailed, match=r"'optim.state.0.moment' was saved as a .*TwoTensor, .* not allow"
         ):
-            holdfast.load({"optim": again}, tmp_path, no_dist=True)
+            holdfast.load({"optim": again}, tmp_path, job=holdfast.Job(no_dist=True))
         assert not again.state
         stepped(again, other)
-        holdfast.load({"optim": again}, tmp_path, no_dist=True)
+        holdfast.load({"optim": again}, tmp_path, job=holdfast.Job(no_dist=True))
         assert torch.equal(again.state[other.weight]["moment"].b, torch.ones(2, 2))
     finally:
         torch.serialization.add_safe_globals(allowed)
@@ -284,13 +284,13 @@ def test_a_forged_description_of_a_state_is_refused(structure: Any, tmp_path: Pa
             "state": {0: {"moment": torch.ones(2, 2), "moment.a": torch.ones(2), "__structure__": structure}}
         }
     }
-    holdfast.save(state, tmp_path, no_dist=True)
+    holdfast.save(state, tmp_path, job=holdfast.Job(no_dist=True))
     model = nn.Linear(2, 2, bias=False)
     fresh = Quantizing(model.parameters())
     with pytest.raises(
         CorruptCheckpoint, match=r"says how 'optim.state.0' is built, and it can't be built so"
     ):
-        holdfast.load({"optim": fresh}, tmp_path, no_dist=True, include=["optim.state"])
+        holdfast.load({"optim": fresh}, tmp_path, job=holdfast.Job(no_dist=True), include=["optim.state"])
     assert not fresh.state
 
 
@@ -299,7 +299,7 @@ def test_a_state_is_whole_by_the_states_of_others_like_it() -> None:
 
     def whole(*states: tuple[nn.Parameter, set[str]]) -> Any:
         named = [
-            Given(str(at), parameter, dict.fromkeys(keys, torch.ones(())))
+            GivenState(str(at), parameter, dict.fromkeys(keys, torch.ones(())))
             for at, (parameter, keys) in enumerate(states)
         ]
         return [set(state) for state in check_whole(named)]

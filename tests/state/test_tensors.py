@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast import Options, Shard
-from holdfast.layout.box import Box, whole
-from holdfast.layout.tensor import DTYPES
-from holdfast.state.flatten import build_shard_table, flatten
-from holdfast.state.memory import BytesMemory, TensorMemory
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import DTYPES
+from holdfast._state.flatten import build_shard_table, flatten
+from holdfast._state.memory import BytesMemory, TensorMemory
 from tests.support.boxes import split
 
 ALL = [getattr(torch, dtype.name) for dtype in DTYPES if hasattr(torch, dtype.name)]
@@ -133,7 +133,7 @@ def test_large_tensors_of_many_blocks(tmp_path: Path) -> None:
     value = noise((1500, 1000), torch.float32)
     holdfast.save({"a": value, "t": value.t()}, tmp_path)
     loaded = {"a": torch.zeros(1500, 1000), "t": torch.zeros(1000, 1500)}
-    holdfast.load(loaded, tmp_path, options=Options(writer_threads=2))
+    holdfast.load(loaded, tmp_path, job=holdfast.Job(options=Options(writer_threads=2)))
     assert torch.equal(loaded["a"].view(torch.int32), value.view(torch.int32))
     assert torch.equal(loaded["t"].view(torch.int32), value.t().contiguous().view(torch.int32))
 
@@ -158,7 +158,7 @@ def test_any_shards_load_as_any_other_shards(
         columns=data.draw(st.sampled_from([(), ("*",)])),
         max_file_bytes=data.draw(st.sampled_from([50, 1 << 30])),
     )
-    holdfast.save({"a": cut(value)}, path, options=options)
+    holdfast.save({"a": cut(value)}, path, job=holdfast.Job(options=options))
     target = torch.zeros(shape, dtype=dtype)
     holdfast.load({"a": cut(target)}, path)
     assert bits(target) == bits(value)

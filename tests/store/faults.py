@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-CHANGES = ("link", "rename", "unlink", "mkdir", "rmdir")
+CHANGES = ("link", "rename", "replace", "unlink", "mkdir", "rmdir")
 CALLS = (*CHANGES, "open", "write", "pwritev", "fsync", "close", "fstat", "stat", "scandir")
 READS = ("lstat", "pread", "preadv")
 FOREVER = 1 << 30
@@ -43,7 +43,7 @@ class Faults:
         self.length = 0
 
     def _is_below(self, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        first = args[1] if name in ("link", "rename") else args[0] if args else "."
+        first = args[1] if name in ("link", "rename", "replace") else args[0] if args else "."
         if named.get("dir_fd") in self._fds or (isinstance(first, int) and first in self._fds):
             return True
         return not isinstance(first, int) and os.fspath(first).startswith(self._folder)

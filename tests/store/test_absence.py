@@ -12,22 +12,25 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast import huggingface
+from holdfast._maintenance.inspect import describe
+from holdfast._maintenance.prune import prune
+from holdfast._maintenance.verify import verify
 from holdfast.errors import BadInput, HoldfastError, NotCommitted, StorageError
-from holdfast.maintenance.inspect import describe
-from holdfast.maintenance.prune import prune
-from holdfast.maintenance.verify import verify
 
 STATE = {"w": torch.zeros(3)}
 
 
 def load(path: Any) -> None:
-    holdfast.load({"w": torch.zeros(3)}, path, no_dist=True)
+    holdfast.load({"w": torch.zeros(3)}, path, job=holdfast.Job(no_dist=True))
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run from which old steps were removed."""
-    with holdfast.Checkpoints(tmp_path / "run", keep=2, asynchronous=False, no_dist=True) as checkpoints:
+    with holdfast.Checkpoints(
+        tmp_path / "run", keep=2, asynchronous=False, job=holdfast.Job(no_dist=True)
+    ) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(step, STATE)
     return tmp_path / "run"
@@ -50,7 +53,37 @@ def test_a_step_that_was_removed(run: Path) -> None:
     assert f"it does not exist; the newest committed steps in {run} are 4, 3." in error.message
     assert "keep=" in error.hint
     with pytest.raises(NotCommitted, match="are 4, 3"):
-        holdfast.Checkpoints(run, no_dist=True).restore(STATE, 1)
+        holdfast.Checkpoints(run, job=holdfast.Job(no_dist=True)).restore(STATE, 1)
+
+
+FOREIGN = {
+    "adapter_model.safetensors": "it is an adapter of PEFT's (LoRA) without the model",
+    "adapter_config.json": "it is an adapter of PEFT's (LoRA) without the model",
+    "pytorch_model.bin": "whose weights are pickled (pytorch_model.bin)",
+    "pytorch_model-00001-of-00002.bin": "whose weights are pickled (pytorch_model.bin)",
+    "pytorch_model.bin.index.json": "whose weights are pickled (pytorch_model.bin)",
+    "q4_k_m.gguf": "its weights are in GGUF",
+    "model-00001-of-00002.safetensors": "neither model.safetensors nor model.safetensors.index.json",
+    "generation_config.json": "the configuration of a published model without its weights",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_of_hugging_face_that_is_not_read(name: str, tmp_path: Path) -> None:
+    for file in ("config.json", name):
+        (tmp_path / file).write_text("{}")
+    error = refused(tmp_path)
+    assert FOREIGN[name] in error.message
+    assert error.hint
+    with pytest.raises(BadInput, match="no folder of a published model") as caught:
+        huggingface.import_(tmp_path, tmp_path / "out", job=holdfast.Job(no_dist=True))
+    assert FOREIGN[name] in caught.value.message
+
+
+def test_a_published_model_where_only_our_own_checkpoints_will_do(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(NotCommitted, match="it is a published model, not a checkpoint of Holdfast"):
+        verify(tmp_path)
 
 
 def test_a_run_folder(run: Path) -> None:
@@ -71,7 +104,7 @@ def test_a_checkpoint_of_torch_dcp(tmp_path: Path) -> None:
 
 
 def test_a_save_that_failed(tmp_path: Path) -> None:
-    holdfast.save(STATE, tmp_path / "a", no_dist=True)
+    holdfast.save(STATE, tmp_path / "a", job=holdfast.Job(no_dist=True))
     os.unlink(tmp_path / "a" / "index.safetensors")
     error = refused(tmp_path / "a")
     assert "there are data files, but no index.safetensors" in error.message
@@ -92,15 +125,15 @@ def test_a_file(tmp_path: Path) -> None:
         prune(tmp_path / "file")
     for place in (tmp_path / "file", tmp_path / "file" / "step-1"):
         with pytest.raises(StorageError, match=r"file is a file, not a folder"):
-            holdfast.save(STATE, place, no_dist=True)
+            holdfast.save(STATE, place, job=holdfast.Job(no_dist=True))
 
 
 ASKED: list[Callable[[Any], object]] = [
-    lambda path: holdfast.save(STATE, path, no_dist=True),
+    lambda path: holdfast.save(STATE, path, job=holdfast.Job(no_dist=True)),
     load,
-    lambda path: holdfast.Checkpoints(path, no_dist=True),
+    lambda path: holdfast.Checkpoints(path, job=holdfast.Job(no_dist=True)),
     holdfast.latest,
-    lambda path: holdfast.async_save(STATE, path, no_dist=True),
+    lambda path: holdfast.async_save(STATE, path, job=holdfast.Job(no_dist=True)),
 ]
 
 
@@ -133,12 +166,12 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "here").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path / "here")
-    with holdfast.Checkpoints("~/run", asynchronous=False, no_dist=True) as run:
+    with holdfast.Checkpoints("~/run", asynchronous=False, job=holdfast.Job(no_dist=True)) as run:
         run.save(1, STATE)
     assert holdfast.latest("~/run") == str(tmp_path / "home" / "run" / "step-00000001")
     load("~/run/step-00000001")
     load("file://~/run/step-00000001")
-    holdfast.save(STATE, "./~", no_dist=True)  # who means a folder of that name says so
+    holdfast.save(STATE, "./~", job=holdfast.Job(no_dist=True))  # who means a folder of that name says so
     assert os.listdir(tmp_path / "here") == ["~"]
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._store.base import Store
+from holdfast._store.local import LocalStore
 from holdfast.errors import Conflict
-from holdfast.store.base import Store
-from holdfast.store.local import LocalStore
-from holdfast.store.memory import MemoryStore
-from holdfast.testing import StoreContract
+from holdfast.testing import MemoryStore, StoreContract
 
 
 class TestLocalStore(StoreContract):

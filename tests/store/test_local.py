@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from holdfast._store.base import VERSION_BYTES, NotFound, Store
+from holdfast._store.filesystem import lock
+from holdfast._store.local import LocalStore, open_store
 from holdfast.errors import Conflict, StorageError
-from holdfast.store.base import VERSION_BYTES, NotFound, Store
-from holdfast.store.local import LocalStore, open_store
 from holdfast.testing.store_contract import content, put
 
 Call = tuple[str, str]
@@ -108,7 +110,9 @@ def test_data_is_durable_before_the_index_that_names_it(recorder: Recorder, tmp_
         folder = f"run-{split}"
         recorder.calls.clear()
         state = {f"w{at}": torch.arange(1000) for at in range(4)}
-        holdfast.save(state, tmp_path / folder, options=holdfast.Options(max_file_bytes=split))
+        holdfast.save(
+            state, tmp_path / folder, job=holdfast.Job(options=holdfast.Options(max_file_bytes=split))
+        )
         linked = recorder.at("link", f"{folder}/index.safetensors")
         files = {what for name, what in recorder.calls if name == "pwritev"}
         assert len(files) == (1 if split == 1 << 30 else 4)
@@ -191,7 +195,8 @@ def test_errors_have_a_number_and_say_what_to_do(
 
 
 def test_short_writes_and_reads_are_carried_on(monkeypatch: pytest.MonkeyPatch, store: LocalStore) -> None:
-    write, read = os.pwritev, os.preadv
+    write, read, read_one = os.pwritev, os.preadv, os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: read_one(fd, min(size, 3), at))
     monkeypatch.setattr(
         os,
         "pwritev",
@@ -212,6 +217,8 @@ def test_short_writes_and_reads_are_carried_on(monkeypatch: pytest.MonkeyPatch, 
     assert reader.read_into(0, targets) == 40
     assert b"".join(targets) == data
     reader.close()
+    store.publish("a", data[::-1], data[-VERSION_BYTES:])  # and the version to replace is compared whole
+    assert content(store, "a") == data[::-1]
 
 
 def test_a_write_that_takes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch, store: LocalStore) -> None:
@@ -333,12 +340,10 @@ def test_a_dead_publisher_leaves_a_hidden_file_and_no_lock(tmp_path: Path) -> No
 
 
 def test_a_lock_held_by_another_is_a_conflict(tmp_path: Path) -> None:
-    import fcntl
-
     store = LocalStore(tmp_path)
     store.publish("index", b"1" * 20, None)
-    with open(tmp_path / "index", "rb") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+    with open(tmp_path / "index", "rb+") as other:
+        assert lock(other.fileno(), 0, alone=True)
         with pytest.raises(Conflict):
             store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
     store.publish("index", b"2" * 20, b"1" * VERSION_BYTES)
@@ -346,12 +351,10 @@ def test_a_lock_held_by_another_is_a_conflict(tmp_path: Path) -> None:
 
 
 def test_a_file_system_without_locks_still_compares(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import fcntl
-
-    def none(fd: int, how: int) -> None:
+    def none(fd: int, how: int, what: bytes) -> None:
         raise OSError(errno.ENOLCK, "no locks here")
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "fcntl", none)
     store = LocalStore(tmp_path)
     store.publish("index", b"1" * 20, None)
     with pytest.raises(Conflict):

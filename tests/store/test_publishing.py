@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast._store import filesystem
+from holdfast._store.base import VERSION_BYTES, Unsettled
+from holdfast._store.local import LocalStore
+from holdfast._store.publishing import publish
 from holdfast.errors import Conflict, StorageError, from_message
-from holdfast.store import filesystem
-from holdfast.store.base import VERSION_BYTES, Unsettled
-from holdfast.store.local import LocalStore
 from holdfast.testing.store_contract import content, put
 
 OLD, NEW, OTHER = b"1" * 50, b"2" * 60, b"3" * 70
@@ -191,27 +192,27 @@ def test_a_file_system_that_can_not_sync_folders_is_told_of_once(
     state = {"w": torch.arange(5.0)}
     with caplog.at_level(logging.WARNING, "holdfast"):
         for step in (1, 2):
-            holdfast.save(state, tmp_path / f"step-{step}", no_dist=True)
+            holdfast.save(state, tmp_path / f"step-{step}", job=holdfast.Job(no_dist=True))
     told = [record.getMessage() for record in caplog.records if "can't sync a folder" in record.getMessage()]
     assert len(told) == 1
     assert os.strerror(number) in told[0]
     back = {"w": torch.zeros(5)}
-    holdfast.load(back, tmp_path / "step-2", no_dist=True)
+    holdfast.load(back, tmp_path / "step-2", job=holdfast.Job(no_dist=True))
     assert torch.equal(back["w"], state["w"])
 
 
 def test_the_version_to_replace_is_locked_through_a_descriptor_that_may_write(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NFS an exclusive lock needs one."""
+    """A lock that is held alone needs one."""
     store.publish("index", OLD, None)
-    real, modes = fcntl.flock, []
+    real, modes = fcntl.fcntl, []
 
-    def flock(fd: int, how: int) -> None:
-        modes.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
-        real(fd, how)
+    def set_lock(fd: int, how: int, what: bytes) -> None:
+        modes.append(real(fd, fcntl.F_GETFL) & os.O_ACCMODE)
+        real(fd, how, what)
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "fcntl", set_lock)
     store.publish("index", NEW, OLD[-VERSION_BYTES:])
     real_open = os.open
 
@@ -226,7 +227,19 @@ def test_the_version_to_replace_is_locked_through_a_descriptor_that_may_write(
     assert content(store, "index") == OTHER
 
 
+def test_a_version_that_comes_in_pieces_is_no_other_one(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read may return less than it was asked for, and is not the end of the file."""
+    store.publish("index", OLD, None)
+    real = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, length, start: real(fd, min(length, 5), start))
+    store.publish("index", NEW, OLD[-VERSION_BYTES:])
+    assert content(store, "index") == NEW
+
+
 def test_a_stale_handle_is_opened_again(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "PATIENCE", 1.0)  # enough for four tries on a loaded machine
     put(store, "data/a", b"abc")
     real, stale = os.open, [3]
 
@@ -242,3 +255,20 @@ def test_a_stale_handle_is_opened_again(store: LocalStore, monkeypatch: pytest.M
     stale[0] = 1 << 30
     with pytest.raises(StorageError, match=r"Opening .*data/a failed: Stale file handle"):
         store.open("data/a")
+
+
+def test_a_parent_that_may_not_be_listed_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's folder of mode 711, with one of ours in it."""
+    (tmp_path / "mine").mkdir()
+    real = os.open
+
+    def opened(path: Any, *args: Any, **named: Any) -> int:
+        if os.fspath(path) == str(tmp_path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **named)
+
+    monkeypatch.setattr(os, "open", opened)
+    publish(str(tmp_path / "mine" / "index"), b"x" * 32, None)
+    assert LocalStore(tmp_path / "mine").list() == ["index"]

@@ -16,13 +16,13 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._maintenance.inspect import Run, describe
+from holdfast._maintenance.prune import prune
+from holdfast._maintenance.verify import VerifiedRun, verify
+from holdfast._roster.memory import MemoryRoster
+from holdfast._store import run_folder as retention
+from holdfast._store.local import LocalStore
 from holdfast.errors import BadInput, StorageError
-from holdfast.maintenance.inspect import Run, describe
-from holdfast.maintenance.prune import prune
-from holdfast.maintenance.verify import VerifiedRun, verify
-from holdfast.roster.memory import MemoryRoster
-from holdfast.store import run_folder as retention
-from holdfast.store.local import LocalStore
 from tests.protocol.test_protocol import ranks
 from tests.support.threads import on_ranks
 
@@ -30,7 +30,7 @@ Save = Callable[[Path, float], None]
 
 
 def ours(folder: Path, value: float) -> None:
-    holdfast.save({"w": torch.full((3,), value)}, folder, no_dist=True)
+    holdfast.save({"w": torch.full((3,), value)}, folder, job=holdfast.Job(no_dist=True))
 
 
 def torchs(folder: Path, value: float) -> None:
@@ -38,7 +38,7 @@ def torchs(folder: Path, value: float) -> None:
 
 
 def run_of(folder: Path, **how: Any) -> holdfast.Checkpoints:
-    _runs.append(holdfast.Checkpoints(folder, asynchronous=False, no_dist=True, **how))
+    _runs.append(holdfast.Checkpoints(folder, asynchronous=False, job=holdfast.Job(no_dist=True), **how))
     return _runs[-1]
 
 
@@ -127,7 +127,9 @@ def test_a_save_of_a_step_that_is_a_link_is_refused(tmp_path: Path) -> None:
     for asynchronous in (False, True):
         with (
             pytest.raises(StorageError, match="is a link; nothing is saved behind it"),
-            holdfast.Checkpoints(run, asynchronous=asynchronous, no_dist=True) as checkpoints,
+            holdfast.Checkpoints(
+                run, asynchronous=asynchronous, job=holdfast.Job(no_dist=True)
+            ) as checkpoints,
         ):
             checkpoints.save(7, {"w": torch.zeros(3)})
     assert tree(tmp_path / "pretrain") == before
@@ -236,7 +238,7 @@ def test_checkpoints_under_other_names_are_never_nothing(tmp_path: Path, save: S
             look()
         assert f"holdfast.load(state, '{tmp_path / name}')" in caught.value.hint
     state = {"w": torch.zeros(3)}
-    holdfast.load(state, tmp_path / name, no_dist=True)
+    holdfast.load(state, tmp_path / name, job=holdfast.Job(no_dist=True))
     assert state["w"].tolist() == [10.0] * 3
 
 
@@ -262,6 +264,9 @@ def test_a_checkpoint_in_the_place_of_a_run_is_not_nothing(tmp_path: Path, save:
             "checkpoint-500/trainer_state.json",
             "'checkpoint-500' in it is one, of a format that Holdfast does not load",
         ),
+        ("checkpoint-500/model.safetensors", "'checkpoint-500' in it is one\\. Load it by holdfast.load"),
+        ("epoch_3/model.safetensors.index.json", "'epoch_3' in it is one\\. Load it by holdfast.load"),
+        ("checkpoint-500/adapter_model.safetensors", "'checkpoint-500' in it is one, of a format"),
         ("step-5/metadata.json", "'step-5' in it is one, of a format that Holdfast does not load"),
     ],
 )
@@ -276,7 +281,7 @@ def test_all_ranks_hear_that_there_is_something_else(tmp_path: Path) -> None:
     ours(tmp_path / "global_step_10", 10.0)
 
     def job(roster: MemoryRoster) -> object:
-        run = holdfast.Checkpoints(tmp_path, asynchronous=False, roster=roster, timeout=20)
+        run = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(roster=roster, timeout=20))
         return run.restore({"w": torch.zeros(3)})
 
     found = ranks(3, job)
@@ -293,6 +298,68 @@ def test_a_folder_without_checkpoints_is_a_fresh_start(tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "tensorboard", tmp_path / "missing"):
         assert restored(place) == (None, 0.0)
         assert holdfast.latest(place) is None
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("qwen-run2", "the folder does not exist, but {tmp_path} has 'qwen-run-2'."),
+        ("another", "the folder does not exist."),
+        ("qwen-run-2", "the folder holds step-00000003/ (never committed)."),
+        ("empty", "the folder is empty."),
+        ("models", "the folder holds a, b, c, config.json, llama2/ and 1 more."),
+    ],
+)
+def test_a_fresh_start_says_what_lies_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, run: str, words: str
+) -> None:
+    """One rank says it. The model that a training begins with is no reason not to begin."""
+    for name in ("qwen-run-2/step-00000003", "empty", "models/llama2"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("llama2/model.safetensors", "config.json", "model.safetensors", "a", "b", "c"):
+        (tmp_path / "models" / name).write_text("")
+
+    def restore(roster: MemoryRoster) -> int | None:
+        with holdfast.Checkpoints(
+            tmp_path / run, asynchronous=False, job=holdfast.Job(roster=roster, timeout=60)
+        ) as there:
+            return there.restore({"w": torch.zeros(3)})
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        assert on_ranks(2, restore) == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"No step is restored from {tmp_path / run}, so the run starts fresh: {words.format(tmp_path=tmp_path)}"
+    ]
+
+
+def test_a_folder_that_may_not_be_listed_hinders_no_fresh_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert restored(tmp_path / "run") == (None, 0.0)
+
+
+def test_what_was_restored_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ours(tmp_path / "iter_7", 7.0)
+
+    def restore(roster: MemoryRoster) -> int | None:
+        with holdfast.Checkpoints(
+            tmp_path, asynchronous=False, job=holdfast.Job(roster=roster, timeout=60)
+        ) as there:
+            return there.restore({"w": torch.zeros(3)})
+
+    with caplog.at_level(logging.INFO, "holdfast"):
+        assert on_ranks(2, restore) == [7, 7]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Step 7 is restored, from {tmp_path / 'iter_7'}."
+    ]
 
 
 def test_a_folder_of_somebody_else_hinders_no_fresh_start(
@@ -336,12 +403,12 @@ def test_a_folder_of_thousands_is_looked_into_at_few_places(
     shutil.rmtree(tmp_path / "trial-2999")
     looks.clear()
     assert holdfast.latest(tmp_path) is None
-    assert len(looks) < 2000
+    assert len(looks) < 2500
 
 
 def test_a_step_that_is_committed_during_the_look_is_no_stranger(tmp_path: Path) -> None:
     """`restore` finds no step; then the first one is committed; then it looks for other checkpoints."""
-    holdfast.save({"w": torch.zeros(1)}, tmp_path / "step-00000000", no_dist=True)
+    holdfast.save({"w": torch.zeros(1)}, tmp_path / "step-00000000", job=holdfast.Job(no_dist=True))
     retention.refuse_other_checkpoints(LocalStore(tmp_path))
 
 
@@ -363,11 +430,52 @@ def test_one_of_the_participants_warns_of_a_damaged_step(
         if roster.rank == 0:
             return None
         state = {"w": torch.zeros(3)}
-        how: dict[str, Any] = {"participants": [1, 2], "roster": roster, "timeout": 60}
-        with holdfast.Checkpoints(tmp_path, asynchronous=False, **how) as run:
+        job = holdfast.Job(participants=[1, 2], roster=roster, timeout=60)
+        with holdfast.Checkpoints(tmp_path, asynchronous=False, job=job) as run:
             return run.restore(state), state["w"].tolist()
 
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert on_ranks(3, restore) == [None, (1, [1.0] * 3), (1, [1.0] * 3)]
     (said,) = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
     assert said.startswith("Step 2 is damaged")
+
+
+def test_damaged_steps_take_no_place_of_good_ones(tmp_path: Path) -> None:
+    with holdfast.Checkpoints(
+        tmp_path, keep=3, asynchronous=False, job=holdfast.Job(no_dist=True)
+    ) as checkpoints:
+        for step in (1, 8, 9):
+            checkpoints.save(step, {"w": torch.full((1000,), float(step))})
+    for step in (8, 9):
+        (file,) = (tmp_path / f"step-{step:08d}" / "data").iterdir()
+        data = bytearray(file.read_bytes())
+        at = data.find(torch.full((1000,), float(step)).numpy().tobytes())
+        data[at + 100] ^= 1
+        file.write_bytes(data)
+    with holdfast.Checkpoints(
+        tmp_path, keep=3, asynchronous=False, job=holdfast.Job(no_dist=True)
+    ) as checkpoints:
+        state = {"w": torch.zeros(1000)}
+        assert checkpoints.restore(state) == 1
+        for step in (2, 3, 4):
+            checkpoints.save(step, state)
+        assert checkpoints.steps() == [2, 3, 4, 8, 9]
+        checkpoints.save(8, state)  # a new one in its place is a good one
+        assert checkpoints.steps() == [3, 4, 8, 9]
+
+
+def test_a_copied_step_counts_by_its_folders_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True))
+    checkpoints.save(10, {"w": torch.ones(1)})
+    (tmp_path / "step-00000010").rename(tmp_path / "step-00000030")
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert checkpoints.restore({"w": torch.ones(1)}) == checkpoints.latest() == 30
+    assert "copied or renamed" in caplog.text
+
+
+def test_a_pipe_is_no_index(tmp_path: Path) -> None:
+    checkpoints = holdfast.Checkpoints(tmp_path, asynchronous=False, job=holdfast.Job(no_dist=True))
+    checkpoints.save(1, {"w": torch.ones(1)})
+    (tmp_path / "step-00000002").mkdir()
+    os.mkfifo(tmp_path / "step-00000002" / "index.safetensors")
+    assert checkpoints.restore({"w": torch.zeros(1)}) == 1

@@ -14,6 +14,8 @@ class Faults:
     late: dict[int, float] = field(default_factory=dict)
     killed: dict[int, float] = field(default_factory=dict)
     stopped: dict[int, tuple[float, float]] = field(default_factory=dict)
+    slow_write: dict[int, float] = field(default_factory=dict)
+    """Seconds that writing takes on a rank, while bytes move."""
     stuck: dict[int, str] = field(default_factory=dict)
     """A rank whose action of that name never comes back."""
     write_fails: set[int] = field(default_factory=set)
@@ -36,6 +38,13 @@ class Faults:
             seconds > 1.0 for seconds in (*self.late.values(), *self.late_call.values())
         )
 
+    def harmless_within(self, seconds: float) -> bool:
+        """Is every rank only late, slow or stopped, for less than so many seconds in all?"""
+        slow = replace(self, late={}, stopped={}, slow_write={}, lag=0.0, late_call={}) == Faults()
+        pauses = [*self.late.values(), *self.late_call.values(), *self.slow_write.values()]
+        pauses += [length for _, length in self.stopped.values()]
+        return slow and self.lag <= 1.0 and sum(pauses) < seconds
+
 
 def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
     """Mostly one or two faults, sometimes none, sometimes many; of several calls, some fail on some ranks."""
@@ -51,7 +60,7 @@ def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
             return faults
     for _ in range(rng.choice([0, 1, 1, 1, 2, 2, 3, 5])):
         rank = rng.choice([0, rng.randrange(ranks)])
-        kind = rng.randrange(12)
+        kind = rng.randrange(13)
         when = rng.uniform(0.0, 8.0)
         if kind == 0:
             faults.absent.add(rank)
@@ -73,6 +82,8 @@ def draw_faults(rng: random.Random, ranks: int, calls: int = 1) -> Faults:
             faults.store_lost = when
         elif kind == 10:
             faults.client_lost[rank] = when
+        elif kind == 11:
+            faults.slow_write[rank] = rng.choice([5.0, 15.0, 40.0])
         else:
             faults.lag = rng.choice([0.05, 1.0, 10.0])
     return faults

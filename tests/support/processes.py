@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-BASE = ("torch", "torch.distributed", "torch.distributed.tensor", "holdfast.run.checkpoints")
+BASE = ("torch", "torch.distributed", "torch.distributed.tensor", "holdfast._run.checkpoints")
 PRELOAD = [*BASE]
 _servers: dict[str, forkserver.ForkServer] = {}
 """Forkservers beside the usual one, by what they have imported."""
@@ -69,7 +69,7 @@ class ProcessWorld:
             raise ValueError("store_host is 'launcher' or 'rank 0'")
         self.size = size
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
         self.store = (
             TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             if store_host == "launcher"
@@ -88,7 +88,7 @@ class ProcessWorld:
                 args=(rank, size, port, self._port_file, self._stacks, theirs, dict(env or {})),
                 daemon=True,
             )
-            with _forked_after(preload):
+            with forked_after(preload):
                 process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -201,14 +201,15 @@ class ProcessWorld:
 
 
 @contextlib.contextmanager
-def _forked_after(preload: str) -> Iterator[None]:
+def forked_after(preload: str) -> Iterator[None]:
     """Inside, processes start from the forkserver that has imported this module of `preloads`."""
     if not preload:
         yield
         return
     if preload not in _servers:
         _servers[preload] = forkserver.ForkServer()
-        _servers[preload].set_forkserver_preload([*BASE, f"tests.support.preloads.{preload}"])
+        modules = [*BASE, f"tests.support.preloads.{preload}", "tests.support.frozen"]
+        _servers[preload].set_forkserver_preload(modules)
     # `multiprocessing` knows one forkserver; its processes ask this function of the module for a new one.
     usual = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = _servers[preload].connect_to_new_process
@@ -229,17 +230,10 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    from holdfast.protocol.call import find_roster
-
     torch.set_num_threads(1)
     try:
         store = _connect(rank, port, port_file)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        roster = find_roster(
-            None, False
-        )  # connect now: a slow name server must not count against a test's deadline
-        roster.get(["ready"])
-        roster.second().get(["ready"])
         pipe.send(Result(rank))
     except BaseException as error:
         pipe.send(Result(rank, error=error, trace=traceback.format_exc()))

@@ -5,7 +5,8 @@
 everything: how long each
 step takes, when a message becomes visible (puts are applied late, or lost with
 their sender), who is late, killed, stopped, stuck or never comes, which write or publish
-fails, and when the message store or the committer's storage goes away. `simulate(seed, calls=n)` has each
+fails, and when the message store or the committer's storage goes away. Deadlines are given, or moved by
+progress; some callers give up silent ranks that live. `simulate(seed, calls=n)` has each
 rank save n times into one folder, each time another state, and go on at once whatever became of it. `check`
 then holds the outcome against the invariants:
 
@@ -13,10 +14,12 @@ then holds the outcome against the invariants:
 2. no rank reports success unless the index of that very call exists;
 3. every live rank returns within its deadline plus a small constant;
 4. no two ranks report different outcomes of a call; one that can't know says CommitUnconfirmed;
-5. all ranks that fail raise the same error, but for what only they can see (their own lost
-   store, their own stuck call);
+5. all ranks that fail raise the same error, but for what only they can see (their own lost store, their own
+    stuck call);
 6. where nothing is wrong but that calls fail on some ranks, every call that fails nowhere is committed;
-7. and nothing of a call is left in the message store.
+7. and nothing of a call is left in the message store;
+8. where nothing is dead, broken or missing, and ranks are only late, slow or stopped for a time that the
+    deadline allows, every call is committed: nobody is given up for silence.
 """
 
 from __future__ import annotations
@@ -28,20 +31,35 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from holdfast.deadline import Deadline
+from holdfast._deadline import Deadline, Limits
+from holdfast._protocol.core import save_steps, task_steps
+from holdfast._protocol.effects import (
+    Claim,
+    Context,
+    Count,
+    Delete,
+    Do,
+    Effect,
+    Get,
+    Late,
+    Look,
+    Pause,
+    Put,
+    Steps,
+)
+from holdfast._protocol.messages import abandoned_by
+from holdfast._protocol.phases import TASK_TRANSITIONS, TRANSITIONS
+from holdfast._protocol.rendezvous import CallSignature, History, leave, meet
+from holdfast._protocol.runner import GRACE, LAST_CALL, SUCCESS, UNSURE
+from holdfast._roster.presence import Seen, Vitals, at_key, gone_key, read
+from holdfast._values import Message
 from holdfast.errors import (
     CommitUnconfirmed,
     DeadlineExceeded,
     HoldfastError,
+    RankFailed,
     RosterLost,
 )
-from holdfast.protocol.core import save_steps, task_steps
-from holdfast.protocol.effects import Alive, Claim, Context, Count, Delete, Do, Effect, Get, Pause, Put, Steps
-from holdfast.protocol.phases import TASK_TRANSITIONS, TRANSITIONS
-from holdfast.protocol.rendezvous import CallSignature, History, leave, meet
-from holdfast.protocol.runner import GRACE, SUCCESS, UNSURE
-from holdfast.roster.presence import at_key
-from holdfast.values import Message
 from tests.support.faults import Faults, draw_faults
 from tests.support.simulated_work import SimulatedSave, SimulatedTask
 
@@ -72,7 +90,8 @@ class Outcome:
     state: str
     """`committed`, `failed` or `unconfirmed`."""
     at: float
-    entered: float
+    due: float
+    """Its deadline in the end."""
     error: HoldfastError | None = None
     own: bool = False
     """The error is one that only this rank can see."""
@@ -95,7 +114,9 @@ class World:
     seed: int
     ranks: int
     timeout: float
-    stall_timeout: float
+    moves: bool
+    """Does progress move the deadline?"""
+    limits: Limits
     same_host: bool
     faults: Faults
     rng: random.Random
@@ -112,6 +133,9 @@ class World:
     published: list[PublishedIndex] = field(default_factory=list)
     """Every index that was ever put in place; the last one is there now."""
     dead: set[int] = field(default_factory=set)
+    late: list[Late] = field(default_factory=list)
+    """What was told of waits."""
+    here: dict[int, _Rank] = field(default_factory=dict)
     outcomes: dict[tuple[int, int], Outcome] = field(default_factory=dict)
     """By rank and call."""
     trace: list[str] = field(default_factory=list)
@@ -134,6 +158,31 @@ class World:
         since = min(self.faults.store_lost or 1e9, self.faults.client_lost.get(rank, 1e9))
         return self.clock.time >= since
 
+    def see(self, rank: int) -> Seen:
+        """What ranks know of one."""
+        vitals = read(self.board.get(at_key(rank)), Vitals)
+        if vitals is None:
+            return Seen()
+        gone = rank in self.dead and (self.same_host or gone_key(rank) in self.board)
+        return Seen(vitals, "its process has ended" if gone else "")
+
+    def kill(self, rank: int) -> None:
+        """End a process. Mostly a neighbour sees it, and tells all others."""
+        self.dead.add(rank)
+        if self.rng.random() < 0.7:
+            self.after(self.rng.uniform(0.1, 2.0), lambda: self.witness(rank))
+
+    def witness(self, gone: int) -> None:
+        """What `operation.Operation` does on a neighbour, and `neighbours.Watch`."""
+        neighbours = [one for one in self.here.values() if one.rank not in self.dead and not one.done]
+        if not neighbours or self.lost(neighbours[0].rank):
+            return
+        self.board[gone_key(gone)] = {}
+        context = neighbours[0].context
+        if gone == context.committer and context.key and not neighbours[0].stopped_for():
+            error = RankFailed(f"{context.title} failed: rank {gone} has ended", rank=gone)
+            self.board.setdefault(context.outcome_key, abandoned_by(context.rank, error))
+
     def note(self, rank: int, text: str) -> None:
         self.trace.append(f"{self.clock.time:8.3f} rank {rank}: {text}")
 
@@ -144,6 +193,8 @@ class _Rank:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.call = -1
+        self.done = True
+        world.here[rank] = self
         self.history = History()
         self.written_at = 0.0
         """When the last message that it has put arrives: a connection keeps the order."""
@@ -157,20 +208,21 @@ class _Rank:
             return
         self.call += 1
         self.done, self.error = False, None
-        self.progress, self.doing = 0, ""
+        self.progress, self.others, self.doing = 0, 0, ""
         self.waiting_for: list[int] | None = None
-        self.entered = world.clock.time
         signature = CallSignature("save", "memory:x", {}, tuple(range(world.ranks)))
         self.context = Context(
             self.rank,
             tuple(range(world.ranks)),
             "",
             "save of x",
-            Deadline(world.timeout, world.clock),
-            world.stall_timeout,
+            Deadline(world.timeout, world.clock, moves=world.moves),
+            world.limits,
             transitions=TASK_TRANSITIONS if world.turn else TRANSITIONS,
             on_phase=lambda phase: world.note(self.rank, f"-> {phase}"),
             on_wait=lambda ranks: setattr(self, "waiting_for", None if ranks is None else list(ranks)),
+            on_progress=self.pass_on_progress,
+            on_late=world.late.append,
             about=signature.about,
         )
         self.steps = self._whole(signature)
@@ -198,6 +250,9 @@ class _Rank:
         with contextlib.suppress(RosterLost):
             yield from leave(context, self.history)
 
+    def pass_on_progress(self) -> None:
+        self.others += 1
+
     def stopped_for(self) -> float:
         """Seconds until a stopped process runs again; 0 if it runs."""
         start, length = self.world.faults.stopped.get(self.rank, (0.0, 0.0))
@@ -213,33 +268,36 @@ class _Rank:
             self.beats += 1
             if self.doing == "write" and self.rank not in world.faults.stuck:
                 self.progress += 1
+                self.context.deadline.note_progress()
             part = {
                 **self.context.about,
                 "title": "save of x",
                 "phase": self.context.phase,
                 "waiting_for": self.waiting_for,
                 "progress": self.progress,
+                "others": self.others,
             }
             message = {
+                "who": {"rank": self.rank, "host": "h", "pid": self.rank + 1, "token": str(self.rank)},
                 "operations": {self.context.key: part} if self.context.key else {},
                 "beat": self.beats,
-                "rank": self.rank,
-                "pid": self.rank + 1,
-                "host": "h",
                 "wall": world.clock.time,
             }
             world.after(
                 world.rng.uniform(0.0, 0.05), lambda: world.board.__setitem__(at_key(self.rank), message)
             )
-        world.after(min(1.0, world.stall_timeout / 5), lambda: self.beat(call))
+        world.after(min(1.0, (world.limits.stall_timeout or 5.0) / 5), lambda: self.beat(call))
 
     def give_up(self, call: int) -> None:
         """What `protocol.runner.run` does when the worker does not come back by the deadline."""
         if self.done or self.call != call or self.rank in self.world.dead:
             return
-        pause = self.stopped_for()
-        if pause:
-            self.world.after(pause + 0.01, lambda: self.give_up(call))
+        left = self.context.deadline.at + GRACE - self.world.clock.time
+        pause = max(self.stopped_for(), left)
+        if pause > 1e-9:
+            # Woken from a stop, the runner lets its worker finish the rendezvous, which nothing cancels.
+            more = 0.01 if self.context.key else LAST_CALL
+            self.world.after(pause + more, lambda: self.give_up(call))
             return
         if self.context.phase in SUCCESS:
             self.finish("committed")
@@ -256,7 +314,8 @@ class _Rank:
             return
         self.done = True
         world.note(self.rank, f"call {self.call} returns {state} {error or ''}")
-        world.outcomes[self.rank, self.call] = Outcome(state, world.clock.time, self.entered, error, own)
+        due = self.context.deadline.at
+        world.outcomes[self.rank, self.call] = Outcome(state, world.clock.time, due, error, own)
         late = world.faults.late_call.get((self.rank, self.call + 1), 0.0)
         world.after(world.rng.choice([0.0, 0.0, 0.01, 0.3]) + late, self.enter)
 
@@ -343,15 +402,16 @@ class _Rank:
                 self.over_roster(call, lambda: [world.board.pop(key, None) for key in keys] and None)
             case Pause(_, seconds):
                 self.answer(call, seconds * rng.random(), lambda: None)
-            case Alive(message):
-                alive = None if not world.same_host else int(message["rank"]) not in world.dead
-                self.answer(call, 0.0, lambda: alive)
+            case Look(ranks):
+                self.over_roster(call, lambda: {rank: world.see(rank) for rank in ranks})
             case Do(name, action):
                 self.doing = name
                 if world.faults.stuck.get(self.rank) == name:
                     world.note(self.rank, f"stuck in {name}")
                     return
                 seconds = 0.1 if name in ("look", "rest") else rng.choice(world.durations) * rng.random()
+                if name == "write":
+                    seconds += world.faults.slow_write.get(self.rank, 0.0)
 
                 def act() -> Any:
                     self.doing = ""
@@ -366,13 +426,19 @@ class _Rank:
 
 def simulate(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1) -> World:
     """One schedule, run to its end: of a save, of several, or of a turn."""
+    return run_world(draw_world(seed, max_ranks, turn, calls))
+
+
+def draw_world(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1) -> World:
     rng = random.Random(seed)
     ranks = rng.choice([2, 2, 3, 3, 4, 5, 8, max_ranks])
+    stall = rng.choice([None, None, 2.0, 5.0, 30.0])
     world = World(
         seed,
         ranks,
-        timeout=rng.choice([4.0, 10.0, 20.0]),
-        stall_timeout=rng.choice([2.0, 5.0, 30.0]),
+        timeout=rng.choice([4.0, 10.0, 20.0, 60.0, 600.0]),
+        moves=rng.random() < 0.5,
+        limits=Limits(stall_timeout=stall, report_after=rng.choice([1.0, 30.0])),
         same_host=rng.random() < 0.5,
         faults=draw_faults(rng, ranks, calls),
         rng=rng,
@@ -380,13 +446,18 @@ def simulate(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 1)
         turn=turn,
     )
     if calls > 1 and world.faults.only_failures():  # time enough for every call that is well
-        world.timeout, world.stall_timeout, world.durations = 20.0, 5.0, (0.0, 0.01, 0.3)
-    for number in range(ranks):
+        world.timeout, world.limits, world.durations = 20.0, Limits(), (0.0, 0.01, 0.3)
+    return world
+
+
+def run_world(world: World) -> World:
+    """Run a schedule to its end."""
+    for number in range(world.ranks):
         rank = _Rank(world, number)
         if number not in world.faults.absent:
-            world.after(rng.random() * 0.3 + world.faults.late.get(number, 0.0), rank.enter)
+            world.after(world.rng.random() * 0.3 + world.faults.late.get(number, 0.0), rank.enter)
         if number in world.faults.killed:
-            world.after(world.faults.killed[number], lambda number=number: world.dead.add(number))
+            world.after(world.faults.killed[number], lambda number=number: world.kill(number))
     world.run()
     return world
 
@@ -404,6 +475,12 @@ def check(world: World) -> list[str]:
         wrong += _check_call(world, call)
     if world.calls > 1 and world.faults.only_failures():
         wrong += _check_progress(world)
+    if world.limits.stall_timeout is None and world.faults.harmless_within(world.timeout - 25.0):
+        wrong += [
+            f"8: rank {rank} {outcome.state}, though every rank lives and comes in time: {outcome.error}"
+            for (rank, _), outcome in world.outcomes.items()
+            if outcome.state != "committed"
+        ]
     return wrong
 
 
@@ -428,7 +505,7 @@ def _check_call(world: World, call: int) -> list[str]:
             wrong.append(f"3: rank {rank} never returned from call {call}")
             continue
         start, length = world.faults.stopped.get(rank, (0.0, 0.0))
-        limit = max(live[rank].entered + world.timeout, start + length if length else 0.0) + SLACK
+        limit = max(live[rank].due, start + length if length else 0.0) + SLACK
         if live[rank].at > limit:
             wrong.append(f"3: rank {rank} returned {live[rank].at - limit:.2f} s too late from call {call}")
     # In a turn nothing lasts that a rank without the message store could look at: it knows of its own loss

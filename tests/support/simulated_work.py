@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, HoldfastError, StorageError
-from holdfast.protocol.messages import Assigned, Final, RowList, Written
-from holdfast.values import Message
+from holdfast._protocol.messages import Assigned, Final, RowList, Written
+from holdfast._values import Message
+from holdfast.errors import CommitUnconfirmed, Conflict, CoverageError, StorageError
 
 if TYPE_CHECKING:
     from tests.support.simulate import World
@@ -101,6 +101,3 @@ class SimulatedTask:
 
     def finish(self, reports: dict[int, Message]) -> Message:
         return {"reports": len(reports)}
-
-    def explain(self, error: HoldfastError) -> HoldfastError:
-        return error

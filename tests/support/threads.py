@@ -1,17 +1,20 @@
-"""Ranks as threads of this process, for checkpoints of several ranks in no time; and a process that can start
-no more."""
+"""Ranks as threads of this process, for checkpoints of several ranks in no time; a process that can start no
+more; and a fork, which may change what belongs to a process."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._threads import start_thread
 from holdfast.errors import HoldfastError
-from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.threads import start_thread
 
 TOO_LARGE = 1 << 47
 """Bytes of stack that no thread can have: the system refuses to start one."""
@@ -42,3 +45,19 @@ def no_more_threads() -> Iterator[None]:
         over.set()
         for spare in spares:
             spare.join()
+
+
+def in_a_fork(job: Callable[[], Any], seconds: int = 60) -> None:
+    """Call `job` in a fork of this process, which has one thread; fails if it raises, or takes too long."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            signal.alarm(seconds)
+            job()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -32,3 +33,8 @@ def wait_for_threads(before: Iterable[threading.Thread]) -> None:
             ]
         )
     )
+
+
+def ended(text: str) -> bool:
+    """Does it say that a killed process is gone? Until its parent has reaped it, the kernel tells how."""
+    return re.search(r"its process (has ended|was killed by SIGKILL)", text) is not None

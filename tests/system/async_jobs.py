@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,15 +14,15 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
-from holdfast.background.manager import background_of_this_thread
-from holdfast.background.writer_client import START
+from holdfast._background.queue import queue_of_this_thread
+from holdfast._background.writer_client import START
+from holdfast._format.digest import digest, hex_digest
 from holdfast.errors import HoldfastError
-from holdfast.format.digest import digest, hex_digest
 from tests.support.collectives import counted
 from tests.support.waiting import wait_until
 from tests.system.jobs import moe_state
 
-HOW: dict[str, Any] = {"timeout": 30, "stall_timeout": 5}
+JOB = holdfast.Job(timeout=30, stall_timeout=5)
 
 
 def writer_process() -> psutil.Process:
@@ -40,13 +39,13 @@ def spoil(state: dict[str, Any]) -> None:
     state["rng"].value.fill_(-7)
 
 
-def save_and_spoil(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
+def save_and_spoil(rank: int, folder: str, job: holdfast.Job) -> list[str]:
     """Three saves, each spoiled right after; the collectives that were issued meanwhile."""
 
     def work() -> None:
         for step in range(3):
             state = moe_state(rank, step)
-            pending = holdfast.async_save(state, f"{folder}/step-{step}", step=step, **{**HOW, **how})
+            pending = holdfast.async_save(state, f"{folder}/step-{step}", step=step, job=job)
             pending.staged(1.0)
             spoil(state)
             report = pending.committed(30)
@@ -57,13 +56,11 @@ def save_and_spoil(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
     return counted(work)
 
 
-def mishap(
-    rank: int, folder: str, victim: int, what: str, how: dict[str, Any]
-) -> tuple[str, float, str, bool]:
+def mishap(rank: int, folder: str, victim: int, what: str, job: holdfast.Job) -> tuple[str, float, str, bool]:
     """A save that meets something bad on one rank's writer; then one that must succeed."""
     state = moe_state(rank, 1)
-    holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
-    writer = background_of_this_thread().writer
+    holdfast.async_save(state, f"{folder}/step-0", job=JOB).committed(30)
+    writer = queue_of_this_thread().writer
     assert writer.pid is not None
     stop: Any = lambda: None  # noqa: E731
     if rank == victim:
@@ -85,16 +82,16 @@ def mishap(
 
             stop = events.subscribe(watch)
     begun = time.monotonic()
-    pending = holdfast.async_save(state, f"{folder}/step-1", **{**HOW, **how})
+    pending = holdfast.async_save(state, f"{folder}/step-1", job=job)
     try:
         pending.committed(40)
         said = "committed"
-    except holdfast.HoldfastError as error:
+    except holdfast.errors.HoldfastError as error:
         said = f"{type(error).__name__} {error.rank}: {error}"
     took = time.monotonic() - begun
     stop()
     dist.barrier()
-    holdfast.async_save(state, f"{folder}/step-2", **HOW).committed(30)
+    holdfast.async_save(state, f"{folder}/step-2", job=JOB).committed(30)
     left = os.path.exists(f"{folder}/step-1/index.safetensors")
     files = sorted(os.listdir(f"{folder}/step-1/data")) if os.path.exists(f"{folder}/step-1/data") else []
     return said, took, ",".join(files), left
@@ -104,26 +101,26 @@ def killed_trainer(rank: int, folder: str, victim: int) -> tuple[str, int | None
     """A trainer is killed while its writer writes; returns what the others heard. Its writer's pid is in a
     file."""
     state = moe_state(rank, 1)
-    holdfast.async_save(state, f"{folder}/step-0", **HOW).committed(30)
+    holdfast.async_save(state, f"{folder}/step-0", job=JOB).committed(30)
     pid = writer_process().pid
     if rank == victim:
         Path(folder, "writer").write_text(str(pid))
         os.kill(pid, signal.SIGSTOP)
-    pending = holdfast.async_save(state, f"{folder}/step-1", **HOW)
+    pending = holdfast.async_save(state, f"{folder}/step-1", job=JOB)
     if rank == victim:
         os.kill(pid, signal.SIGCONT)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         pending.committed(40)
-    except holdfast.HoldfastError as error:
+    except holdfast.errors.HoldfastError as error:
         return type(error).__name__, error.rank
     return "committed", None
 
 
-def failing_once(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
+def failing_once(rank: int, folder: str, on_failure: str) -> list[str]:
     """A run whose second save fails on one rank: where its error is raised."""
     said = []
-    with holdfast.Checkpoints(folder, **{**HOW, **how}) as run:
+    with holdfast.Checkpoints(folder, on_failure=on_failure, job=JOB) as run:
         for step in range(1, 5):
             state = moe_state(rank, step)
             if step == 2 and rank == 2:
@@ -131,7 +128,7 @@ def failing_once(rank: int, folder: str, how: dict[str, Any]) -> list[str]:
             try:
                 run.save(step, state)
                 said.append(f"{step}: began")
-            except holdfast.HoldfastError as error:
+            except holdfast.errors.HoldfastError as error:
                 said.append(f"{step}: {type(error).__name__} {error.rank}")
         run.close()
         said.append(f"has {run.steps()}")
@@ -152,7 +149,7 @@ def many_saves(rank: int, folder: str, count: int) -> tuple[list[int], list[int]
     """RSS and shared memory over many saves, and descriptors gained."""
     me = psutil.Process()
     rss, shared = [], []
-    run = holdfast.Checkpoints(folder, keep=2, **HOW)
+    run = holdfast.Checkpoints(folder, keep=2, job=JOB)
     state = moe_state(rank, 0)
     files = 0
     for step in range(count):
@@ -170,7 +167,7 @@ def skipping(rank: int, folder: str) -> tuple[list[str], list[int]]:
     """Saves in a row, of which those that come while one is under way are skipped, on all ranks."""
     stop = slow_reports(0.5) if rank == 3 else lambda: None
     found = []
-    with holdfast.Checkpoints(folder, on_busy="skip", **HOW) as run:
+    with holdfast.Checkpoints(folder, on_busy="skip", job=JOB) as run:
         for step in range(6):
             found.append("skipped" if run.save(step, moe_state(rank, step)) is None else "began")
             time.sleep(0.1)
@@ -181,12 +178,12 @@ def skipping(rank: int, folder: str) -> tuple[list[str], list[int]]:
 
 def two_in_flight(rank: int, folder: str) -> list[str]:
     """Saves in a row where two may be under way, and the third of them fails."""
-    with holdfast.Checkpoints(f"{folder}/warm", in_flight=2, **HOW) as run:
+    with holdfast.Checkpoints(f"{folder}/warm", in_flight=2, job=JOB) as run:
         for step in range(2):
             run.save(step, moe_state(rank, step))
     stop = slow_reports(1.0) if rank == 3 else lambda: None
     said, begun = [], []
-    with holdfast.Checkpoints(folder, in_flight=2, keep=3, **HOW) as run:
+    with holdfast.Checkpoints(folder, in_flight=2, keep=3, job=JOB) as run:
         for step in range(6):
             state = moe_state(rank, step)
             if step == 2 and rank == 5:
@@ -271,7 +268,7 @@ SCRIPT = """
 import sys, time, torch, holdfast
 state = {"w": torch.arange(4_000_000.0)}
 folder, mode = sys.argv[1:]
-run = holdfast.Checkpoints(folder, timeout=20, stall_timeout=10)
+run = holdfast.Checkpoints(folder, job=holdfast.Job(timeout=20, stall_timeout=10))
 run.save(1, state)
 if mode == "raise":
     raise ValueError("the loss is not a number")
@@ -283,7 +280,3 @@ if mode == "interrupt":
     threading.Timer(0.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     time.sleep(5)
 """
-
-
-def python() -> str:
-    return sys.executable

@@ -7,11 +7,12 @@ import socket
 from collections.abc import Iterable
 from pathlib import Path
 
+from holdfast._protocol.job import Job
 from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld, Result
 from tests.support.waiting import AT_ONCE, SLACK
 
-PATIENT = {"timeout": 60.0, "stall_timeout": 30.0}
+PATIENT = Job(timeout=60.0, stall_timeout=30.0)
 """For failures that are seen at once, and not by a timeout."""
 
 

@@ -74,7 +74,7 @@ def save_job(rank: int, path: str, step: int, how: dict[str, Any]) -> float:
     begun = time.monotonic()
     try:
         holdfast.save(state, path, step=step, **how)
-    except holdfast.HoldfastError as error:
+    except holdfast.errors.HoldfastError as error:
         error.details["returned_after"] = time.monotonic() - begun
         raise
     finally:
@@ -172,7 +172,7 @@ def fail_sync(number: int) -> Any:
 
 def die_before_call(number: int) -> Any:
     """SIGKILL before the number-th call that changes a file system."""
-    from tests.system.test_crash import die_before
+    from tests.support.crash import die_before
 
     die_before(number)
     return lambda: None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,16 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.background import writer_client as helper
-from holdfast.background.arena import Arena, ArenaMemory
-from holdfast.background.manager import background_of_this_thread
+from holdfast._background import writer_client as helper
+from holdfast._background.arena import Arena, ArenaMemory
+from holdfast._background.queue import queue_of_this_thread
+from holdfast._layout.box import Box
 from holdfast.errors import BadInput, DeadlineExceeded, HoldfastError
-from holdfast.layout.box import Box
+from tests.groups.session.launch import Forks
 from tests.support.processes import ProcessWorld
 from tests.support.waiting import AT_ONCE, SLACK, wait_until
 from tests.system import async_jobs as jobs
 from tests.system.jobs import load_job
-
-SMALL_PIECES = holdfast.Options(split_bytes=1 << 12)
 
 
 @pytest.mark.parametrize("columns", [(), ("*",)])
@@ -33,8 +33,8 @@ SMALL_PIECES = holdfast.Options(split_bytes=1 << 12)
 def test_what_is_saved_is_the_state_at_the_call(
     columns: tuple[str, ...], split: int, world: ProcessWorld, tmp_path: Path
 ) -> None:
-    options = holdfast.Options(columns=columns, split_bytes=split)
-    for collectives in world.run(jobs.save_and_spoil, str(tmp_path), {"options": options}):
+    job = replace(jobs.JOB, options=holdfast.Options(columns=columns, split_bytes=split))
+    for collectives in world.run(jobs.save_and_spoil, str(tmp_path), job):
         assert collectives == []
     for step in range(3):
         world.run(load_job, str(tmp_path / f"step-{step}"), step, {})
@@ -44,8 +44,8 @@ def test_what_is_saved_is_the_state_at_the_call(
 def test_a_writer_that_dies_or_hangs_is_named_on_all_ranks(
     what: str, world: ProcessWorld, tmp_path: Path
 ) -> None:
-    how = {"stall_timeout": 2.0 if what == "stop" else 25.0}
-    for said, took, files, visible in world.run(jobs.mishap, str(tmp_path), 5, what, how, timeout=60):
+    job = replace(jobs.JOB, stall_timeout=2.0 if what == "stop" else 25.0)
+    for said, took, files, visible in world.run(jobs.mishap, str(tmp_path), 5, what, job, timeout=60):
         assert " 5: " in said, said
         if what == "kill":
             assert "writer process of rank 5" in said
@@ -59,7 +59,8 @@ def test_a_writer_that_dies_or_hangs_is_named_on_all_ranks(
 
 
 def test_a_failed_save_is_tried_again(world: ProcessWorld, tmp_path: Path) -> None:
-    for said, _, _, visible in world.run(jobs.mishap, str(tmp_path), 5, "kill", {"retries": 1}, timeout=60):
+    job = replace(jobs.JOB, options=holdfast.Options(retries=1))
+    for said, _, _, visible in world.run(jobs.mishap, str(tmp_path), 5, "kill", job, timeout=60):
         assert said == "committed"
         assert visible
 
@@ -88,7 +89,7 @@ def test_a_trainer_that_is_killed_takes_its_writer_along(mortal: ProcessWorld, t
 def test_a_failure_is_raised_at_the_same_call_on_all_ranks(
     how: str, expected: list[str], world: ProcessWorld, tmp_path: Path
 ) -> None:
-    for said in world.run(jobs.failing_once, str(tmp_path), {"on_failure": how}, timeout=60):
+    for said in world.run(jobs.failing_once, str(tmp_path), how, timeout=60):
         assert said == expected
 
 
@@ -131,20 +132,24 @@ def test_a_stop_of_before_stops_nobody(world: ProcessWorld) -> None:
     assert world.run(jobs.not_stopping_again, timeout=60) == [["once on rank 1", None]] * 8
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
+
+
 @pytest.mark.parametrize(("mode", "code"), [("end", 0), ("exit", 3), ("raise", 1), ("interrupt", -2)])
-def test_a_process_that_ends_commits_first(mode: str, code: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [jobs.python(), "-c", jobs.SCRIPT, str(tmp_path), mode], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == code, done.stderr
+def test_a_process_that_ends_commits_first(mode: str, code: int, forks: Forks, tmp_path: Path) -> None:
+    ended = forks.run([jobs.SCRIPT, str(tmp_path / "run"), mode], [0], 1, tmp_path / "terminal", 60.0)
+    assert ended.codes == [code], ended.said
     if mode == "raise":
-        assert done.stderr.rstrip().endswith("ValueError: the loss is not a number")
+        assert ended.said.rstrip().endswith("ValueError: the loss is not a number")
     if mode == "interrupt":
-        assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+        assert ended.said.rstrip().endswith("KeyboardInterrupt")
     if mode in ("end", "exit"):
-        assert done.stderr == ""
+        assert ended.said == ""
     state = {"w": torch.zeros(4_000_000)}
-    assert holdfast.Checkpoints(tmp_path).restore(state) == 1
+    assert holdfast.Checkpoints(tmp_path / "run").restore(state) == 1
     assert torch.equal(state["w"], torch.arange(4_000_000.0))
 
 
@@ -160,7 +165,7 @@ os.pwritev = slow
 
 def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """The next writer process runs this first."""
-    background_of_this_thread().release()
+    queue_of_this_thread().release()
     begun = tmp_path / "writer.py"
     begun.write_text(f"{code}\nimport runpy\nrunpy.run_path({str(helper.START)!r}, run_name='__main__')\n")
     monkeypatch.setattr(helper, "START", begun)
@@ -169,7 +174,7 @@ def with_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> N
 @pytest.fixture
 def fresh_writer() -> Any:
     yield
-    background_of_this_thread().release()
+    queue_of_this_thread().release()
 
 
 def test_a_slow_disk_holds_no_training_up(
@@ -179,7 +184,9 @@ def test_a_slow_disk_holds_no_training_up(
     state = {"w": torch.randn(8_000_000)}
     want = state["w"].clone()
     begun = time.monotonic()
-    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, timeout=30, stall_timeout=2.0)
+    pending = holdfast.async_save(
+        state, tmp_path / "a", job=holdfast.Job(no_dist=True, timeout=30, stall_timeout=2.0)
+    )
     took = time.monotonic() - begun
     seen = []
     while not pending.done():
@@ -192,7 +199,7 @@ def test_a_slow_disk_holds_no_training_up(
     assert took < whole / 3
     assert len(set(seen)) > 5, "progress is told"
     loaded = {"w": torch.zeros(8_000_000)}
-    holdfast.load(loaded, tmp_path / "a", no_dist=True)
+    holdfast.load(loaded, tmp_path / "a", job=holdfast.Job(no_dist=True))
     assert torch.equal(loaded["w"], want)
 
 
@@ -204,7 +211,9 @@ def test_a_full_disk_is_told_in_the_background(
         monkeypatch,
         "import os, errno\ndef full(*a):\n    raise OSError(errno.ENOSPC, 'x')\nos.pwritev = full\n",
     )
-    pending = holdfast.async_save({"w": torch.randn(1000)}, tmp_path / "a", no_dist=True, timeout=30)
+    pending = holdfast.async_save(
+        {"w": torch.randn(1000)}, tmp_path / "a", job=holdfast.Job(no_dist=True, timeout=30)
+    )
     with pytest.raises(HoldfastError, match="No space left on device") as caught:
         pending.committed(20)
     assert caught.value.errno == 28  # type: ignore[attr-defined]
@@ -215,7 +224,9 @@ def test_a_save_that_is_cancelled_or_waited_for_too_briefly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_writer: None
 ) -> None:
     with_writer(tmp_path, monkeypatch, SLOW.format(seconds=0.2))
-    pending = holdfast.async_save({"w": torch.randn(8_000_000)}, tmp_path / "a", no_dist=True, timeout=30)
+    pending = holdfast.async_save(
+        {"w": torch.randn(8_000_000)}, tmp_path / "a", job=holdfast.Job(no_dist=True, timeout=30)
+    )
     with pytest.raises(DeadlineExceeded, match=r"was not committed within 0.3 s: it is in phase"):
         pending.committed(0.3)
     assert pending.cancel()
@@ -228,8 +239,8 @@ def test_a_save_that_is_cancelled_or_waited_for_too_briefly(
 
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     state = {"w": torch.randn(4_000_000)}
-    first = holdfast.async_save(state, tmp_path / "a", no_dist=True)
-    second = holdfast.async_save(state, tmp_path / "b", no_dist=True)
+    first = holdfast.async_save(state, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    second = holdfast.async_save(state, tmp_path / "b", job=holdfast.Job(no_dist=True))
     assert first.done()
     second.upload_completion.result(20)
     second.staging_completion.result(0)
@@ -239,9 +250,8 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
 def test_a_state_larger_than_the_budget_is_copied_in_waves(
     budget: int, world: ProcessWorld, tmp_path: Path
 ) -> None:
-    for collectives in world.run(
-        jobs.save_and_spoil, str(tmp_path), {"host_memory_budget": budget, "options": SMALL_PIECES}
-    ):
+    options = holdfast.Options(split_bytes=1 << 12, host_memory_budget=budget)
+    for collectives in world.run(jobs.save_and_spoil, str(tmp_path), replace(jobs.JOB, options=options)):
         assert collectives == []
     for step in range(3):
         files = list((tmp_path / f"step-{step}" / "data").iterdir())
@@ -251,20 +261,28 @@ def test_a_state_larger_than_the_budget_is_copied_in_waves(
 
 def test_a_budget_that_is_too_small_is_refused_with_the_numbers(tmp_path: Path) -> None:
     state = {"small": torch.zeros(10), "large": torch.zeros(1 << 20)}
-    pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=1 << 20)
+    pending = holdfast.async_save(
+        state,
+        tmp_path / "a",
+        job=holdfast.Job(no_dist=True, options=holdfast.Options(host_memory_budget=1 << 20)),
+    )
     with pytest.raises(
         BadInput, match=r"copies 4 MiB .* allows 1 MiB at a time, and 'large' alone has 4 MiB"
     ):
         pending.committed(10)
     with pytest.raises(BadInput, match="host_memory_budget"):
-        holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=0)
+        holdfast.async_save(
+            state,
+            tmp_path / "a",
+            job=holdfast.Job(no_dist=True, options=holdfast.Options(host_memory_budget=0)),
+        )
 
 
 def test_a_state_that_does_not_change_is_said_loudly(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state = {"model": {"w": torch.randn(1000), "b": torch.randn(10)}, "step": 0}
-    with holdfast.Checkpoints(tmp_path, no_dist=True) as run:
+    with holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)) as run:
         for step in range(4):
             state["step"] = step
             if step == 2:
@@ -277,23 +295,26 @@ def test_a_state_that_does_not_change_is_said_loudly(
 
 
 def test_training_is_the_same_as_without_saving(tmp_path: Path) -> None:
-    """The demo's model, saved at each of fifty steps while it trains on; the last is what it ends with."""
+    """The demo's model, saved at each of twenty steps while it trains on; the last is what it ends with."""
     with ProcessWorld(4) as world:
-        alone = world.run(jobs.train_demo, None, 50, timeout=250)
-    with ProcessWorld(4) as world:
-        saving = world.run(jobs.train_demo, str(tmp_path), 50, timeout=250)
+        alone = world.run(jobs.train_demo, None, 20, timeout=250)
+        saving = world.run(jobs.train_demo, str(tmp_path), 20, timeout=250)
     assert [losses for losses, _ in saving] == [losses for losses, _ in alone]
     assert [digest for _, digest in saving] == [digest for _, digest in alone]
-    assert holdfast.Checkpoints(tmp_path).steps() == list(range(1, 51))
+    assert holdfast.Checkpoints(tmp_path).steps() == list(range(1, 21))
 
 
 def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
     """A hundred saves of a run that keeps two, while another thread loads the newest over and over."""
-    run, ended, loads = holdfast.Checkpoints(tmp_path, keep=2, no_dist=True), threading.Event(), []
+    run, ended, loads = (
+        holdfast.Checkpoints(tmp_path, keep=2, job=holdfast.Job(no_dist=True)),
+        threading.Event(),
+        [],
+    )
     problems: list[BaseException] = []
 
     def read() -> None:
-        mine = holdfast.Checkpoints(tmp_path, no_dist=True)
+        mine = holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True))
         try:
             while not ended.is_set():
                 state = {"a": torch.zeros(2000), "b": torch.zeros(2000)}
@@ -319,8 +340,8 @@ def test_readers_never_see_a_bad_one(tmp_path: Path) -> None:
 
 
 def test_the_writer_is_small_and_without_torch(tmp_path: Path) -> None:
-    holdfast.async_save({"w": torch.zeros(10)}, tmp_path / "a", no_dist=True).committed(20)
-    process = psutil.Process(background_of_this_thread().writer.pid)
+    holdfast.async_save({"w": torch.zeros(10)}, tmp_path / "a", job=holdfast.Job(no_dist=True)).committed(20)
+    process = psutil.Process(queue_of_this_thread().writer.pid)
     assert process.memory_full_info().uss < 60 << 20  # its own; the arena is everybody's
     assert not any("libtorch" in entry.path for entry in process.memory_maps())
 
@@ -329,16 +350,18 @@ def test_a_writer_that_stops_before_it_has_heard_all(tmp_path: Path) -> None:
     """The plan of ten thousand tensors does not fit into a socket's buffer: the thread that sends it is
     stuck."""
     state = {f"w{number}": torch.zeros(2) for number in range(10_000)}
-    holdfast.async_save(state, tmp_path / "a", no_dist=True).committed(20)
-    writer = background_of_this_thread().writer.pid
+    holdfast.async_save(state, tmp_path / "a", job=holdfast.Job(no_dist=True)).committed(20)
+    writer = queue_of_this_thread().writer.pid
     assert writer is not None
     os.kill(writer, signal.SIGSTOP)
     begun = time.monotonic()
-    with pytest.raises(HoldfastError):
-        holdfast.async_save(state, tmp_path / "b", no_dist=True, timeout=2.0).committed(60)
+    with pytest.raises(HoldfastError) as raised:
+        holdfast.async_save(state, tmp_path / "b", job=holdfast.Job(no_dist=True, timeout=2.0)).committed(60)
+    assert str(writer) in str(raised.value)
+    assert "message store" not in str(raised.value)
     assert time.monotonic() - begun < 2.0 + SLACK
     assert not psutil.pid_exists(writer)
-    holdfast.async_save(state, tmp_path / "c", no_dist=True).committed(20)
+    holdfast.async_save(state, tmp_path / "c", job=holdfast.Job(no_dist=True)).committed(20)
     assert not any(thread.name == "holdfast-operation" for thread in threading.enumerate())
 
 
@@ -351,9 +374,9 @@ def sockets() -> set[int]:
 
 
 def test_a_fork_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
-    background_of_this_thread().release()
+    queue_of_this_thread().release()
     before = sockets()
-    holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "a", no_dist=True).committed(20)
+    holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "a", job=holdfast.Job(no_dist=True)).committed(20)
     (fd,) = sockets() - before
     child = os.fork()
     if not child:
@@ -364,7 +387,7 @@ def test_a_fork_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert os.fstat(fd)
-    holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "b", no_dist=True).committed(20)
+    holdfast.async_save({"w": torch.zeros(1)}, tmp_path / "b", job=holdfast.Job(no_dist=True)).committed(20)
 
 
 def test_a_part_of_an_arena_reads_as_the_whole_row() -> None:
@@ -397,12 +420,16 @@ def test_what_is_saved_from_a_gpu_is_the_state_at_the_call(
         torch.cuda._sleep(1 << 28)  # what was given to the stream before comes before
         state["w0"].add_(1.0)
         want = {name: value.clone() for name, value in state.items()}
-        pending = holdfast.async_save(state, tmp_path / "a", no_dist=True, host_memory_budget=budget)
+        pending = holdfast.async_save(
+            state,
+            tmp_path / "a",
+            job=holdfast.Job(no_dist=True, options=holdfast.Options(host_memory_budget=budget)),
+        )
         for value in state.values():
             value.fill_(-1.0)
         pending.committed(60)
-        arena = background_of_this_thread()._arena
+        arena = queue_of_this_thread()._rooms[0].arena
         assert arena is not None
         assert arena.unpin is not None
-        holdfast.load(state, tmp_path / "a", no_dist=True)
+        holdfast.load(state, tmp_path / "a", job=holdfast.Job(no_dist=True))
     assert all(torch.equal(state[name], want[name]) for name in want)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing as mp
-import os
 import signal
-import struct
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,30 +12,11 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._protocol.job import Job
+from tests.support.crash import cut_power, die_before, mount_ext4, unmount
 from tests.support.processes import PRELOAD, ProcessWorld
 from tests.system.checks import errors_of
 from tests.system.jobs import load_job, save_job
-
-CALLS = ("open", "mkdir", "pwritev", "write", "fsync", "link", "rename", "unlink", "rmdir")
-"""System calls that change something, as the store makes them."""
-
-
-def die_before(number: int) -> None:
-    """SIGKILL this process just before its `number`-th call that changes something in a file system."""
-    count = 0
-
-    def wrap(real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
-
-        return call
-
-    for name in CALLS:
-        setattr(os, name, wrap(getattr(os, name)))
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -68,7 +45,7 @@ def loaded(path: str) -> int:
 
 def test_killed_at_every_call_of_an_overwrite(tmp_path: Path) -> None:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     path, number, survived = str(tmp_path / "step"), 0, []
     holdfast.save(state_of(1), path, step=1)
     while True:
@@ -88,55 +65,30 @@ def test_killed_at_every_call_of_an_overwrite(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(1, 18, 2))
-def test_committer_killed_in_an_overwrite(tmp_path: Path, number: int) -> None:
+def test_committer_killed_in_an_overwrite(
+    world: ProcessWorld, mortal: ProcessWorld, tmp_path: Path, number: int
+) -> None:
     path = str(tmp_path / "step")
-    with ProcessWorld(8) as world:
-        world.run(save_job, path, 1, {})
-        world.start(
-            save_job, path, 2, {"timeout": 20.0, "stall_timeout": 3.0, "mishap": {0: ("die_before", number)}}
-        )
-        results = world.collect(30)
-        if results[0].died is None:
-            pytest.fail("the committer was to die, but makes fewer calls than that")
-        outcomes = {
-            "committed" if result.error is None else type(result.error).__name__ for result in results[1:]
-        }
-        assert len(outcomes) == 1, outcomes
-        if outcomes == {"committed"}:
-            step = 2
-        else:
-            step = 1
-            assert all("rank 0" in str(error) for error in errors_of(results))
-    with ProcessWorld(8) as world:
-        world.run(load_job, path, step, {})
+    world.run(save_job, path, 1, {})
+    how = {"job": Job(timeout=20.0, stall_timeout=3.0), "mishap": {0: ("die_before", number)}}
+    mortal.start(save_job, path, 2, how)
+    results = mortal.collect(30)
+    if results[0].died is None:
+        pytest.fail("the committer was to die, but makes fewer calls than that")
+    outcomes = {
+        "committed" if result.error is None else type(result.error).__name__ for result in results[1:]
+    }
+    assert len(outcomes) == 1, outcomes
+    step = 2 if outcomes == {"committed"} else 1
+    assert step == 2 or all("rank 0" in str(error) for error in errors_of(results))
+    world.run(load_job, path, step, {})
 
 
 @pytest.fixture
 def loop_ext4(tmp_path: Path) -> Iterator[Path]:
-    """A real ext4 with a journal on a loop device; the machine's own file system may have none."""
-    image, place = tmp_path / "disk.img", tmp_path / "disk"
-    place.mkdir()
-    with image.open("wb") as file:
-        file.truncate(64 << 20)
-    made = subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], capture_output=True)
-    if (
-        made.returncode
-        or subprocess.run(["mount", "-o", "loop", str(image), str(place)], capture_output=True).returncode
-    ):
-        pytest.skip("making and mounting a loop device is not allowed here")
+    place = mount_ext4(tmp_path)
     yield place
-    subprocess.run(["umount", str(place)], capture_output=True)
-
-
-def cut_power(place: Path) -> None:
-    """EXT4_IOC_SHUTDOWN without flushing the journal, then boot again: what was not synced is gone."""
-    fd = os.open(place, os.O_RDONLY)
-    try:
-        fcntl.ioctl(fd, 0x8004587D, struct.pack("I", 2))
-    finally:
-        os.close(fd)
-    subprocess.run(["umount", str(place)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(place.parent / "disk.img"), str(place)], check=True)
+    unmount(place)
 
 
 def test_power_cut_right_after_save(loop_ext4: Path) -> None:
@@ -164,7 +116,7 @@ def test_power_cut_at_every_call_of_an_overwrite(loop_ext4: Path, number: int) -
     path = str(loop_ext4 / "run" / "step")
     holdfast.save(state_of(1), path, step=1)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, "tests.support.frozen"])
     process = context.Process(target=overwrite, args=(path, 2, number))
     process.start()
     process.join(60)

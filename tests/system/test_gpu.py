@@ -20,20 +20,20 @@ def test_a_save_waits_for_the_stream_that_it_was_called_on(tmp_path: Path, wide:
         state = {"w": weight if wide else weight.view(1024, 1024).t()}
         torch.cuda._sleep(CYCLES)
         weight.add_(1.0)
-        holdfast.save(state, tmp_path / "a", no_dist=True)
+        holdfast.save(state, tmp_path / "a", job=holdfast.Job(no_dist=True))
     found = {"w": torch.zeros_like(state["w"], device="cpu")}
-    holdfast.load(found, tmp_path / "a", no_dist=True)
+    holdfast.load(found, tmp_path / "a", job=holdfast.Job(no_dist=True))
     assert (found["w"] == 1.0).all()
 
 
 @pytest.mark.gpu
 def test_a_load_comes_after_what_its_caller_has_begun_and_before_what_it_begins(tmp_path: Path) -> None:
-    holdfast.save({"w": torch.full((1 << 20,), 2.0)}, tmp_path / "a", no_dist=True)
+    holdfast.save({"w": torch.full((1 << 20,), 2.0)}, tmp_path / "a", job=holdfast.Job(no_dist=True))
     with torch.cuda.stream(torch.cuda.Stream()):
         weight = torch.ones(1 << 20, device="cuda")
         torch.cuda._sleep(CYCLES)
         before = weight.clone()
-        holdfast.load({"w": weight}, tmp_path / "a", no_dist=True)
+        holdfast.load({"w": weight}, tmp_path / "a", job=holdfast.Job(no_dist=True))
         after = weight.clone()
     torch.cuda.synchronize()
     assert (before == 1.0).all()

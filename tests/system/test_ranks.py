@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast._protocol.job import Job
 from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, RankFailed, RosterLost
 from tests.support.processes import ProcessWorld
-from tests.support.waiting import SLACK, wait_until
+from tests.support.waiting import SLACK, ended, wait_until
 from tests.system.checks import (
     PATIENT,
     at_once,
@@ -23,7 +25,7 @@ from tests.system.checks import (
 )
 from tests.system.jobs import load_job, save_job
 
-FAST = {"timeout": 30.0, "stall_timeout": 3.0}
+FAST = Job(timeout=30.0, stall_timeout=3.0)
 
 
 def test_saves_and_loads(world: ProcessWorld, tmp_path: Path) -> None:
@@ -39,7 +41,7 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     path = str(tmp_path / "run" / "step-1")
     world.run(save_job, str(tmp_path / "before"), 0, {})  # so that everybody has been heard of
     ranks = [rank for rank in range(8) if rank != absent]
-    world.start(save_job, path, 1, FAST, ranks=ranks)
+    world.start(save_job, path, 1, {"job": FAST}, ranks=ranks)
     errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, RankFailed)
@@ -48,17 +50,17 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
     no_checkpoint(path)
     no_data(path)
     # The absent rank comes after all: it gets the same error at once, and the next save works.
-    world.start(save_job, path, 1, PATIENT, ranks=[absent])
+    world.start(save_job, path, 1, {"job": PATIENT}, ranks=[absent])
     late = errors_of(world.collect(40))
     assert late[0].message == error.message
     at_once(late)
-    world.run(save_job, path, 1, FAST)
+    world.run(save_job, path, 1, {"job": FAST})
     world.run(load_job, path, 1, {})
 
 
 def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    world.start(save_job, path, 1, {"timeout": 3.0, "stall_timeout": 60.0}, ranks=[0, 1, 2, 3, 4, 5, 7])
+    world.start(save_job, path, 1, {"job": Job(timeout=3.0, stall_timeout=60.0)}, ranks=[0, 1, 2, 3, 4, 5, 7])
     errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)
     assert isinstance(error, DeadlineExceeded)
@@ -70,7 +72,7 @@ def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> 
 
 def test_late_rank_is_waited_for(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    took = world.run(save_job, path, 1, {"stall_timeout": 30.0, "delay": {2: 3.0}}, timeout=60)
+    took = world.run(save_job, path, 1, {"job": Job(stall_timeout=30.0), "delay": {2: 3.0}}, timeout=60)
     assert took[5] - took[2] > 2.0
     world.run(load_job, path, 1, {})
 
@@ -86,14 +88,15 @@ def test_killed_rank_is_named(
 ) -> None:
     path = str(tmp_path / "step-2")
     mortal.run(save_job, str(tmp_path / "step-1"), 1, {})
-    mortal.start(save_job, path, 2, {**PATIENT, "mishap": {victim: ("die", event, share)}})
+    mortal.start(save_job, path, 2, {"job": PATIENT, "mishap": {victim: ("die", event, share)}})
     results = mortal.collect(40)
     assert results[victim].died == -signal.SIGKILL
     if event == "save.written" and all(result.error is None for result in results if result.rank != victim):
         pytest.fail("the victim died before it could report that it had written")
     errors = errors_of(results)
     error = same_everywhere(errors, 7)
-    names_rank(mortal, error, victim, phase, "its process has ended")
+    names_rank(mortal, error, victim, phase)
+    assert ended(str(error)), error
     at_once(errors)  # on one host a death is seen without a timeout
     no_checkpoint(path)
     no_data(path, but_of=[victim])
@@ -103,7 +106,7 @@ def test_killed_rank_is_named(
 @pytest.mark.parametrize("victim", [5, 0])
 def test_stopped_rank_is_named(mortal: ProcessWorld, tmp_path: Path, victim: int) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
-    mortal.start(save_job, path, 1, {**FAST, "mishap": {victim: ("pause", "save.writing", str(flag))}})
+    mortal.start(save_job, path, 1, {"job": FAST, "mishap": {victim: ("pause", "save.writing", str(flag))}})
     wait_until(flag.exists)
     errors = errors_of(mortal.collect(40, [rank for rank in range(8) if rank != victim]))
     in_time(errors, 3.0)
@@ -117,10 +120,10 @@ def test_stopped_rank_is_named(mortal: ProcessWorld, tmp_path: Path, victim: int
 
 def test_stopped_rank_is_waited_for(mortal: ProcessWorld, tmp_path: Path) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
-    how = {"timeout": 60.0, "stall_timeout": 30.0, "mishap": {5: ("pause", "save.writing", str(flag))}}
+    how = {"job": PATIENT, "mishap": {5: ("pause", "save.writing", str(flag))}}
     mortal.start(save_job, path, 1, how)
     wait_until(flag.exists)
-    assert mortal.collect_some(6.0) == [], "all wait"
+    assert mortal.collect_some(3.0) == [], "all wait"
     mortal.signal(5, signal.SIGCONT)
     for result in mortal.collect(40):
         result.get()
@@ -130,7 +133,7 @@ def test_stopped_rank_is_waited_for(mortal: ProcessWorld, tmp_path: Path) -> Non
 def test_store_host_dies(tmp_path: Path) -> None:
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     with ProcessWorld(8, store_host="rank 0") as world:
-        world.start(save_job, path, 1, {**FAST, "mishap": {0: ("pause", "save.entered", str(flag))}})
+        world.start(save_job, path, 1, {"job": FAST, "mishap": {0: ("pause", "save.entered", str(flag))}})
         wait_until(flag.exists)
         world.signal(0, signal.SIGKILL)
         results = world.collect(40)
@@ -145,7 +148,7 @@ def test_store_host_dies(tmp_path: Path) -> None:
 
 def test_non_participant_is_told(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    how = {**PATIENT, "participants": [0, 1, 2, 3, 4, 5], "change": dict.fromkeys(range(8), _plain)}
+    how = {"job": replace(PATIENT, participants=range(6)), "change": dict.fromkeys(range(8), _plain)}
     world.start(save_job, path, 1, how)
     results = world.collect(40)
     for result in results[:6]:
@@ -164,7 +167,7 @@ def _plain(state: dict) -> None:  # type: ignore[type-arg]
 def test_a_failed_load_says_nothing_of_a_commit(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
     world.run(save_job, path, 1, {})
-    world.start(load_job, path, 1, FAST, ranks=range(7))
+    world.start(load_job, path, 1, {"job": FAST}, ranks=range(7))
     for error in errors_of(world.collect(40)):
         assert error.rank == 7
         assert "what is in storage is untouched" in str(error)
@@ -175,7 +178,9 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
     """A store host that is stopped, not dead: every call into it blocks, and still all come back."""
     path, flag = str(tmp_path / "step-1"), tmp_path / "paused"
     with ProcessWorld(8, store_host="rank 0") as world:
-        world.start(save_job, path, 1, {"timeout": 4.0, "mishap": {0: ("pause", "save.entered", str(flag))}})
+        world.start(
+            save_job, path, 1, {"job": Job(timeout=4.0), "mishap": {0: ("pause", "save.entered", str(flag))}}
+        )
         wait_until(flag.exists)
         errors = errors_of(world.collect_some(4.0 + SLACK, range(1, 8)))
         world.signal(0, signal.SIGCONT)
@@ -192,7 +197,7 @@ def test_stopped_store_host_holds_nobody(tmp_path: Path) -> None:
 
 def test_interrupted_rank_tells_the_others(world: ProcessWorld, tmp_path: Path) -> None:
     path = str(tmp_path / "step-1")
-    world.start(save_job, path, 1, {**PATIENT, "mishap": {3: ("interrupt", "save.writing")}})
+    world.start(save_job, path, 1, {"job": PATIENT, "mishap": {3: ("interrupt", "save.writing")}})
     results = world.collect(40)
     assert isinstance(results[3].error, KeyboardInterrupt)
     errors = errors_of(result for result in results if result.rank != 3)
@@ -202,7 +207,7 @@ def test_interrupted_rank_tells_the_others(world: ProcessWorld, tmp_path: Path) 
     at_once(errors)
     no_checkpoint(path)
     no_data(path)
-    world.run(save_job, path, 1, FAST)
+    world.run(save_job, path, 1, {"job": FAST})
     world.run(load_job, path, 1, {})
 
 
@@ -218,8 +223,8 @@ def alone_job(rank: int, folder: str) -> None:
 
     place = f"{folder}/step"
     with pytest.raises(NotCommitted):
-        holdfast.load({"w": torch.zeros(3)}, place, participants=[rank])
-    holdfast.save({"w": torch.ones(3)}, place, participants=[rank])
+        holdfast.load({"w": torch.zeros(3)}, place, job=holdfast.Job(participants=[rank]))
+    holdfast.save({"w": torch.ones(3)}, place, job=holdfast.Job(participants=[rank]))
     state = {"w": torch.zeros(3)}
-    holdfast.load(state, place, participants=[rank])
+    holdfast.load(state, place, job=holdfast.Job(participants=[rank]))
     assert state["w"].tolist() == [1.0] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import holdfast
 from holdfast.errors import CorruptCheckpoint, NotCommitted, RankFailed, Replaced
 from tests.support.processes import ProcessWorld
 
-FAST: dict[str, Any] = {"timeout": 20.0, "stall_timeout": 3.0}
+FAST = holdfast.Job(timeout=20.0, stall_timeout=3.0)
 
 
 def test_a_part_of_a_mesh_saves(world: ProcessWorld, tmp_path: Path) -> None:
@@ -36,10 +37,10 @@ def mesh_job(rank: int, path: str) -> bool:
     for ranks in ([0, 1, 2, 3], [4, 5, 6, 7], list(range(8))):
         place = f"{path}-{ranks[0]}-{len(ranks)}"
         if rank in ranks:
-            holdfast.save(state, place, participants=ranks, **FAST)
+            holdfast.save(state, place, job=replace(FAST, participants=ranks))
             for name in want:
                 state[name].to_local().zero_()
-            holdfast.load(state, place, participants=ranks, **FAST)
+            holdfast.load(state, place, job=replace(FAST, participants=ranks))
         torch.distributed.barrier()
         for name in want:
             assert torch.equal(state[name].full_tensor(), want[name]), (name, ranks)
@@ -53,7 +54,7 @@ def test_one_missed_restore_breaks_no_later_one(world: ProcessWorld, tmp_path: P
 
 
 def restore_job(rank: int, run: str) -> list[Any]:
-    ckpt = holdfast.Checkpoints(run, asynchronous=False, timeout=20.0, stall_timeout=1.5)
+    ckpt = holdfast.Checkpoints(run, asynchronous=False, job=holdfast.Job(timeout=20.0, stall_timeout=1.5))
     ckpt.save(0, {"w": torch.zeros(3)})
     found: list[Any] = []
     try:
@@ -75,14 +76,14 @@ def test_a_missing_data_file_is_damage(world: ProcessWorld, tmp_path: Path) -> N
 
 
 def steps_job(rank: int, run: str, count: int) -> None:
-    ckpt = holdfast.Checkpoints(run, asynchronous=False, **FAST)
+    ckpt = holdfast.Checkpoints(run, asynchronous=False, job=FAST)
     for step in range(1, count + 1):
         ckpt.save(step, {f"w{rank}": torch.full((300,), float(step))})
 
 
 def newest_job(rank: int, run: str) -> int | None:
     state = {f"w{rank}": torch.zeros(300)}
-    found = holdfast.Checkpoints(run, asynchronous=False, **FAST).restore(state)
+    found = holdfast.Checkpoints(run, asynchronous=False, job=FAST).restore(state)
     assert state[f"w{rank}"].tolist() == [float(found or 0)] * 300
     return found
 
@@ -95,7 +96,7 @@ def test_retention_with_a_group_that_lacks_rank_0(world: ProcessWorld, tmp_path:
 def group_job(rank: int, run: str) -> None:
     group = torch.distributed.new_group([2, 3, 5])
     if rank in (2, 3, 5):
-        ckpt = holdfast.Checkpoints(run, asynchronous=False, keep=2, process_group=group, **FAST)
+        ckpt = holdfast.Checkpoints(run, asynchronous=False, keep=2, job=replace(FAST, participants=group))
         for step in range(5):
             ckpt.save(step, {"w": torch.full((3,), float(step))})
 
@@ -107,13 +108,13 @@ def test_a_load_goes_on_while_the_checkpoint_is_replaced(tmp_path: Path) -> None
     def state(step: int) -> dict[str, Any]:
         return {f"w{at}": torch.full((1000,), float(step)) for at in range(30)} | {"step": step}
 
-    holdfast.save(state(0), place, options=options)
+    holdfast.save(state(0), place, job=holdfast.Job(options=options))
 
     def overwrite() -> None:
         step = 0
         while not stop.is_set():
             step += 1
-            holdfast.save(state(step), place, options=options)
+            holdfast.save(state(step), place, job=holdfast.Job(options=options))
 
     writer = threading.Thread(target=overwrite)
     writer.start()
@@ -177,7 +178,7 @@ def namespace_job(rank: int, path: str) -> None:
 
     text = "a" * 20
     other = "".join(["a"] * 20) if rank == 3 else text  # equal, and another object: pickles tell them apart
-    holdfast.save({"args": argparse.Namespace(x=text, y=other)}, path, **FAST)
+    holdfast.save({"args": argparse.Namespace(x=text, y=other)}, path, job=FAST)
 
 
 def test_kinds_of_loss_are_told_apart() -> None:

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._maintenance.verify import Verified, verify
+from holdfast._protocol import core as protocol
+from holdfast._roster.memory import Board, MemoryRoster
+from holdfast._saving import cleanup, commit
+from holdfast._store import filesystem
 from holdfast.errors import CommitUnconfirmed, HoldfastError, NotCommitted
-from holdfast.maintenance.verify import Verified, verify
-from holdfast.protocol import core as protocol
-from holdfast.roster.memory import Board, MemoryRoster
-from holdfast.saving import cleanup, commit
-from holdfast.store import filesystem
 from tests.store.faults import CALLS, CHANGES, FOREVER, READS, Faults
 
 ERRNOS = (
@@ -61,7 +61,7 @@ def step_in(place: Path, world: int) -> int | None:
     """Whose step's checkpoint is in a folder, None if there is none; every byte of it must be that step's."""
     state = {"w": torch.zeros(2 * world, 3), "step": 0}
     try:
-        holdfast.load(state, place, no_dist=True)
+        holdfast.load(state, place, job=holdfast.Job(no_dist=True))
     except NotCommitted:
         return None
     assert torch.equal(state["w"], whole_of(world, state["step"]))
@@ -113,7 +113,9 @@ class Runner:
 
         def save(roster: MemoryRoster, step: int) -> None:
             state = state_of(roster.rank, world, step)
-            holdfast.save(state, place, step=step, roster=roster, timeout=30.0, stall_timeout=20.0)
+            holdfast.save(
+                state, place, step=step, job=holdfast.Job(roster=roster, timeout=30.0, stall_timeout=20.0)
+            )
 
         shutil.rmtree(place, ignore_errors=True)
         if case.overwrite:
@@ -154,7 +156,7 @@ BOTH = pytest.mark.parametrize("overwrite", [False, True], ids=["new", "overwrit
 
 @BOTH
 @pytest.mark.parametrize(
-    ("length", "every"), [(1, 1), (2, 2), (FOREVER, 2)], ids=["once", "twice", "for ever"]
+    ("length", "every"), [(1, 3), (2, 7), (FOREVER, 5)], ids=["once", "twice", "for ever"]
 )
 def test_storage_that_fails_at_any_call(runner: Runner, overwrite: bool, length: int, every: int) -> None:
     runner.every_call(Case(1, overwrite, errno.EIO, 1, length), every)
@@ -173,7 +175,7 @@ def test_the_answer_to_a_change_of_names_is_lost(runner: Runner, overwrite: bool
 @BOTH
 def test_storage_that_fails_under_several_ranks(runner: Runner, overwrite: bool) -> None:
     for length in (1, FOREVER):
-        runner.every_call(Case(3, overwrite, errno.EIO, 1, length), every=13)
+        runner.every_call(Case(3, overwrite, errno.EIO, 1, length), every=29)
 
 
 @pytest.mark.soak

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holdfast._layout.box import Box, whole
+from holdfast._views.family import Family, View, families, view_of
+from holdfast._views.mapping import WAYS, Segment, Sizes
 from holdfast.errors import BadInput, ShapeMismatch
-from holdfast.layout.box import Box, whole
-from holdfast.views.family import Family, View, families, view_of
-from holdfast.views.mapping import WAYS, Segment, Sizes
 from tests.support.boxes import tiles
 
 FAMILIES = {family.name: family for family in families().values()}
@@ -41,7 +41,7 @@ def of_the_rest(view: View, name: str, shape: tuple[int, ...]) -> list[Segment]:
     assert found is not None
     entry, _, axes = found
     rest: list[Segment] = []
-    for other in view.family.names() if entry.rule.way in PARTS else ():
+    for other in view.family.entries if entry.rule.way in PARTS else ():
         same = view.family.find(other)
         assert same is not None
         siblings = other.rpartition(".")[0] == name.rpartition(".")[0] and other != name
@@ -71,7 +71,7 @@ def models(draw: st.DrawFn) -> tuple[View, str, tuple[int, ...]]:
         "vocab_size": draw(st.integers(5, 9)),
     }
     view = View(family, sizes)
-    name = draw(st.sampled_from(family.names()))
+    name = draw(st.sampled_from(list(family.entries)))
     found = family.find(name)
     assert found is not None
     entry, _, axes = found
@@ -108,7 +108,7 @@ def test_parts_of_a_published_tensor_make_up_all_of_it(family: str, way: str) ->
     view = View(Family(family), sizes)
     rows = rows_of_delta_nets(sizes)
     seen = 0
-    for name in view.family.names():
+    for name in view.family.entries:
         found = view.family.find(name)
         assert found is not None
         if found[0].rule.way.startswith(way) and name.startswith("decoder"):
@@ -167,7 +167,7 @@ def test_every_way_is_used() -> None:
     used = {
         found[0].rule.way
         for family in FAMILIES.values()
-        for name in family.names()
+        for name in family.entries
         if (found := family.find(name)) is not None
     }
     assert set(WAYS) == used

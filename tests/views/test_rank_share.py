@@ -7,12 +7,12 @@ import torch
 
 import holdfast
 from holdfast import huggingface
-from holdfast.layout.box import Box, union, whole
-from holdfast.layout.grid import Grid
-from holdfast.layout.tensor import CODE_OF, DTYPES, TensorSpec
-from holdfast.views.family import View, families, view_of
-from holdfast.views.needs import Needs, of_published, of_stored, sizes_published, sizes_stored, together
-from holdfast.views.rank_share import how_cut, share_of, stages_of
+from holdfast._layout.box import Box, union, whole
+from holdfast._layout.grid import Grid
+from holdfast._layout.tensor import CODE_OF, DTYPES, TensorSpec
+from holdfast._views.family import View, families, view_of
+from holdfast._views.needs import Needs, of_published, of_stored, sizes_published, sizes_stored, together
+from holdfast._views.rank_share import how_cut, share_of, stages_of
 
 FAMILIES = sorted(families())
 CONFIG = {
@@ -36,7 +36,7 @@ GRIDS = [Grid(8, tp=2, pp=2, ep=2, etp=1), Grid(8, tp=2, pp=2, ep=2), Grid(8, pp
 def specs_of(view: View) -> dict[str, TensorSpec]:
     """A published model that has a tensor of every name of its family."""
     found: dict[str, TensorSpec] = {}
-    for entry in view.family.entries():
+    for entry in view.family.entries.values():
         if not entry.name.startswith(("embedding.", "decoder.", "output_layer.", "mtp.")):
             continue
         for layer in range(4 if entry.name.startswith("decoder.layers") else 1):
@@ -77,7 +77,7 @@ def test_all_ranks_together_need_all_that_is_published(family: str, grid: Grid) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_of_every_family_is_known_to_be_cut_or_not(family: str) -> None:
-    for entry in families()[family].entries():
+    for entry in families()[family].entries.values():
         if entry.name.endswith(".weight") and entry.name.startswith(("decoder.", "mtp.")):
             assert how_cut(entry.name) is not None, entry.name
 
@@ -124,8 +124,8 @@ def test_experts_of_gpt_oss_load_from_what_was_fetched(tmp_path: object) -> None
         for key, shape in shapes.items():
             for box in share.boxes(key, shape, 2):
                 parts = [holdfast.Shard(torch.zeros(box.shape), shape, box.offset) for _ in range(2)]
-                holdfast.load({key: parts[0]}, folder, no_dist=True)
-                holdfast.load({key: parts[1]}, out, no_dist=True)
+                holdfast.load({key: parts[0]}, folder, job=holdfast.Job(no_dist=True))
+                holdfast.load({key: parts[1]}, out, job=holdfast.Job(no_dist=True))
                 assert torch.equal(parts[0].tensor, parts[1].tensor), (rank, key)
                 assert parts[1].tensor.abs().sum() > 0
 

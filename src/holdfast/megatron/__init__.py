@@ -6,18 +6,18 @@
 `load_optimizer_state_dict` loads it. `holdfast.install()` replaces megatron-core's functions by these.
 """
 
-from holdfast.integrations.megatron.checkpointing import load, load_plain_tensors, save
-from holdfast.integrations.megatron.fingerprints import fingerprint
-from holdfast.integrations.megatron.iterations import Checkpoints
-from holdfast.integrations.megatron.metadata import (
+from holdfast._integrations.megatron.checkpointing import load, load_plain_tensors, save
+from holdfast._integrations.megatron.fingerprints import fingerprint
+from holdfast._integrations.megatron.iterations import Checkpoints
+from holdfast._integrations.megatron.metadata import (
     check_is_distributed_checkpoint,
     load_common_state_dict,
     load_content_metadata,
     load_sharded_metadata,
     load_tensors_metadata,
 )
-from holdfast.integrations.megatron.optimizer import load_state_dict as load_optimizer_state_dict
-from holdfast.integrations.megatron.optimizer import sharded_state_dict as optimizer_state_dict
+from holdfast._integrations.megatron.optimizer import load_state_dict as load_optimizer_state_dict
+from holdfast._integrations.megatron.optimizer import sharded_state_dict as optimizer_state_dict
 
 __all__ = [
     "Checkpoints",

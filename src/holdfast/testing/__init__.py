@@ -1,4 +1,4 @@
-"""What users test with: a clock, and the contracts that every store and every roster must keep."""
+"""What users test with: a clock, a store and a roster in memory, and the contracts of all of them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from holdfast._roster.memory import Board, MemoryRoster
     from holdfast.testing.clock import ManualClock
+    from holdfast.testing.memory_store import MemoryStore
     from holdfast.testing.roster_contract import RosterContract
     from holdfast.testing.store_contract import StoreContract
 
 _WHERE = {
+    "Board": "holdfast._roster.memory",
     "ManualClock": "holdfast.testing.clock",
+    "MemoryRoster": "holdfast._roster.memory",
+    "MemoryStore": "holdfast.testing.memory_store",
     "RosterContract": "holdfast.testing.roster_contract",
     "StoreContract": "holdfast.testing.store_contract",
 }
 
-__all__ = ["ManualClock", "RosterContract", "StoreContract"]
+__all__ = ["Board", "ManualClock", "MemoryRoster", "MemoryStore", "RosterContract", "StoreContract"]
 
 
 # On demand: the contracts import pytest, which the clock does not need.

@@ -6,7 +6,7 @@ import threading
 
 
 class ManualClock:
-    """A `holdfast.deadline.Clock`. `sleep` moves it at once; `advance` moves it from outside.
+    """A `holdfast._deadline.Clock`. `sleep` moves it at once; `advance` moves it from outside.
 
     >>> clock = ManualClock()
     >>> deadline = Deadline(3600, clock)

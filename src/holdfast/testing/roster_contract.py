@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.roster.base import Roster
-from holdfast.values import Message
+from holdfast._roster.base import Roster
+from holdfast._values import Message
 
 
 class RosterContract:
@@ -23,9 +23,9 @@ class RosterContract:
         rosters = world(3)
         assert [roster.rank for roster in rosters] == [0, 1, 2]
         assert {roster.world_size for roster in rosters} == {3}
-        assert rosters[2].second().rank == 2
+        assert rosters[2].bounded().rank == 2
         assert (
-            len({roster.job() for roster in (*rosters, rosters[1].lane("beside"), rosters[1].second())}) == 1
+            len({roster.job() for roster in (*rosters, rosters[1].lane("beside"), rosters[1].bounded())}) == 1
         )
 
     def test_what_one_puts_all_get(self, world: Callable[[int], list[Roster]]) -> None:
@@ -34,7 +34,7 @@ class RosterContract:
         first.put("key/with/slashes", message)
         assert second.wait("key/with/slashes", 5.0)
         assert second.get(["key/with/slashes", "nothing"]) == [message, None]
-        assert second.second().get(["key/with/slashes"]) == [message]
+        assert second.bounded().get(["key/with/slashes"]) == [message]
         first.put("key/with/slashes", {"now": 2})
         assert first.get(["key/with/slashes"]) == [{"now": 2}]
 
@@ -108,13 +108,25 @@ class RosterContract:
         assert second.lane("beside").get(["a"]) == [None]
         first.lane("beside").put("a", {"x": 2})
         assert second.lane("beside").wait("a", 5.0)
-        assert second.lane("beside").get(["a"]) == second.lane("beside").second().get(["a"]) == [{"x": 2}]
+        assert second.lane("beside").get(["a"]) == second.lane("beside").bounded().get(["a"]) == [{"x": 2}]
         assert second.lane("other").get(["a"]) == [None]
         assert second.get(["a"]) == [{"x": 1}]
 
-    def test_renewed_clients_see_the_same(self, world: Callable[[int], list[Roster]]) -> None:
+    def test_a_lane_knows_the_roster_outside_of_all_lanes(self, world: Callable[[int], list[Roster]]) -> None:
         (roster,) = world(1)
-        roster.put("a", {"x": 1})
-        roster.renew()
+        inner = roster.lane("a").lane("b")
+        assert inner.base() is roster.base() is roster.lane("c").base()
+        inner.base().put("k", {"x": 1})
+        assert roster.get(["k"]) == inner.base().bounded().get(["k"]) == [{"x": 1}]
+        assert inner.get(["k"]) == [None]
+
+    def test_a_roster_serves_while_it_is_held_and_after_that(
+        self, world: Callable[[int], list[Roster]]
+    ) -> None:
+        (roster,) = world(1)
+        with roster.hold(), roster.hold():
+            roster.put("a", {"x": 1})
+            assert roster.bounded().get(["a"]) == [{"x": 1}]
         assert roster.get(["a"]) == [{"x": 1}]
-        assert roster.second().get(["a"]) == [{"x": 1}]
+        assert isinstance(roster.serves(), bool)
+        assert all(isinstance(address, str) for address in roster.way())

@@ -7,7 +7,7 @@
         def store(self) -> Store:
             return MyStore(...)          # an empty one, for each test
 
-The protocol of a save relies on these promises (see `holdfast.store.base`). For a store that has links,
+The protocol of a save relies on these promises (see `holdfast.interfaces.Store`). For a store that has links,
 override `link`, too.
 """
 
@@ -20,8 +20,8 @@ from contextlib import suppress
 
 import pytest
 
+from holdfast._store.base import VERSION_BYTES, Kind, NotFound, Store
 from holdfast.errors import BadInput, Conflict, StorageError
-from holdfast.store.base import VERSION_BYTES, Kind, NotFound, Store
 
 HOSTILE_PATHS = (
     "", "/", ".", "..", "../a", "a/../b", "a/..", "/etc/passwd", "a//b", "a/", "./a", "a/./b", "a\0b",

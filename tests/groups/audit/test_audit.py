@@ -13,13 +13,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import holdfast
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._groups.audit.doctor import ask, variables_of
+from holdfast._groups.audit.hazards import GroupFacts, ProcessFacts, hazards, of_variables
+from holdfast._groups.lifecycle.open import open_groups
+from holdfast._groups.lifecycle.warm_up import warm_up
+from holdfast._layout.grid import Grid
 from holdfast.errors import BadInput
-from holdfast.groups.audit.doctor import ask, variables_of
-from holdfast.groups.audit.hazards import GroupFacts, ProcessFacts, hazards, of_variables
-from holdfast.groups.lifecycle.open import open_groups
-from holdfast.groups.lifecycle.warm_up import warm_up
-from holdfast.layout.grid import Grid
 from tests.support.processes import ProcessWorld
 
 
@@ -109,10 +109,10 @@ def test_a_process_that_does_not_tell_shows_its_environment() -> None:
 
 
 def open_small(rank: int) -> None:
-    warm_up(open_groups(Grid(4, tp=2), timeout=20), timeout=20)
+    warm_up(open_groups(Grid(4, tp=2), job=holdfast.Job(timeout=20)), job=holdfast.Job(timeout=20))
 
 
 def audit_with_history(rank: int) -> list[str]:
     if rank == 2:
         dist.new_group([0, 1])
-    return [hazard.kind for hazard in holdfast.audit(all_ranks=True, timeout=20)]
+    return [hazard.kind for hazard in holdfast.audit(all_ranks=True, job=holdfast.Job(timeout=20))]

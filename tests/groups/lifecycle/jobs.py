@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast import events
+from holdfast._groups.lifecycle.device import Device
+from holdfast._groups.lifecycle.open import open_groups
+from holdfast._groups.lifecycle.warm_up import warm_up
+from holdfast._groups.session.session import open_sessions
+from holdfast._layout.grid import Grid
+from holdfast._torch_private import known_groups
 from holdfast.errors import HoldfastError
-from holdfast.groups.lifecycle.device import Device
-from holdfast.groups.lifecycle.open import open_groups
-from holdfast.groups.lifecycle.warm_up import warm_up
-from holdfast.groups.session.session import open_sessions
-from holdfast.layout.grid import Grid
-from holdfast.torch_private import known_groups
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 
@@ -28,9 +28,9 @@ LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 def open_and_use(rank: int, world: int, layout: dict[str, Any]) -> tuple[dict[str, list[int]], Any, Any]:
     """For each group what an all_gather of ranks finds; the first and second warm-up."""
     grid = Grid(world, **layout)
-    groups = open_groups(grid, timeout=30)
-    first = warm_up(groups, operations=("all_reduce", "all_to_all", "pairs"), timeout=30)
-    second = warm_up(timeout=30)
+    groups = open_groups(grid, job=holdfast.Job(timeout=30))
+    first = warm_up(groups, operations=("all_reduce", "all_to_all", "pairs"), job=holdfast.Job(timeout=30))
+    second = warm_up(job=holdfast.Job(timeout=30))
     found = {}
     for name, group in groups.items():
         told = [torch.zeros(1, dtype=torch.int64) for _ in range(groups.size(name))]
@@ -46,8 +46,8 @@ def open_and_close(rank: int, world: int, times: int) -> tuple[list[int], list[i
     me = psutil.Process()
     known, files, threads = [], [], []
     for _ in range(times):
-        groups = open_groups(Grid(world, **LAYOUT), timeout=30)
-        warm_up(groups, timeout=30)
+        groups = open_groups(Grid(world, **LAYOUT), job=holdfast.Job(timeout=30))
+        warm_up(groups, job=holdfast.Job(timeout=30))
         for name, group in groups.items():
             told = torch.ones(1)
             dist.all_reduce(told, group=group)
@@ -63,7 +63,7 @@ def open_and_close(rank: int, world: int, times: int) -> tuple[list[int], list[i
 
 def closing_without(rank: int, world: int, victim: int) -> tuple[str, float]:
     """One rank does not come to the closing."""
-    groups = open_groups(Grid(world, **LAYOUT), timeout=30)
+    groups = open_groups(Grid(world, **LAYOUT), job=holdfast.Job(timeout=30))
     begun = time.monotonic()
     if rank == victim:
         return "", 0.0
@@ -81,7 +81,7 @@ def other_histories(rank: int, ours: bool) -> tuple[str, float]:
     begun = time.monotonic()
     try:
         if ours:
-            groups = open_groups(Grid(4, tp=4, etp=1, ep=2), names=["ep"], timeout=20)
+            groups = open_groups(Grid(4, tp=4, etp=1, ep=2), names=["ep"], job=holdfast.Job(timeout=20))
             dist.all_reduce(torch.ones(1), group=groups["ep"])
         elif rank in (1, 2):
             dist.new_group([1, 2], timeout=timedelta(seconds=3), use_local_synchronization=True)
@@ -116,7 +116,7 @@ def warm_with(
 ) -> tuple[str, float, int | None, list[int]]:
     """Open and warm up, with one rank that does something bad; what was raised, after how long, and who was
     named."""
-    groups = open_groups(Grid(world, **LAYOUT), timeout=30)
+    groups = open_groups(Grid(world, **LAYOUT), job=holdfast.Job(timeout=30))
     dist.barrier()
     begun = time.monotonic()
     if rank == victim:
@@ -127,7 +127,7 @@ def warm_with(
             time.sleep(4)
         misbehave(3, what)
     try:
-        warm_up(groups, timeout=timeout, stall_timeout=stall)
+        warm_up(groups, job=holdfast.Job(timeout=timeout, stall_timeout=stall))
     except HoldfastError as error:
         took = time.monotonic() - begun
         return f"{type(error).__name__}: {error}", took, error.rank, [info.rank for info in error.missing]
@@ -143,7 +143,7 @@ def another_layout(rank: int, world: int, victim: int, how: str) -> tuple[str, f
             dist.new_group([rank])
     begun = time.monotonic()
     try:
-        open_groups(Grid(world, **layout), timeout=30)
+        open_groups(Grid(world, **layout), job=holdfast.Job(timeout=30))
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "open", time.monotonic() - begun
@@ -158,7 +158,7 @@ def megatron_groups(
 
     reports: list[Any] = []
     stop = events.subscribe(lambda event: reports.append(event) if event.name == "groups.warmed" else None)
-    holdfast.install(warm_up=True, session=session, timeout=60)
+    holdfast.install(warm_up=True, session=session, job=holdfast.Job(timeout=60))
     try:
         parallel_state.initialize_model_parallel(**layout)
     finally:
@@ -181,7 +181,7 @@ def megatron_groups(
 
 def wrong_calls(rank: int) -> list[str]:
     """What calls that can't be honoured raise."""
-    groups = open_groups(Grid(4, tp=2, cp=2), timeout=20)
+    groups = open_groups(Grid(4, tp=2, cp=2), job=holdfast.Job(timeout=20))
     assert groups.size("dp") == 1
     assert groups.ranks("nothing") == ()
     assert "dp" not in groups
@@ -189,14 +189,14 @@ def wrong_calls(rank: int) -> list[str]:
     for call in (
         lambda: groups["dp"],
         lambda: groups["nothing"],
-        lambda: open_groups(Grid(8, tp=2), timeout=20),
-        lambda: open_groups(Grid(4), names=["tensor"], timeout=20),
-        lambda: open_groups(Grid(4), timeout=0),
-        lambda: warm_up(groups, operations=["reduce"], timeout=20),
-        lambda: warm_up("some", timeout=20),
-        lambda: warm_up(groups, memory_budget=0, timeout=20),
-        lambda: warm_up(["tp"], timeout=20),
-        lambda: warm_up(groups["tp"], timeout=20),
+        lambda: open_groups(Grid(8, tp=2), job=holdfast.Job(timeout=20)),
+        lambda: open_groups(Grid(4), names=["tensor"], job=holdfast.Job(timeout=20)),
+        lambda: open_groups(Grid(4), job=holdfast.Job(timeout=0)),
+        lambda: warm_up(groups, operations=["reduce"], job=holdfast.Job(timeout=20)),
+        lambda: warm_up("some", job=holdfast.Job(timeout=20)),
+        lambda: warm_up(groups, memory_budget=0, job=holdfast.Job(timeout=20)),
+        lambda: warm_up(["tp"], job=holdfast.Job(timeout=20)),
+        lambda: warm_up(groups["tp"], job=holdfast.Job(timeout=20)),
     ):
         dist.barrier()  # a rank that is late for a call must not come to the next one
         try:
@@ -208,9 +208,11 @@ def wrong_calls(rank: int) -> list[str]:
 
 
 def other_operations(rank: int) -> str:
-    groups = open_groups(Grid(4, tp=2), timeout=20)
+    groups = open_groups(Grid(4, tp=2), job=holdfast.Job(timeout=20))
     try:
-        warm_up(groups, operations=["all_to_all"] if rank == 3 else ["all_reduce"], timeout=20)
+        warm_up(
+            groups, operations=["all_to_all"] if rank == 3 else ["all_reduce"], job=holdfast.Job(timeout=20)
+        )
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"
@@ -218,7 +220,7 @@ def other_operations(rank: int) -> str:
 
 def short_of_memory(rank: int, free: int, budget: int) -> str:
     """Rank 2's GPU is said to have little memory; and every group to take 600 MiB."""
-    groups = open_groups(Grid(4, tp=2), timeout=20)
+    groups = open_groups(Grid(4, tp=2), job=holdfast.Job(timeout=20))
     left = [free if rank == 2 else 64 << 30]
     real = dist.all_reduce
 
@@ -229,16 +231,16 @@ def short_of_memory(rank: int, free: int, budget: int) -> str:
     dist.all_reduce = all_reduce
     Device.free = lambda device: left[0]  # type: ignore[method-assign, assignment]
     try:
-        warm_up(groups, memory_budget=budget, timeout=20)
+        warm_up(groups, memory_budget=budget, job=holdfast.Job(timeout=20))
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"
 
 
 def listed_on_some(rank: int, lacks: int) -> str:
-    groups = open_groups(Grid(4, tp=2), timeout=20)
+    groups = open_groups(Grid(4, tp=2), job=holdfast.Job(timeout=20))
     try:
-        warm_up([groups["dp"]] if rank == lacks else groups, timeout=20)
+        warm_up([groups["dp"]] if rank == lacks else groups, job=holdfast.Job(timeout=20))
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"
@@ -247,7 +249,7 @@ def listed_on_some(rank: int, lacks: int) -> str:
 def a_grid_that_does_not_fit(rank: int) -> tuple[str, float]:
     begun = time.monotonic()
     try:
-        open_groups(Grid(8 if rank == 2 else 4, tp=2), timeout=30)
+        open_groups(Grid(8 if rank == 2 else 4, tp=2), job=holdfast.Job(timeout=30))
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "open", 0.0

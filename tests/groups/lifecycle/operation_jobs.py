@@ -18,12 +18,12 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import profile
 
 import holdfast
+from holdfast._groups.lifecycle.open import open_groups
+from holdfast._groups.lifecycle.report import WarmUpReport
+from holdfast._groups.lifecycle.warm_up import warm_up
+from holdfast._layout.grid import Grid
+from holdfast._torch_private import is_open, known_groups
 from holdfast.errors import HoldfastError
-from holdfast.groups.lifecycle.open import open_groups
-from holdfast.groups.lifecycle.report import WarmUpReport
-from holdfast.groups.lifecycle.warm_up import warm_up
-from holdfast.layout.grid import Grid
-from holdfast.torch_private import is_open, known_groups
 
 COUNTED = {
     "c10d::allreduce_": "all_reduce",
@@ -60,7 +60,7 @@ def warm_and_count(groups: Any = "all", **how: Any) -> tuple[WarmUpReport, Count
     groups."""
     before = recorded()
     with counted() as counts:
-        report = warm_up(groups, timeout=30, **how)
+        report = warm_up(groups, job=holdfast.Job(timeout=30), **how)
     after = recorded()
     names = [group.name for group in report.groups]
     return (
@@ -74,7 +74,7 @@ def of_a_grid(
     rank: int, world: int, layout: dict[str, Any], operations: Sequence[str] | None
 ) -> tuple[dict[str, str], WarmUpReport, Counts, GroupCounts]:
     """Torch's name of each group of `open_groups`, and a warm-up of them all."""
-    groups = open_groups(Grid(world, **layout), timeout=30)
+    groups = open_groups(Grid(world, **layout), job=holdfast.Job(timeout=30))
     names = {name: group.group_name for name, group in groups.items()}
     return (names, *warm_and_count(operations=operations))
 
@@ -102,7 +102,7 @@ def of_megatron_hook(rank: int, layout: dict[str, int]) -> Counts:
 
     import holdfast
 
-    holdfast.install(session=False, timeout=60)
+    holdfast.install(session=False, job=holdfast.Job(timeout=60))
     try:
         with counted() as counts:
             ps.initialize_model_parallel(**layout)
@@ -123,8 +123,8 @@ def of_a_world_of_experts(rank: int, world: int) -> list[tuple[str, ...]]:
     """What is issued on the default group while a layout has it as its group of experts, and after that."""
     found = []
     for layout in ({"ep": world}, {"tp": world}):
-        groups = open_groups(Grid(world, **layout), timeout=30)
-        report = warm_up(groups, timeout=30)
+        groups = open_groups(Grid(world, **layout), job=holdfast.Job(timeout=30))
+        report = warm_up(groups, job=holdfast.Job(timeout=30))
         default = next(group for group in report.groups if group.name == dist.group.WORLD.group_name)
         found.append(tuple(issued.operation for issued in default.operations))
         groups.close(timeout=30)
@@ -136,7 +136,9 @@ def of_sessions(rank: int, world: int) -> list[dict[str, tuple[str, ...]]]:
     """What sessions issue on each group: the default, and what they are told."""
     found = []
     for operations in (None, ("all_to_all",)):
-        with holdfast.session(Grid(world, ep=2, pp=2), timeout=30, operations=operations) as s:
+        with holdfast.session(
+            Grid(world, ep=2, pp=2), job=holdfast.Job(timeout=30), operations=operations
+        ) as s:
             assert s.warmed is not None
             found.append(
                 {
@@ -163,10 +165,12 @@ class OnlyReduces(dist.ProcessGroup):
 def with_a_backend_that_lacks(rank: int) -> tuple[WarmUpReport, str]:
     """Of experts and pipelines at once, over a backend that has all_reduce; then all_to_all is asked for."""
     dist.Backend.register_backend("only_reduces", OnlyReduces, devices=["cpu"])
-    groups = open_groups(Grid(4, ep=2, pp=2), names=["ep", "pp"], backend="only_reduces", timeout=20)
-    report = warm_up(groups, timeout=20)
+    groups = open_groups(
+        Grid(4, ep=2, pp=2), names=["ep", "pp"], backend="only_reduces", job=holdfast.Job(timeout=20)
+    )
+    report = warm_up(groups, job=holdfast.Job(timeout=20))
     try:
-        warm_up(groups, operations=["all_to_all"], timeout=20)
+        warm_up(groups, operations=["all_to_all"], job=holdfast.Job(timeout=20))
     except HoldfastError as error:
         return report, f"{type(error).__name__}: {error}"
     return report, "warm"
@@ -177,7 +181,7 @@ def misbehaving(
 ) -> tuple[str, float, int | None, list[int]]:
     """One rank does something bad where torch is asked for an operation; what was raised, after how long, who
     was named."""
-    groups = open_groups(Grid(8, tp=2, pp=2, ep=2), timeout=30)
+    groups = open_groups(Grid(8, tp=2, pp=2, ep=2), job=holdfast.Job(timeout=30))
     dist.barrier()
     if rank == victim:
         real = getattr(dist, operation)
@@ -194,7 +198,7 @@ def misbehaving(
         setattr(dist, operation, instead)
     begun = time.monotonic()
     try:
-        warm_up(groups, timeout=timeout, stall_timeout=10)
+        warm_up(groups, job=holdfast.Job(timeout=timeout, stall_timeout=10))
     except HoldfastError as error:
         took = time.monotonic() - begun
         return f"{type(error).__name__}: {error}", took, error.rank, [info.rank for info in error.missing]
@@ -203,9 +207,9 @@ def misbehaving(
 
 def differing(rank: int) -> str:
     """Rank 2 gives operations, the others leave them out."""
-    groups = open_groups(Grid(4, tp=2), timeout=20)
+    groups = open_groups(Grid(4, tp=2), job=holdfast.Job(timeout=20))
     try:
-        warm_up(groups, operations=["pairs"] if rank == 2 else None, timeout=20)
+        warm_up(groups, operations=["pairs"] if rank == 2 else None, job=holdfast.Job(timeout=20))
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "warm"
@@ -219,10 +223,10 @@ def over_nccl(rank: int, port: int) -> tuple[dict[str, tuple[str, ...]], list[bo
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)  # type: ignore[attr-defined]
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2)
     try:
-        groups = open_groups(Grid(2, pp=2), timeout=60)
+        groups = open_groups(Grid(2, pp=2), job=holdfast.Job(timeout=60))
         pipeline = dist.new_group([0, 1], group_desc="PIPELINE_MODEL_PARALLEL_GROUP")
         experts = dist.new_group([0, 1], group_desc="EXPERT_MODEL_PARALLEL_GROUP")
-        report = warm_up([*groups.distinct(), pipeline, experts], timeout=120)
+        report = warm_up([*groups.distinct(), pipeline, experts], job=holdfast.Job(timeout=120))
         tensor, given, taken = (torch.zeros(size, device="cuda") for size in (1, 2, 2))
         torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]

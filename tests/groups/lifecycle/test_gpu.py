@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.torch_private import is_open, known_groups
+from holdfast._torch_private import is_open, known_groups
 
 
 @pytest.mark.gpu
@@ -31,9 +31,9 @@ def test_a_world_of_one_over_nccl(eager: bool) -> None:
         torch.cuda.synchronize()
         assert is_open(world) is True
         print(f"a communicator of one took {(before - torch.cuda.mem_get_info()[0]) >> 20} MiB")
-        groups = holdfast.open_groups(holdfast.Grid(1), timeout=30)
+        groups = holdfast.open_groups(holdfast.Grid(1), job=holdfast.Job(timeout=30))
         assert groups.distinct() == [world]
-        report = holdfast.warm_up(timeout=30)
+        report = holdfast.warm_up(job=holdfast.Job(timeout=30))
         assert report.groups == ()  # groups of one rank are left alone
         assert [hazard.kind for hazard in holdfast.audit()] == []
         groups.close(timeout=30)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast._groups.lifecycle.plan import KINDS, from_runs, members, plan_groups, rounds, runs, shown
+from holdfast._layout.grid import Grid
 from holdfast.errors import BadInput
-from holdfast.groups.lifecycle.plan import KINDS, from_runs, members, plan_groups, rounds, runs, shown
-from holdfast.layout.grid import Grid
 
 
 def test_names_whose_ranks_are_the_same_share_a_group_and_groups_of_one_are_left_out() -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from holdfast._groups.lifecycle.report import WarmedGroup
+from holdfast._groups.lifecycle.warm_up import chosen_operations
+from holdfast._groups.session.session import Session
 from holdfast.errors import BadInput
-from holdfast.groups.lifecycle.report import WarmedGroup
-from holdfast.groups.lifecycle.warm_up import chosen_operations
-from holdfast.groups.session.session import Session
 from tests.groups.lifecycle import operation_jobs as jobs
 from tests.support.processes import ProcessWorld
+from tests.support.waiting import ended
 
 
 def operations(group: WarmedGroup) -> tuple[str, ...]:
@@ -152,9 +153,7 @@ def test_a_rank_that_fails_in_an_operation_is_named_on_all_others(
                 assert "with all_to_all" in said if operation == "all_to_all_single" else "with pairs" in said
                 continue
             assert culprit == victim, said
-            assert {"dies": "its process has ended", "has no memory": "The first pairs of group"}[
-                what
-            ] in said
+            assert ended(said) if what == "dies" else "The first pairs of group" in said, said
 
 
 def test_ranks_that_do_not_ask_for_the_same_are_told() -> None:

@@ -7,18 +7,20 @@ import atexit
 import os
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.groups.session.session import Session
-from tests.groups.session.after_end import AMPLE, after_the_session, caught_sessions
+from holdfast._groups.session.session import Session
+from tests.groups.session.after_end import AMPLE, GRACE, SHORT, after_the_session, caught_sessions
 from tests.groups.session.jobs import end_with
 from tests.groups.session.unseen_saves import save_in_vain
 
-LIMITS: dict[str, Any] = {"timeout": 40.0, "stall_timeout": 5.0, "grace": 5.0}
+JOB, IN_SAVES = (
+    holdfast.Job(timeout=40.0, stall_timeout=5.0),
+    holdfast.Job(timeout=20.0, stall_timeout=5.0),
+)
 SOON = 3.0
 """Seconds that collectives wait, where a rank does not come to one."""
 WAITED_FOR = ("dawdle", "early good exit")
@@ -26,8 +28,8 @@ WAITED_FOR = ("dawdle", "early good exit")
 
 def in_a_block(mode: str, rank: int, folder: str) -> None:
     grid = holdfast.Grid(int(os.environ["WORLD_SIZE"]), tp=2)
-    with holdfast.session(grid, backend="gloo", **LIMITS) as s:
-        checkpoints = s.checkpoints(folder, timeout=20, stall_timeout=5)
+    with holdfast.session(grid, backend="gloo", grace=GRACE, job=JOB) as s:
+        checkpoints = s.checkpoints(folder, job=IN_SAVES)
         for _ in range(3):
             for name in sorted({"tp", "dp"} & set(s.groups)):
                 dist.all_reduce(torch.ones(1), group=s.groups[name])
@@ -38,9 +40,14 @@ def to_the_end(mode: str, rank: int, folder: str, destroys: bool) -> None:
     """As a framework does it: groups are its own, and it may destroy them itself."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=SOON if mode in WAITED_FOR else 60))
     dist.new_group([0, 1])
-    Session(**LIMITS, after_end=AMPLE if mode == "late" else 120.0, owns_world=True).until_exit()
+    bounds = {"late": AMPLE, "thread": SHORT}
+    Session(grace=GRACE, job=JOB, after_end=bounds.get(mode, 120.0), owns_world=True).until_exit()
     dist.all_reduce(torch.ones(1))
-    end_with(mode, rank, holdfast.Checkpoints(folder, timeout=20, stall_timeout=5))
+    end_with(
+        mode,
+        rank,
+        holdfast.Checkpoints(folder, job=IN_SAVES),
+    )
     if destroys:
         dist.destroy_process_group()
 
@@ -55,11 +62,11 @@ if __name__ == "__main__":
     if how == "block":
         in_a_block(mode, rank, folder)
     elif how == "caught":
-        caught_sessions(rank, folder, LIMITS)
+        caught_sessions(rank, folder, JOB)
     elif how == "save in vain":
         save_in_vain(mode, folder)
     elif how == "after":
-        after_the_session(mode.split(",")[rank], rank, folder, LIMITS)
+        after_the_session(mode.split(",")[rank], rank, folder, JOB)
     else:
         to_the_end(mode, rank, folder, how == "destroys")
     print(f"rank {rank} is through", flush=True)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import signal
 import sys
 import threading
 import time
 from datetime import timedelta
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import holdfast
+from holdfast._groups.session.session import Session, open_sessions
+from holdfast._heart import heart
+from holdfast._torch_private import default_store
 from holdfast.errors import HoldfastError
-from holdfast.groups.session.session import Session, open_sessions
-from holdfast.torch_private import default_store
 
 LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 
@@ -26,9 +29,14 @@ LAYOUT: dict[str, Any] = {"tp": 2, "pp": 2, "ep": 2}
 def end_with(mode: str, rank: int, checkpoints: Any) -> None:
     """What happens at the end of a session's body."""
     if mode == "busy" and rank == 0:
-        time.sleep(11)
+        time.sleep(8)
     if mode == "late" and rank == 0:
         time.sleep(6.5)
+    if mode == "thread" and rank == 1:
+        threading.Thread(target=time.sleep, args=(300.0,), name="uploader").start()
+        heart.begin(Laborious())
+        for _ in range(60):  # as gloo and NCCL have several for each group
+            threading.Thread(target=look_at_the_clock, daemon=True).start()
     if mode == "fork":
         _fork_and_train_on(rank)
     if mode == "save":
@@ -60,6 +68,28 @@ def end_with(mode: str, rank: int, checkpoints: Any) -> None:
         time.sleep(300)  # one call that Python can't be interrupted in
     if mode in (*raises, "save and raise", "kill", "dawdle", *LEAVING):
         dist.all_reduce(torch.ones(1))  # waits for the one that does not come
+
+
+class Laborious:
+    """A duty that takes as long as beats do in a large world, or on a busy machine."""
+
+    interval = 0.05
+
+    def beat(self) -> None:
+        ends = time.thread_time() + 0.01
+        while time.thread_time() < ends:
+            pass
+
+    def close(self) -> None: ...
+
+
+def look_at_the_clock() -> None:
+    """Do nothing, as threads of C++ libraries do it: 0.1 % of a core."""
+    while True:
+        ends = time.thread_time() + 0.0004
+        while time.thread_time() < ends:
+            pass
+        time.sleep(0.4)
 
 
 LEAVING = ("exit", "bare exit", "exit with words", "early good exit", "os._exit", "interrupt")
@@ -104,15 +134,35 @@ def _fork_and_train_on(rank: int) -> None:
         time.sleep(0.05)
 
 
-def stopped_store_host(rank: int) -> str:
-    """A session whose store, on rank 0, stops answering."""
+def stopped_store_host(rank: int) -> tuple[float, list[str]]:
+    """A session whose store, on rank 0, stops answering for a while; how long its body took, and what was
+    logged."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    session = holdfast.session(job=holdfast.Job(timeout=20, report_after=1.0), grace=3, warm=False)
+    with session:
+        begun = time.monotonic()
+        if rank == 0:
+            default_store().wait(["in the body of 1", "in the body of 2"], timedelta(seconds=20))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            default_store().set(f"in the body of {rank}", "")
+            [time.sleep(0.05) for _ in range(160)]
+        seconds = time.monotonic() - begun
+    return seconds, said
+
+
+def killed_store_host(rank: int) -> str:
+    """A session whose store ends with rank 0."""
     try:
-        with holdfast.session(timeout=20, stall_timeout=2, grace=3, warm=False):
+        with holdfast.session(job=holdfast.Job(timeout=20), grace=3, warm=False):
             if rank == 0:
                 default_store().wait(["in the body of 1", "in the body of 2"], timedelta(seconds=20))
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(os.getpid(), signal.SIGKILL)
             default_store().set(f"in the body of {rank}", "")
-            time.sleep(30) if rank == 0 else [time.sleep(0.05) for _ in range(600)]
+            [time.sleep(0.05) for _ in range(600)]
     except HoldfastError as error:
         return f"{type(error).__name__}: {error}"
     return "through"
@@ -123,7 +173,7 @@ def two_sessions(rank: int) -> tuple[list[str], list[int]]:
     said = []
     for number in range(3):
         try:
-            with holdfast.session(timeout=20, stall_timeout=3, grace=3) as s:
+            with holdfast.session(job=holdfast.Job(timeout=20, stall_timeout=3), grace=3) as s:
                 dist.all_reduce(torch.ones(1))
                 if number == 0 and rank == 1:
                     raise ValueError("the loss is not a number")
@@ -139,13 +189,17 @@ def two_sessions(rank: int) -> tuple[list[str], list[int]]:
         except HoldfastError as error:
             said.append(f"{type(error).__name__} {error.rank}")
     assert s.failure is not None
+    assert isinstance(SystemExit.__dict__["code"], MemberDescriptorType), "a block patches nothing"
     return said, [info.rank for info in s.failure.missing]
 
 
 def two_to_the_end(rank: int) -> tuple[int, int, str]:
     """An exception that nobody catches, while two sessions without a block are open: how many are left,
     ended, and what is printed."""
-    made = [Session(timeout=20, stall_timeout=3, grace=3, warm=False).until_exit() for _ in range(2)]
+    made = [
+        Session(job=holdfast.Job(timeout=20, stall_timeout=3), grace=3, warm=False).until_exit()
+        for _ in range(2)
+    ]
     printed = io.StringIO()
     error = ValueError("the loss is not a number")
     with contextlib.redirect_stderr(printed):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("forks")
     [
         ("ends", 1),
         ("is impatient", 1),
-        ("exits", 3),
+        ("exits", 1),
         ("raises", 1),
         ("is interrupted", 130),
         ("asks", 0),

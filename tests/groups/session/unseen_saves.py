@@ -13,8 +13,8 @@ import torch
 
 import holdfast
 from holdfast import events
+from holdfast._exits import is_working
 from holdfast.errors import HoldfastError, StorageError
-from holdfast.exits import is_working
 
 
 def save_in_vain(how: str, folder: str) -> None:
@@ -24,7 +24,9 @@ def save_in_vain(how: str, folder: str) -> None:
     if how == "is interrupted":
         _interrupt_at_the_end()
     on_failure = "warn" if how == "warns" else "raise"
-    run = holdfast.Checkpoints(folder, timeout=20, stall_timeout=10, on_failure=on_failure, no_dist=True)
+    run = holdfast.Checkpoints(
+        folder, job=holdfast.Job(timeout=20, stall_timeout=10, no_dist=True), on_failure=on_failure
+    )
     pending = run.save(1, {"w": torch.ones(8)})
     assert pending is not None
     atexit.register(print, "a handler from after", flush=True)

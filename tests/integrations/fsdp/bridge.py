@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,7 @@ class Bridge:
         return int(found[0])
 
 
-def prepare(rank: int, layout: Layout, seed: int) -> FsdpTraining:
+def prepare(rank: int, layout: Layout, seed: int, offloads: float | None = None) -> FsdpTraining:
     from megatron.core import tensor_parallel
 
     os.environ["RANK"] = str(rank)
@@ -67,7 +68,7 @@ def prepare(rank: int, layout: Layout, seed: int) -> FsdpTraining:
     begin(layout)
     torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
     torch.cuda.set_rng_state = lambda state, *args: None
-    run = FsdpTraining(layout, seed)
+    run = FsdpTraining(layout, seed, offloads)
     tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
     return run
 
@@ -78,13 +79,18 @@ def values_of(run: FsdpTraining) -> dict[str, torch.Tensor]:
 
 
 def save(rank: int, folder: str, layout: Layout, installs: bool) -> str:
-    """After a step, as ranks are: some have no optimizer state of some parameters."""
+    """After a step, as ranks are: some have no optimizer state of some parameters. A collective of stock's that
+    not all enter ends after 4 seconds."""
     import holdfast
 
     if installs:
-        holdfast.install(warm_up=False, session=False, timeout=60, stall_timeout=30)
+        holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=60, stall_timeout=30))
     run = prepare(rank, layout, 1)
     run.step()
+    dist.barrier()
+    if not installs:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=4), group)
     try:
         Bridge(run, folder, "").save()
     except Exception as error:
@@ -92,24 +98,36 @@ def save(rank: int, folder: str, layout: Layout, installs: bool) -> str:
     return "saved"
 
 
-def save_load_compare(rank: int, folder: str, layout: Layout) -> tuple[int, int]:
-    """Load what was saved into a model with other values, which then has those of the saved one."""
+def save_load_compare(
+    rank: int, folder: str, layout: Layout, offloads: float | None = None
+) -> tuple[int, int, list[float]]:
+    """Load what was saved after further steps; the values are as they were. Returns the losses of these
+    steps."""
     import holdfast
 
-    holdfast.install(warm_up=False, session=False, timeout=60, stall_timeout=30)
-    run = prepare(rank, layout, 1)
+    holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=60, stall_timeout=30))
+    run = prepare(rank, layout, 1, offloads)
     run.step()
     bridge = Bridge(run, folder, folder)
     bridge.save()
     before = values_of(run)
-    run.step()
+    losses = [run.step() for _ in range(2)]
     changed = sum(
         not torch.equal(value, before[name]) for name, value in values_of(run).items() if name in before
     )
-    iteration = bridge.load()
-    assert iteration == 1
+    assert bridge.load() == 1
     after = values_of(run)
     for name, value in before.items():
         assert torch.equal(after[name], value), name
     dist.barrier()
-    return changed, len(before)
+    return changed, len(before), losses
+
+
+def resume(rank: int, folder: str, layout: Layout, offloads: float | None) -> list[float]:
+    """The losses of a training that begins with other values, and loads."""
+    import holdfast
+
+    holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=60, stall_timeout=30))
+    run = prepare(rank, layout, 2, offloads)
+    run.iteration = Bridge(run, folder, folder).load()
+    return [run.step() for _ in range(2)]

@@ -3,6 +3,7 @@ importable by spawned processes."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import time
@@ -15,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast import megatron_fsdp as ours
-from tests.integrations.fsdp.megatron_cpu import state_for_all, use_cpu_fsdp
+from tests.integrations.fsdp.megatron_cpu import offload_dtensors, state_for_all, use_cpu_fsdp
+from tests.integrations.megatron.cpu import with_a_device
 from tests.integrations.megatron.models import LENGTH, Layout, Recipe, Training, config_of, spec_of
 from tests.support.collectives import counted
 
@@ -23,11 +25,15 @@ SHAPE = Recipe(bf16=True, layers=2, shared_expert=True)
 
 
 class FsdpTraining:
-    """`tests.integrations.megatron.models.Training` with FullyShardedDataParallel in place of DDP."""
+    """`tests.integrations.megatron.models.Training` with FullyShardedDataParallel in place of DDP.
+
+    offloads: with a HybridDeviceOptimizer (`optimizer_cpu_offload`) that offloads this fraction. The default
+        is 0; more needs `offload_dtensors`.
+    """
 
     step = Training.step
 
-    def __init__(self, layout: Layout, seed: int = 1) -> None:
+    def __init__(self, layout: Layout, seed: int = 1, offloads: float | None = None) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -68,7 +74,15 @@ class FsdpTraining:
             bf16=True,
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
+            optimizer_cpu_offload=offloads is not None,
+            optimizer_offload_fraction=offloads or 0.0,
+            overlap_cpu_optimizer_d2h_h2d=True,
+            use_precision_aware_optimizer=offloads is not None,
         )
+        self.device = with_a_device() if offloads is not None else contextlib.nullcontext()
+        self.device.__enter__()  # for good, as `use_cpu_fsdp`
+        if offloads:
+            offload_dtensors()
         self.optimizer = get_megatron_optimizer(how, self.models)
         self.config.no_sync_func = self.models[0].no_sync
         self.model = unwrap_model(self.models)[0]
@@ -171,7 +185,7 @@ def save_both(rank: int, path: str, layout: Layout) -> tuple[int, int]:
 
     def save() -> None:
         state = training.prepared(raw, ours, training.model)
-        holdfast.save(state, path, step=2, timeout=60, stall_timeout=20)
+        holdfast.save(state, path, step=2, job=holdfast.Job(timeout=60, stall_timeout=20))
 
     assert counted(save) == []
     described = {
@@ -205,7 +219,9 @@ def load_and_compare(rank: int, path: str, layout: Layout, knows: bool, kind: st
     meta = {"optimizer.param_to_group_meta"}
 
     def load() -> None:
-        holdfast.load(state, path + kind, exclude=sorted(meta), timeout=60, stall_timeout=20)
+        holdfast.load(
+            state, path + kind, exclude=sorted(meta), job=holdfast.Job(timeout=60, stall_timeout=20)
+        )
 
     assert counted(load) == []
     state_for_all(training.optimizer.optimizer)
@@ -257,13 +273,38 @@ def lose_a_state(rank: int, path: str, layout: Layout) -> tuple[str, list[str]]:
     states.pop(lost, None)
     said = ""
     try:
-        holdfast.save(training.prepared(raw, ours, training.model), path, timeout=60, stall_timeout=20)
-    except holdfast.HoldfastError as error:
+        holdfast.save(
+            training.prepared(raw, ours, training.model), path, job=holdfast.Job(timeout=60, stall_timeout=20)
+        )
+    except holdfast.errors.HoldfastError as error:
         said = str(error)
     filled = ours.fill_missing_states(training.model, raw["optimizer"])
     assert rank != 1 or lost in filled
-    holdfast.save(training.prepared(raw, ours, training.model), path, timeout=60, stall_timeout=20)
+    holdfast.save(
+        training.prepared(raw, ours, training.model), path, job=holdfast.Job(timeout=60, stall_timeout=20)
+    )
     return said, filled
+
+
+def offloaded(rank: int, path: str, layout: Layout, fraction: float, saves: bool) -> list[float]:
+    """Losses after a save of a training with `optimizer_cpu_offload`, or after its load into one that began
+    with other values; by hand, without `install`."""
+    from holdfast.megatron import load_optimizer_state_dict
+
+    begin(layout)
+    training = FsdpTraining(layout, 1 if saves else 2, fraction)
+    if saves:
+        training.step()
+    raw = training.state(loading=not saves)
+    state = training.prepared(raw, ours, training.model)
+    if saves:
+        holdfast.save(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
+    else:
+        holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
+        training.models[0].load_state_dict(raw["model"])
+        load_optimizer_state_dict(training.optimizer, raw["optimizer"])
+        training.iteration = state["iteration"]
+    return [training.step() for _ in range(2)]
 
 
 # -- without a model of megatron-core ---------------------------------------------------------------
@@ -355,11 +396,11 @@ def delta_net(rank: int, path: str, tp: int, seed: int) -> dict[str, torch.Tenso
         parts, optimizer = ours.handle_gdn_in_state_dict(model, raw, {"state": states})
         return {"model": parts, "optimizer": optimizer}
 
-    holdfast.save(prepared(), path, timeout=30, stall_timeout=10)
+    holdfast.save(prepared(), path, job=holdfast.Job(timeout=30, stall_timeout=10))
     before = {name: value.to_local().clone() for name, value in values.items()}
     for value in values.values():
         value._local_tensor.zero_()
-    holdfast.load(prepared(), path, timeout=30, stall_timeout=10)
+    holdfast.load(prepared(), path, job=holdfast.Job(timeout=30, stall_timeout=10))
     for name, value in values.items():
         assert torch.equal(value.to_local(), before[name]), name  # parts alias the fused tensor
     return wanted

@@ -8,6 +8,7 @@ No logic of Megatron-FSDP is replaced, but for the choice of ReduceOp (gloo has 
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -105,6 +106,33 @@ def use_cpu_fsdp() -> None:
     for name in ("_FLOAT_TYPES", "_HALF_TYPES", "_BF16_TYPES"):
         setattr(module, name, tuple(t for t in getattr(module, name) if isinstance(t, type)))
     _done.append(mode)
+
+
+_LOCAL = {
+    "                param.requires_grad = False\n                if": "                grad = local(grad)\n",
+    "                        gpu_param.data.copy_": "                        gpu_param = local(gpu_param)\n",
+    "        params_total_numel = ": "        params = [local(param) for param in params]\n",
+    "                    param = param.detach().clone().cpu()": "                    param = local(param)\n",
+}
+"""Before which lines of HybridDeviceOptimizer the local tensor is taken."""
+
+
+def offload_dtensors() -> None:
+    """Let HybridDeviceOptimizer step offloaded parameters of Megatron-FSDP by their local tensors, as the first
+    revision of Megatron-LM's pull request 4623 does, which the author of issue 4910 ran. 0.16.1 and 0.19.2 copy
+    a DTensor's gradient into a plain tensor, and torch refuses."""
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
+
+    source = inspect.getsource(hybrid_optimizer)
+    for line, before in _LOCAL.items():
+        assert source.count(line) == 1, line
+        source = source.replace(line, before + line)
+    space = vars(hybrid_optimizer) | {"local": lambda value: getattr(value, "_local_tensor", value)}
+    exec(compile(source, hybrid_optimizer.__file__, "exec"), space)
+    optimizer.HybridDeviceOptimizer = space["HybridDeviceOptimizer"]
+    distrib_optimizer.HybridDeviceOptimizer = space["HybridDeviceOptimizer"]
 
 
 def state_for_all(optimizer: Any) -> None:

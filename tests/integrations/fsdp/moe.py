@@ -159,7 +159,7 @@ def train_and_save(rank: int, path: str, layout: Layout, steps: int) -> list[flo
     def save() -> None:
         model_state, optim_state = holdfast.get_state_dict(model, optimizer)
         state = {"model": model_state, "optim": optim_state}
-        holdfast.save(state, path, step=steps, timeout=60, stall_timeout=20)
+        holdfast.save(state, path, step=steps, job=holdfast.Job(timeout=60, stall_timeout=20))
 
     assert counted(save) == []
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
@@ -172,7 +172,7 @@ def resume(rank: int, path: str, layout: Layout, steps: int) -> list[float]:
     def load() -> None:
         model_state, optim_state = holdfast.get_state_dict(model, optimizer)
         state = {"model": model_state, "optim": optim_state}
-        holdfast.load(state, path, timeout=60, stall_timeout=20)
+        holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
         holdfast.set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )
@@ -196,7 +196,7 @@ def train_and_save_itself(rank: int, path: str, layout: Layout, steps: int) -> l
     values = everything(model, optimizer)
     if rank == 0:
         torch.save(values, path + ".values")
-    assert counted(lambda: holdfast.save(state, path, timeout=60, stall_timeout=20)) == []
+    assert counted(lambda: holdfast.save(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))) == []
     return train(model, optimizer, range(steps, steps + 3), rank // layout.ep)
 
 
@@ -207,7 +207,7 @@ def resume_by_a_load_alone(rank: int, path: str, layout: Layout, steps: int, its
     state: dict[str, Any] = {"model": model, "optim": optimizer}
     if not itself:
         state = dict(zip(state, holdfast.get_state_dict(model, optimizer), strict=True))
-    assert counted(lambda: holdfast.load(state, path, timeout=60, stall_timeout=20)) == []
+    assert counted(lambda: holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))) == []
     wanted = torch.load(path + ".values", weights_only=True)
     found = everything(model, optimizer)
     assert found.keys() == wanted.keys()
@@ -250,14 +250,14 @@ def states_of_other_shapes(rank: int, path: str) -> str:
 
     (model, optimizer), (other, fresh) = make(1), make(2)
     learn(model, optimizer)
-    holdfast.save({"model": model, "optim": optimizer}, path, timeout=60, stall_timeout=20)
+    holdfast.save({"model": model, "optim": optimizer}, path, job=holdfast.Job(timeout=60, stall_timeout=20))
     state = {"model": other, "optim": fresh}
     try:
-        holdfast.load(state, path, timeout=60, stall_timeout=20)
+        holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
     except BadInput as error:
         words = str(error)
     learn(other, fresh)
-    holdfast.load(state, path, timeout=60, stall_timeout=20)
+    holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
     for _ in range(2):
         learn(model, optimizer)
         learn(other, fresh)
@@ -270,12 +270,16 @@ def states_of_other_shapes(rank: int, path: str) -> str:
 def without_functions(rank: int, path: str) -> None:
     """`model.state_dict()`, and the module itself, as they are, from one mesh to another."""
     model = build(Layout(8, ep=2), 1)[0]
-    holdfast.save({"dict": model.state_dict(), "module": model}, path, timeout=60, stall_timeout=20)
+    holdfast.save(
+        {"dict": model.state_dict(), "module": model}, path, job=holdfast.Job(timeout=60, stall_timeout=20)
+    )
     values = {name: whole(value) for name, value in model.state_dict().items()}
     for key in ("dict", "module"):
         other = build(Layout(8, ep=4, replicas=2), 2)[0]
         holdfast.load(
-            {key: other.state_dict() if key == "dict" else other}, path, timeout=60, stall_timeout=20
+            {key: other.state_dict() if key == "dict" else other},
+            path,
+            job=holdfast.Job(timeout=60, stall_timeout=20),
         )
         found = {name: whole(value) for name, value in other.state_dict().items()}
         assert all(torch.equal(found[name], value) for name, value in values.items())
@@ -298,11 +302,13 @@ def lose_a_state(rank: int, path: str, layout: Layout, missing: str, who: int) -
     if rank == who:
         del optimizer.state[parameter]
     model_state, optim_state = holdfast.get_state_dict(model, optimizer, missing=missing)
-    holdfast.save({"model": model_state, "optim": optim_state}, path, timeout=60, stall_timeout=20)
+    holdfast.save(
+        {"model": model_state, "optim": optim_state}, path, job=holdfast.Job(timeout=60, stall_timeout=20)
+    )
     other, fresh, _ = build(layout, 2)
     model_state, optim_state = holdfast.get_state_dict(other, fresh)
     state = {"model": model_state, "optim": optim_state}
-    holdfast.load(state, path, timeout=60, stall_timeout=20)
+    holdfast.load(state, path, job=holdfast.Job(timeout=60, stall_timeout=20))
     holdfast.set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
     mine = fresh.state[dict(other.named_parameters())[LOST]]
     assert float(mine["step"]) == 2.0  # that of those who had it
@@ -326,7 +332,7 @@ def switch_from_torch(rank: int, path: str, layout: Layout) -> None:
         other, fresh, _ = build(layout, 2)
         model_state, optim_state = holdfast.get_state_dict(other, fresh, flatten_optimizer_state_dict=flat)
         state = {"model": model_state, "optim": optim_state}
-        holdfast.load(state, f"{path}-{flat}", timeout=60, stall_timeout=20)
+        holdfast.load(state, f"{path}-{flat}", job=holdfast.Job(timeout=60, stall_timeout=20))
         holdfast.set_state_dict(
             other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )

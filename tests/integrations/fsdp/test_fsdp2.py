@@ -40,7 +40,10 @@ def test_the_same_mesh_goes_on_as_if_nothing_had_been(
     )  # ranks of one expert-parallel group see the same tokens
 
 
-@pytest.mark.parametrize("layout", [Layout(8, ep=4), Layout(8, ep=8), Layout(8, ep=2, replicas=2)])
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(8, ep=4), pytest.param(Layout(8, ep=8), marks=pytest.mark.soak), Layout(8, ep=2, replicas=2)],
+)
 def test_other_meshes_of_as_many_ranks(
     eight: ProcessWorld, saved: tuple[str, list[list[float]]], layout: Layout
 ) -> None:
@@ -48,7 +51,14 @@ def test_other_meshes_of_as_many_ranks(
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(1), Layout(2, ep=2), Layout(3), Layout(4, ep=2), Layout(4, replicas=2), Layout(6, ep=2)]
+    "layout",
+    [
+        *(Layout(2, ep=2), Layout(3)),
+        *(
+            pytest.param(layout, marks=pytest.mark.soak)
+            for layout in (Layout(1), Layout(4, ep=2), Layout(4, replicas=2), Layout(6, ep=2))
+        ),
+    ],
 )
 def test_other_numbers_of_ranks(saved: tuple[str, list[list[float]]], layout: Layout) -> None:
     with ProcessWorld(layout.world) as world:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.state.flatten import flatten
+from holdfast._state.flatten import flatten
 from tests.system.jobs import tensor
 
 _meshes: dict[tuple[int, ...], DeviceMesh] = {}
@@ -81,11 +81,11 @@ def save_and_load(
     compared."""
     state = state_of(whats, shape, 1, rank, lacking, order)
     if asynchronous:
-        holdfast.async_save(state, path, timeout=30, stall_timeout=10).committed(30)
+        holdfast.async_save(state, path, job=holdfast.Job(timeout=30, stall_timeout=10)).committed(30)
     else:
-        holdfast.save(state, path, expected=None, timeout=30, stall_timeout=10)
+        holdfast.save(state, path, expected=None, job=holdfast.Job(timeout=30, stall_timeout=10))
     into = state_of(back or whats, shape, 2, rank, lacking, order + 1)
-    holdfast.load(into, path, timeout=30, stall_timeout=10)
+    holdfast.load(into, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     compared = 0
     wanted = state_of(back or whats, shape, 1, rank, lacking, order)
     for name, value in into.items():
@@ -98,7 +98,7 @@ def save_and_load(
 def read_whole(path: str, whats: list[Uneven], prefix: str = "") -> None:
     """One process reads all of it, as plain tensors."""
     state = {prefix + what.name: torch.empty_like(value_of(what, 1)) for what in whats}
-    holdfast.load(state, path, no_dist=True)
+    holdfast.load(state, path, job=holdfast.Job(no_dist=True))
     for what in whats:
         assert torch.equal(state[prefix + what.name], value_of(what, 1)), what.name
 
@@ -111,8 +111,7 @@ def of_two_meshes(rank: int, path: str) -> None:
     holdfast.save(
         {"w": distribute_tensor(torch.ones(8, 2), mesh, placements, src_data_rank=None)},
         path,
-        timeout=30,
-        stall_timeout=10,
+        job=holdfast.Job(timeout=30, stall_timeout=10),
     )
 
 
@@ -132,9 +131,9 @@ def by_hand(rank: int, path: str, lengths: list[int], replicas: int = 1) -> None
         replica = (0, 1) if replicas == 3 else (copy, replicas)
         return holdfast.Shard(mine.clone(), whole.shape, offset, replica, position=position)
 
-    holdfast.save({"w": part(whole)}, path, timeout=30, stall_timeout=10)
+    holdfast.save({"w": part(whole)}, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     into = part(torch.zeros_like(whole))
-    holdfast.load({"w": into}, path, timeout=30, stall_timeout=10)
+    holdfast.load({"w": into}, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     assert torch.equal(into.tensor, part(whole).tensor)
     assert flatten({"w": into}, rank).leaves
 
@@ -164,11 +163,11 @@ def some_know(rank: int, path: str, what: Uneven, knowing: tuple[int, ...]) -> N
 
     model, optimizer = optimized(1, True)
     a, b = holdfast.get_state_dict(model, optimizer)
-    holdfast.save({"model": a, "optim": b}, path, timeout=30, stall_timeout=10)
+    holdfast.save({"model": a, "optim": b}, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     other, fresh = optimized(2, False)
     a, b = holdfast.get_state_dict(other, fresh)
     state = {"model": a, "optim": b}
-    holdfast.load(state, path, timeout=30, stall_timeout=10)
+    holdfast.load(state, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     holdfast.set_state_dict(other, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
     wanted = cut(what, (4,), 1)._local_tensor
     for found in (other.w.data, fresh.state[other.w]["momentum_buffer"]):
@@ -186,15 +185,15 @@ def on_a_part_of_the_world(rank: int, path: str, lengths: tuple[int, ...]) -> No
         state["w"] = DTensor.from_local(
             local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=(2, 1)
         )
-    holdfast.save(state, path, timeout=30, stall_timeout=10)
+    holdfast.save(state, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     if rank == 3:
         into = {"w": torch.zeros_like(whole)}
-        holdfast.load(into, path, no_dist=True)
+        holdfast.load(into, path, job=holdfast.Job(no_dist=True))
         assert torch.equal(into["w"], whole)
 
 
 def bad_leaf_in_an_uneven_load(rank: int, path: str) -> None:
     what = Uneven("w", (9, 2), (3, 4, 0, 2))
-    holdfast.save({"w": cut(what, (4,), 1)}, path, timeout=30, stall_timeout=10)
+    holdfast.save({"w": cut(what, (4,), 1)}, path, job=holdfast.Job(timeout=30, stall_timeout=10))
     into = {"w": cut(what, (4,), 2), **({"x": torch.ones(2).to_sparse()} if rank == 2 else {})}
-    holdfast.load(into, path, timeout=30, stall_timeout=10)
+    holdfast.load(into, path, job=holdfast.Job(timeout=30, stall_timeout=10))

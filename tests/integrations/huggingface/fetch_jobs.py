@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import TENSOR
+from holdfast._protocol.job import Job
 from holdfast.errors import HoldfastError
-from holdfast.layout.box import Box
-from holdfast.layout.tensor import TENSOR
 from tests.integrations.huggingface.jobs import load_into
 from tests.integrations.huggingface.models import TINY
 from tests.integrations.megatron.cpu import use_cpu
@@ -20,34 +21,34 @@ Wanted = dict[str, list[Box]]
 
 def wanted(rank: int, name: str, folder: str, layout: Layout) -> Wanted:
     """The boxes of published tensors that a real load of this rank reads."""
-    from holdfast.loading import job
+    from holdfast._loading import plan
 
     use_cpu()
     found: Wanted = {}
-    original = job.see_published
+    original = plan.rows_of
 
     def seen(*arguments: Any) -> Any:
-        table, owners = original(*arguments)
-        for spec, box in zip(table.specs, table.boxes, strict=True):
+        rows = original(*arguments)
+        for spec, box in zip(rows.table.specs, rows.table.boxes, strict=True):
             if spec.kind == TENSOR:
                 found.setdefault(spec.name, []).append(box)
-        return table, owners
+        return rows
 
     recipe = TINY[name].recipe
-    job.see_published = seen  # type: ignore[assignment]
+    plan.rows_of = seen
     try:
         with parallel(layout):
             load_into(build(config_of(layout, recipe), layout, recipe), folder)
     finally:
-        job.see_published = original
+        plan.rows_of = original
     return found
 
 
 def load_local(rank: int, name: str, folders: list[str], layout: Layout) -> tuple[str, dict[str, str]]:
     """Load from the folder of this rank's host: the same path everywhere, another disk on each. What the
     load says, and a digest of each parameter."""
-    from holdfast.integrations.megatron import checkpointing
-    from holdfast.store.local import LocalStore
+    from holdfast._integrations.megatron import checkpointing
+    from holdfast._store.local import LocalStore
 
     use_cpu()
     recipe = TINY[name].recipe
@@ -72,7 +73,7 @@ def load_local(rank: int, name: str, folders: list[str], layout: Layout) -> tupl
 
 
 def digests(chunks: list[Any]) -> dict[str, str]:
-    from holdfast.format.digest import digest, hex_digest
+    from holdfast._format.digest import digest, hex_digest
 
     found = {}
     for number, chunk in enumerate(chunks):
@@ -92,7 +93,10 @@ def train_and_save(rank: int, layout: Layout, out: str) -> None:
         training = Training(layout, TINY["qwen3_moe"].recipe)
         training.step()
         megatron.save(
-            state_of(training), out, content_metadata=training.metadata(), timeout=60, stall_timeout=30
+            state_of(training),
+            out,
+            content_metadata=training.metadata(),
+            job=Job(timeout=60, stall_timeout=30),
         )
 
 
@@ -100,9 +104,9 @@ def resume(rank: int, layout: Layout, folders: list[str], weights_only: bool) ->
     """Load a model, and its optimizer, from the folder of this rank's host. Digests are of what was
     loaded."""
     from holdfast import megatron
-    from holdfast.format.digest import digest, hex_digest
-    from holdfast.integrations.megatron import checkpointing
-    from holdfast.store.local import LocalStore
+    from holdfast._format.digest import digest, hex_digest
+    from holdfast._integrations.megatron import checkpointing
+    from holdfast._store.local import LocalStore
 
     use_cpu()
 
@@ -131,7 +135,10 @@ def resume(rank: int, layout: Layout, folders: list[str], weights_only: bool) ->
             training = Training(layout, TINY["qwen3_moe"].recipe, seed=7)
             state = training.model_state() if weights_only else state_of(training, is_loading=True)
             try:
-                look(megatron.load(state, "/local/step", timeout=60, stall_timeout=30), "")
+                look(
+                    megatron.load(state, "/local/step", job=Job(timeout=60, stall_timeout=30)),
+                    "",
+                )
             except HoldfastError as error:
                 return f"{type(error).__name__}: {error}", {}
             return "loaded", found

@@ -7,11 +7,13 @@ framework. Only those layers' kernels are missing.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._protocol.job import Job
 from tests.integrations.bridge_jobs import groups_over
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.models import Layout
@@ -26,7 +29,7 @@ from tests.support.collectives import counted
 from tests.support.stand_ins import stand_in_for
 from tests.support.transformer_engine import use_layers
 
-LIMITS: dict[str, Any] = {"timeout": 60, "stall_timeout": 30, "session": False, "warm_up": False}
+JOB = Job(timeout=60, stall_timeout=30)
 WRONG = 7.0
 
 
@@ -142,7 +145,41 @@ def prepare(ranks: int, layout: Layout) -> None:
     logging.disable(logging.INFO)
     use_layers()
     use_cpu()
-    groups_over(ranks, layout)
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        groups_over(ranks, layout)
+
+
+@functools.cache
+def model_of(framework: str, folder: str, layout: Layout) -> Model:
+    """Made once a process: tests share it, and load into it before they look."""
+    prepare(dist.get_world_size(), layout)
+    return MAKERS[framework](folder, layout)
+
+
+@contextlib.contextmanager
+def installed(job: Job = JOB) -> Iterator[None]:
+    import holdfast
+
+    holdfast.install(warm_up=False, session=False, job=job)
+    try:
+        yield
+    finally:
+        holdfast.uninstall()
+
+
+@contextlib.contextmanager
+def warnings_of_holdfast() -> Iterator[list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("holdfast")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
 
 
 def load_and_save(
@@ -150,84 +187,95 @@ def load_and_save(
 ) -> tuple[int, list[str], list[str]]:
     """Both ways, as stock and after `install()`. Returns the number of weights on this rank, those that stock
     and Holdfast load differently, and the collectives that Holdfast's load and save issued."""
-    import holdfast
-
-    prepare(dist.get_world_size(), layout)
-    model = MAKERS[framework](folder, layout)
+    model = model_of(framework, folder, layout)
     model.spoil()
     model.load(folder)
     expected = model.weights()
     model.save(stock)
     dist.barrier()
-    holdfast.install(**LIMITS)
-    model.spoil()
-    issued = counted(lambda: model.load(folder))
-    found = model.weights()
-    differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]
-    issued += counted(lambda: model.save(ours))
-    # A second time, over what is there, as a trainer that repeats a step does.
-    issued += counted(lambda: model.save(ours))
+    with installed():
+        model.spoil()
+        issued = counted(lambda: model.load(folder))
+        found = model.weights()
+        differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]
+        issued += counted(lambda: model.save(ours))
+        # A second time, over what is there, as a trainer that repeats a step does.
+        issued += counted(lambda: model.save(ours))
     return len(expected), differ, issued
 
 
 def go_without(
-    rank: int, framework: str, folder: str, layout: Layout, out: str, absent: int, installed: bool
+    rank: int, framework: str, folder: str, layout: Layout, out: str, absent: int, installs: bool
 ) -> tuple[str, float]:
     """What the ranks get from a load, or with `out` from a save, that one rank never comes to."""
-    import holdfast
-
-    prepare(dist.get_world_size(), layout)
-    model = MAKERS[framework](folder, layout)
+    model = model_of(framework, folder, layout)
     if out:
         model.load(folder)
     dist.barrier()  # making a model takes longer on one rank than on another
-    if installed:
-        holdfast.install(**{**LIMITS, "stall_timeout": 6})
-    else:
-        for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     if rank == absent:
         return "takes no part", 0.0
+    if not installs:
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     begun = time.monotonic()
-    try:
-        model.save(out) if out else model.load(folder)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begun
+    with installed(replace(JOB, stall_timeout=6)) if installs else contextlib.nullcontext():
+        try:
+            model.save(out) if out else model.load(folder)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - begun
     return "done", time.monotonic() - begun
 
 
-def left(rank: int, framework: str, folder: str, other: str, layout: Layout) -> list[str]:
+def left(rank: int, framework: str, folder: str, other: str, layout: Layout, out: str) -> list[str]:
     """The warnings of a load and a save that are left to the framework, whose own functions then do it."""
-    import holdfast
-
-    prepare(dist.get_world_size(), layout)
-    model = MAKERS[framework](folder, layout)
+    model = model_of(framework, folder, layout)
     model.load(folder)
     expected = model.weights()
-    holdfast.install(**LIMITS)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("holdfast").addHandler(handler)
-    model.spoil()
-    model.load(other)
-    assert all(torch.equal(value, expected[name]) for name, value in model.weights().items())
-    model.save(f"{folder}-left")
+    with installed(), warnings_of_holdfast() as said:
+        model.spoil()
+        model.load(other)
+        assert all(torch.equal(value, expected[name]) for name, value in model.weights().items())
+        model.save(out)
     return said
 
 
+def refused(rank: int, framework: str, folders: list[str], layout: Layout) -> tuple[list[str], list[str]]:
+    """What loads of folders say, and warnings."""
+    model = model_of(framework, folders[0], layout)
+    said = []
+    with installed(), warnings_of_holdfast() as warned:
+        for folder in folders:
+            try:
+                model.load(folder)
+                said.append("loaded")
+            except Exception as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said, warned
+
+
 def import_of_some(
-    rank: int, folder: str, out: str, layout: Layout, train: int, absent: int | None, installed: bool
+    rank: int,
+    folder: str,
+    out: str,
+    layout: Layout,
+    train: int,
+    absent: int | None,
+    installs: bool,
+    whole: bool,
 ) -> tuple[str, list[str]]:
     """What the ranks that train get from NeMo RL's import, which makes a Megatron checkpoint of a published
-    model with Megatron-Bridge; and the collectives that its load issued. The others do something else."""
+    model with Megatron-Bridge; and the collectives that its load issued. The others do something else.
+
+    whole: with all that `install()` adds on its own account.
+    """
     import holdfast
 
     os.environ["RANK"] = str(rank)
     limit = 4.0
     use_layers()  # which imports anew what `install` is to find
-    if installed:
-        holdfast.install(**{**LIMITS, "timeout": 300, "stall_timeout": limit if absent is not None else 60})
+    if installs:
+        job = Job(timeout=300, stall_timeout=limit if absent is not None else 60)
+        holdfast.install() if whole else holdfast.install(warm_up=False, session=False, job=job)
     prepare(train, layout)
     torch.cuda.get_rng_state = torch.get_rng_state  # type: ignore[assignment]
     if rank < train:
@@ -236,20 +284,18 @@ def import_of_some(
         tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
         model = of_megatron_bridge(folder, layout)
     dist.barrier()  # making a model takes longer on one rank than on another
-    if not installed:
+    if not installs:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)
     if rank >= train or rank == absent:
         return "takes no part", []
     try:
-        issued = counted(lambda: model.load(folder)) if installed else []
-        if not installed:
-            model.load(folder)
+        issued = counted(lambda: model.load(folder))
         from megatron.bridge.training.model_load_save import save_megatron_model
 
         save_megatron_model(model.chunks, out)
     except Exception as error:
         return f"{type(error).__name__}: {error}", []
-    return "imported", issued
+    return "imported", issued if installs else []
 
 
 def through_verl(
@@ -260,7 +306,9 @@ def through_verl(
     import holdfast
 
     use_layers()
-    holdfast.install(**{**LIMITS, "stall_timeout": 30 if absent is None else 8})
+    holdfast.install(
+        warm_up=False, session=False, job=replace(JOB, stall_timeout=30 if absent is None else 8)
+    )
     prepare(dist.get_world_size(), layout)
     model = MAKERS[framework](folder, layout)
     dist.barrier()  # making a model takes longer on one rank than on another
@@ -311,8 +359,6 @@ def verl_manager(model: Model, vanilla: bool) -> Any:
 def values(rank: int, folder: str, layout: Layout) -> tuple[list[str], list[str], float]:
     """A critic of verl, in 16 bits and wrapped for training. Returns the weights that stock and Holdfast load
     differently, the collectives of Holdfast's load, and the largest difference to what its output was."""
-    import holdfast
-
     prepare(dist.get_world_size(), layout)
     from mbridge import AutoBridge
     from mbridge.utils.post_creation_callbacks import make_value_model
@@ -329,9 +375,9 @@ def values(rank: int, folder: str, layout: Layout) -> tuple[list[str], list[str]
     model.spoil()
     model.load(folder)
     expected = model.weights()
-    holdfast.install(**LIMITS)
     model.spoil()
-    issued = counted(lambda: model.load(folder))
+    with installed():
+        issued = counted(lambda: model.load(folder))
     found = model.weights()
     assert len(expected) > 10
     differ = [name for name, value in expected.items() if not torch.equal(value, found[name])]

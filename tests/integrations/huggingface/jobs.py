@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from holdfast._protocol.job import Job
 from holdfast.errors import HoldfastError
 from tests.integrations.huggingface.models import TINY, WORDS
 from tests.integrations.megatron.cpu import use_cpu
@@ -20,7 +23,7 @@ def load_into(chunks: list[Any], folder: str) -> None:
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(7)
-    loaded = megatron.load(describe(chunks), folder, timeout=60, stall_timeout=30)
+    loaded = megatron.load(describe(chunks), folder, job=Job(timeout=60, stall_timeout=30))
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{number}" if len(chunks) > 1 else "model"], strict=False)
 
@@ -61,9 +64,7 @@ def load_and_save(
             describe(chunks),
             out,
             content_metadata=metadata(),
-            timeout=60,
-            stall_timeout=30,
-            options=Options(fingerprint=fingerprint),
+            job=Job(timeout=60, stall_timeout=30, options=Options(fingerprint=fingerprint)),
         )
         return sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
 
@@ -79,7 +80,10 @@ def fingerprints(rank: int, name: str, folder: str, layout: Layout) -> Any:
         chunks = build(config_of(layout, recipe), layout, recipe)
         load_into(chunks, folder)
         state, found = describe(chunks), []
-        assert counted(lambda: found.append(megatron.fingerprint(state, timeout=60, stall_timeout=30))) == []
+        assert (
+            counted(lambda: found.append(megatron.fingerprint(state, job=Job(timeout=60, stall_timeout=30))))
+            == []
+        )
         return found[0]
 
 
@@ -97,7 +101,7 @@ def train_and_export(
         job.optimizer.reload_model_params()
         losses = [job.step() for _ in range(2)]
         exported: list[int] = []
-        with megatron.Checkpoints(run, timeout=60, stall_timeout=30) as checkpoints:
+        with megatron.Checkpoints(run, job=Job(timeout=60, stall_timeout=30)) as checkpoints:
             checkpoints.save(2, state_of(job), content_metadata=job.metadata())
 
             def export() -> None:
@@ -123,6 +127,26 @@ def try_to_load(rank: int, name: str, folders: list[str]) -> list[str]:
     return said
 
 
+def load_strictly(rank: int, name: str, folder: str, layout: Layout, strict: str) -> tuple[str, Any]:
+    """What a load with this `strict` says, and what it returns beside the state dict."""
+    from holdfast import megatron
+
+    use_cpu()
+    recipe = TINY[name].recipe
+    with parallel(layout):
+        chunks = build(config_of(layout, recipe), layout, recipe)
+        asked = describe(chunks)
+        if strict == "raise_unexpected":
+            from megatron.core.dist_checkpointing import ShardedTensor
+
+            asked["model"]["more"] = ShardedTensor.from_rank_offsets("decoder.more", torch.ones(2))
+        try:
+            loaded = megatron.load(asked, folder, strict=strict, job=Job(timeout=60, stall_timeout=30))
+        except HoldfastError as error:
+            return f"{type(error).__name__}: {error}", None
+        return "loaded", loaded[1:] if isinstance(loaded, tuple) else None
+
+
 def save_some(rank: int, name: str, folder: str, out: str) -> None:
     """A checkpoint of a published model, on one rank."""
     load_and_save(rank, name, folder, Layout(), out)
@@ -145,8 +169,7 @@ def export_together(rank: int, step: str, out: str, like: str, absent: int, step
                 out,
                 like=like,
                 file_bytes=20_000,
-                timeout=60,
-                stall_timeout=3.0,
+                job=Job(timeout=60, stall_timeout=3.0),
             )
             said.append(f"{report.bytes_written} bytes, {report.tensors} tensors, {report.files} files")
         except HoldfastError as error:
@@ -154,3 +177,26 @@ def export_together(rank: int, step: str, out: str, like: str, absent: int, step
 
     assert counted(run) == []
     return said[0]
+
+
+def export_until(rank: int, step: str, out: str, like: str, quarters: int) -> tuple[int, int]:
+    """An export that is killed after so many quarters, or with 0 never: its files, and the bytes written."""
+    from holdfast.huggingface import export
+
+    def stop(done: int, total: int) -> None:
+        if quarters and done >= total * quarters // 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    report = export(step, out, like=like, file_bytes=40_000, job=Job(no_dist=True), progress=stop)
+    return report.files, report.bytes_written
+
+
+def import_until(rank: int, folder: str, out: str, share: float) -> None:
+    """An import that is killed after a share."""
+    from holdfast.huggingface import import_
+
+    def stop(done: int, total: int) -> None:
+        if done > share * total:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    import_(folder, out, job=Job(no_dist=True), progress=stop)

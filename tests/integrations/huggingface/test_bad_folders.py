@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import CorruptCheckpoint, HoldfastError, NotCommitted, StorageError
+from holdfast.errors import BadInput, CorruptCheckpoint, HoldfastError, NotCommitted, StorageError
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
 from tests.support.processes import ProcessWorld
@@ -66,6 +66,40 @@ def with_scales(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> C
     return spoil
 
 
+def quantized(method: str | None, *forms: tuple[str, torch.dtype]) -> Callable[[Path], None]:
+    """As a quantizer leaves a folder: in the place of a weight, tensors with these endings."""
+
+    def spoil(folder: Path) -> None:
+        tensors = weights(folder)
+        del tensors[FC1]
+        made = {FC1.removesuffix("weight") + ending: torch.zeros(16, 32).to(dtype) for ending, dtype in forms}
+        rewrite(folder, {**tensors, **made})
+        if method is not None:
+            edit_config(folder, quantization_config={"quant_method": method})
+
+    return spoil
+
+
+GPTQ = [("qweight", torch.int32), ("qzeros", torch.int32), ("scales", torch.float16), ("g_idx", torch.int32)]
+PACKED = [("weight_packed", torch.int32), ("weight_scale", torch.bfloat16), ("weight_shape", torch.int64)]
+QUANTIZED = {
+    "GPTQ": (quantized("gptq", *GPTQ), "qweight' quantized by gptq, which Holdfast does not read"),
+    "AWQ": (quantized("awq", *GPTQ[:3]), "qweight' quantized by awq, which"),
+    "GPTQ of old": (quantized(None, *GPTQ), "qweight' quantized by GPTQ or AWQ, which"),
+    "compressed-tensors": (quantized("compressed-tensors", *PACKED), "_packed' quantized by compressed-tens"),
+    "compressed-tensors in e4m3": (
+        quantized("compressed-tensors", ("weight", torch.float8_e4m3fn), ("weight_scale", torch.float32)),
+        "gate_proj.weight' quantized by compressed-tensors",
+    ),
+    "compressed-tensors in int8": (
+        quantized("compressed-tensors", ("weight", torch.int8), ("weight_scale", torch.float32)),
+        "gate_proj.weight' quantized by compressed-tensors",
+    ),
+    "bitsandbytes": (
+        quantized("bitsandbytes", ("weight", torch.uint8), ("weight.absmax", torch.float32)),
+        "gate_proj.weight' quantized by bitsandbytes",
+    ),
+}
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole numbers": (in_another_dtype(torch.int8), "Holdfast does not convert between these"),
     "other 8 bits": (in_another_dtype(torch.float8_e5m2), "Holdfast does not convert between these"),
@@ -103,6 +137,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "another type": (lambda folder: edit_config(folder, model_type="mixtral"), "block_sparse_moe"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "of the names in the state"),
     "a broken config": (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read"),
+    **QUANTIZED,
 }
 
 
@@ -117,6 +152,21 @@ def test_a_spoiled_folder_is_refused_with_one_sentence(good: Path, tmp_path: Pat
     assert said[0] == "loaded"
     for (what, (_, expected)), sentence in zip(SPOILED.items(), said[1:], strict=True):
         assert expected in sentence, (what, sentence)
+
+
+@pytest.mark.parametrize("what", QUANTIZED)
+def test_a_quantized_weight_is_named_to_those_who_use_published_names(
+    what: str, good: Path, tmp_path: Path
+) -> None:
+    spoil, expected = QUANTIZED[what]
+    shutil.copytree(good, tmp_path / "model")
+    spoil(tmp_path / "model")
+    with pytest.raises(BadInput, match=expected):
+        holdfast.load({FC1: torch.zeros(16, 32)}, tmp_path / "model", job=holdfast.Job(no_dist=True))
+    # What was not quantized is read.
+    norm = {"model.norm.weight": torch.zeros(32)}
+    holdfast.load(norm, tmp_path / "model", job=holdfast.Job(no_dist=True))
+    assert norm["model.norm.weight"].any()
 
 
 def change_map(folder: Path, file: str) -> None:
@@ -145,10 +195,10 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], type[HoldfastError], str]] = 
     "another file": (
         lambda folder: change_map(folder, sorted(p.name for p in folder.glob("*.safetensors"))[0]),
         CorruptCheckpoint,
-        "says that model-00001-of-",
+        "which .* says is in model-00001-of-",
     ),
     "a file that is not there": (
-        lambda folder: change_map(folder, "model-00009.safetensors"),
+        lambda folder: min(folder.glob("*.safetensors")).unlink(),
         CorruptCheckpoint,
         "is missing",
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.views.family import Family, families
+from holdfast._views.family import Family, families
 
 FROZEN = Path(__file__).with_name("declarations.toml")
 NOT_IN_TRANSFORMERS = {"kimi_k2"}
@@ -25,7 +25,7 @@ MADE = {("MergeModulelist(dim=0)", "Concatenate(dim=1)"): "concat", ("MergeModul
 def published_names(family: Family) -> list[str]:
     """Of what the model has that transformers loads, with numbers in the place of layers and experts."""
     names = []
-    for ours in family.names():
+    for ours in family.entries:
         found = family.find(ours)
         assert found is not None
         if not ours.startswith("mtp.") and "mtp." not in "".join(found[0].rule.names):
@@ -78,7 +78,7 @@ def named(name: str) -> str:
 def tabled(family: Family) -> dict[str, str]:
     """The same, by our tables: their entries for names that transformers has."""
     made = {}
-    for ours in family.names():
+    for ours in family.entries:
         found = family.find(ours)
         assert found is not None
         entry, _, axes = found

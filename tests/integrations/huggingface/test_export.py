@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +16,15 @@ from click.testing import CliRunner
 
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
-from holdfast.cli import cli
+from holdfast._cli import cli
+from holdfast._integrations.huggingface.export import run_export
+from holdfast._protocol.call import begin_call
+from holdfast._store.local import open_store
 from holdfast.errors import BadInput, CoverageError, HoldfastError, MissingTensors
 from holdfast.huggingface import export
-from holdfast.integrations.huggingface.export import ExportRequest
-from holdfast.protocol.call import begin_call
-from holdfast.store.local import open_store
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, edit_config, publish, rewrite, weights
-from tests.support.processes import ProcessWorld
+from tests.support.processes import ProcessWorld, Result
 
 pytest.importorskip("transformers")
 FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -167,31 +165,21 @@ def test_an_export_that_was_killed_goes_on_and_is_no_model_before(
     from transformers import AutoModelForCausalLM
 
     folder, step = model
-    program = (
-        "import os, signal, sys\n"
-        "from holdfast.huggingface import export\n"
-        "limit = int(sys.argv[4])\n"
-        "def stop(done, total):\n"
-        "    if limit and done >= total * limit // 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "report = export(sys.argv[1], sys.argv[2], like=sys.argv[3], file_bytes=40_000, progress=stop)\n"
-        "print(report.files, report.bytes_written)\n"
-    )
 
-    def run(limit: int) -> subprocess.CompletedProcess[str]:
-        args = [str(step), str(tmp_path / "out"), str(folder), str(limit)]
-        return subprocess.run(
-            [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=120, check=False
-        )
+    def run(limit: int) -> Result:
+        with ProcessWorld(1) as world:
+            world.start(jobs.export_until, str(step), str(tmp_path / "out"), str(folder), limit)
+            (result,) = world.collect(120)
+        return result
 
     for limit in (1, 2, 3, 4):
-        assert run(limit).returncode == -signal.SIGKILL
+        assert run(limit).died == -signal.SIGKILL
         shutil.copytree(tmp_path / "out", tmp_path / f"left {limit}")
         with pytest.raises(OSError, match="no file named"):
             AutoModelForCausalLM.from_pretrained(
                 tmp_path / f"left {limit}", config=TINY["qwen3_moe"].configuration()
             )
-    ended = run(0)
-    files, written = map(int, ended.stdout.split())
+    files, written = run(0).get()
     assert files > 4
     assert written < 40_000  # nothing that was whole is written again
     before, after = weights(folder), weights(tmp_path / "out")
@@ -283,6 +271,109 @@ def test_weights_are_converted_to_what_models_are_published_in(
         export(step, tmp_path / "out", like=folder, dtype=dtype)
 
 
+def dtypes_of(folder: Path) -> set[torch.dtype]:
+    return {value.dtype for value in weights(folder).values()}
+
+
+def in_dtype(folder: Path, out: Path, dtype: torch.dtype) -> Path:
+    """The model, published in another dtype."""
+    shutil.copytree(folder, out)
+    rewrite(out, {name: value.to(dtype) for name, value in weights(folder).items()})
+    edit_config(out, dtype=str(dtype).removeprefix("torch."))
+    return out
+
+
+def test_a_configuration_says_the_dtype_that_is_written(model: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder, step = model
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    export(step, tmp_path / "out", like=folder, dtype="bfloat16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    shutil.copytree(folder, tmp_path / "old")
+    edit_config(tmp_path / "old", dtype=None, torch_dtype="float32", text_config={"dtype": "float32"})
+    export(step, tmp_path / "old out", like=tmp_path / "old", dtype="float16")
+    said = json.loads((tmp_path / "old out" / "config.json").read_text())
+    assert (said["dtype"], said["torch_dtype"], said["text_config"]) == (
+        None,
+        "float16",
+        {"dtype": "float16"},
+    )
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_a_checkpoint_that_is_more_exact_is_exported_as_the_model_was_published(
+    with_weights: bool, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Not in files of twice the size."""
+    folder, step = model
+    like = in_dtype(folder, tmp_path / "like", torch.bfloat16)
+    if not with_weights:
+        (like / "model.safetensors").unlink()
+    report = export(step, tmp_path / "out", like=like, strict=with_weights)
+    assert report.bytes_written == sum(value.nbytes for value in weights(folder).values()) // 2
+    assert dtypes_of(tmp_path / "out") == {torch.bfloat16}
+    assert (tmp_path / "out" / "config.json").read_bytes() == (like / "config.json").read_bytes()
+    export(step, tmp_path / "as asked", like=like, dtype="float32", strict=with_weights)
+    assert dtypes_of(tmp_path / "as asked") == {torch.float32}
+    assert json.loads((tmp_path / "as asked" / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_checkpoint_that_is_less_exact_stays_as_it_is(model: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, step = model
+    less = {name: value.bfloat16() for name, value in tensors_of(step).items()}
+    export(saved(less, tmp_path / "step"), tmp_path / "out", like=folder)
+    assert dtypes_of(tmp_path / "out") == {torch.bfloat16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["float16", None])
+def test_values_that_a_cast_would_make_infinite_are_refused(
+    dtype: str | None, model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, step = model
+    like = in_dtype(folder, tmp_path / "like", torch.float16)
+    tensors = tensors_of(step)
+    tensors["decoder.final_layernorm.weight"][3] = 1e6
+    with pytest.raises(
+        BadInput, match=r"'model\.norm\.weight', which is stored in float32, .* infinite in float16"
+    ):
+        export(saved(tensors, tmp_path / "step"), tmp_path / "out", like=like, dtype=dtype)
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_norm_of_which_the_model_keeps_the_difference_to_one_comes_back(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With its bits, if the model's dtype can hold the difference; a model in 16 bits can't, below one half."""
+    publish(TINY["qwen3_5_text"], tmp_path / "whole")
+    tensors = weights(tmp_path / "whole")
+    name, ours = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
+    values = torch.tensor([1.0, 0.5, 0.75, 2.5, 1.0078125, 0.50390625, 3.015625, 0.9, 0.001, 0.1, 0.3, 0.49])
+    tensors[name][: len(values)] = values
+    like = tmp_path / "like"
+    like.mkdir()
+    (like / "config.json").write_bytes((tmp_path / "whole" / "config.json").read_bytes())
+    rewrite(like, {key: value.bfloat16() for key, value in tensors.items()})
+    published = weights(like)
+    lowered = {ours: torch.zeros(len(tensors[name]), dtype=dtype)}
+    holdfast.load(lowered, like, job=holdfast.Job(no_dist=True))
+    rest = {key: value for key, value in published.items() if key != name}
+    export(saved({**rest, **lowered}, tmp_path / "step"), tmp_path / "out", like=like)
+    back = weights(tmp_path / "out")[name]
+    assert back.dtype == torch.bfloat16
+    kept = published[name].float() >= 0.5
+    assert torch.equal(back[kept], published[name][kept])
+    assert torch.equal(back, published[name]) == (dtype == torch.float32)
+    expected = ((published[name].float() - 1).to(dtype).float() + 1).bfloat16()
+    assert torch.equal(back, expected)
+    # And the comparison says which of these it is.
+    found = holdfast.same(tmp_path / "step", like)
+    assert found.same
+    assert (ours in found.rounded) == (dtype != torch.float32)
+
+
 def test_a_configuration_says_nothing_of_scales_that_are_not_written(
     model: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -346,12 +437,11 @@ def test_in_a_framework_only_layers_that_predict_further_tokens_may_be_missing(
         like, out = tmp_path / name, tmp_path / f"{name}-out"
         shutil.copytree(published, like)
         rewrite(like, {**weights(published), name: torch.ones(2)})
-        call = begin_call(no_dist=True, timeout=60, stall_timeout=30)
-        request = ExportRequest(
-            store=open_store(step), base=open_store(like), out=open_store(out), call=call, in_framework=True
-        )
-        return request.run().missing
+        call = begin_call(holdfast.Job(no_dist=True, timeout=60, stall_timeout=30))
+        stores = open_store(step), open_store(like), open_store(out)
+        return run_export(*stores, call, in_framework=True).missing
 
-    assert export_beside("model.layers.4.enorm.weight") == ("model.layers.4.enorm.weight",)
+    for name in ("model.layers.4.enorm.weight", "mtp.layers.0.enorm.weight"):
+        assert export_beside(name) == (name,)
     with pytest.raises(MissingTensors, match=r"has nothing for 1 tensors .*layers\.3\.enorm"):
         export_beside("model.layers.3.enorm.weight")

@@ -12,9 +12,9 @@ import torch
 
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
+from holdfast._maintenance.same import Same
 from holdfast.errors import BadInput
 from holdfast.huggingface import import_
-from holdfast.maintenance.same import Same
 from holdfast.megatron import load_plain_tensors
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, WORDS, edit_config, publish, rewrite, weights
@@ -165,7 +165,7 @@ def test_what_the_checkpoint_lacks_is_named(model: tuple[Path, Path], tmp_path: 
     folder, step = model
     tensors = load_plain_tensors(step)
     del tensors["decoder.final_layernorm.weight"]
-    holdfast.save(tensors, tmp_path / "less", no_dist=True)
+    holdfast.save(tensors, tmp_path / "less", job=holdfast.Job(no_dist=True))
     assert names(holdfast.same(tmp_path / "less", folder)) == {"model.norm.weight"}
     # What is left out of the comparison is left out on both sides.
     assert holdfast.same(step, folder, exclude=["decoder.final_layernorm"]).same
@@ -217,8 +217,8 @@ def test_scales_of_the_same_elements_are_compared(bits: int, tmp_path: Path) -> 
     a, b = quantised(tmp_path / "a", bits, 1.0), quantised(tmp_path / "b", bits, 0.5)
     noted = holdfast.Options(fingerprint=True)
     for folder in (a, b):
-        import_(folder, tmp_path / f"{folder.name} noted", no_dist=True, options=noted)
-        import_(folder, tmp_path / f"{folder.name} plain", no_dist=True)
+        import_(folder, tmp_path / f"{folder.name} noted", job=holdfast.Job(no_dist=True, options=noted))
+        import_(folder, tmp_path / f"{folder.name} plain", job=holdfast.Job(no_dist=True))
     for other in ("a", "a noted", "a plain"):
         assert holdfast.same(a, tmp_path / other).same
         assert holdfast.same(tmp_path / "a noted", tmp_path / other).same
@@ -235,10 +235,30 @@ def test_parts_of_several_dtypes_are_each_compared_in_theirs(tmp_path: Path) -> 
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
     rewrite(tmp_path / "a", {name.format(0): down[0].bfloat16(), name.format(1): down[1]})
-    holdfast.save({"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "b", no_dist=True)
+    holdfast.save(
+        {"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "b", job=holdfast.Job(no_dist=True)
+    )
     assert holdfast.same(tmp_path / "a", tmp_path / "b").same
+    # A live state in the less exact of them: what its cast lost in the other part is seen.
+    live = holdfast.fingerprint(
+        {"decoder.layers.mlp.linear_fc2.weight": down.bfloat16()}, job=holdfast.Job(no_dist=True)
+    )
+    assert holdfast.same(live, tmp_path / "a").same
+    rewrite(
+        tmp_path / "a",
+        {name.format(0): down[0].bfloat16(), name.format(1): down[1].where(down[1] < 1, 3.4e38)},
+    )
+    large = torch.stack([down[0], down[1].where(down[1] < 1, 3.4e38)]).bfloat16()
+    live = holdfast.fingerprint(
+        {"decoder.layers.mlp.linear_fc2.weight": large}, job=holdfast.Job(no_dist=True)
+    )
+    (one,) = holdfast.same(live, tmp_path / "a").different
+    assert "become infinite" in one.a
+    rewrite(tmp_path / "a", {name.format(0): down[0].bfloat16(), name.format(1): down[1]})
     down[1, 3, 3] *= 1.0001
-    holdfast.save({"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "c", no_dist=True)
+    holdfast.save(
+        {"decoder.layers.mlp.linear_fc2.weight": down}, tmp_path / "c", job=holdfast.Job(no_dist=True)
+    )
     assert names(holdfast.same(tmp_path / "a", tmp_path / "c")) == {"decoder.layers.mlp.linear_fc2.weight"}
 
 
@@ -276,7 +296,9 @@ def test_forgotten_scales_are_named(tmp_path: Path) -> None:
 
 
 def test_steps_that_did_not_train_are_seen_without_reading(tmp_path: Path) -> None:
-    checkpoints = holdfast.Checkpoints(tmp_path, options=holdfast.Options(fingerprint=True), no_dist=True)
+    checkpoints = holdfast.Checkpoints(
+        tmp_path, job=holdfast.Job(options=holdfast.Options(fingerprint=True), no_dist=True)
+    )
     model = torch.nn.Linear(8, 8)
     for step in range(3):
         if step == 2:

@@ -10,7 +10,7 @@ import torch
 
 import holdfast
 from holdfast.errors import BadInput
-from holdfast.huggingface import explain, export, families
+from holdfast.huggingface import export, families, mapping_of
 from tests.integrations.huggingface import jobs
 from tests.integrations.huggingface.models import TINY, publish, rewrite, weights
 from tests.integrations.megatron.models import Layout
@@ -18,15 +18,20 @@ from tests.support.processes import ProcessWorld
 
 pytest.importorskip("transformers")
 LAYOUTS = [
-    ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
     ("qwen3_moe", Layout(pp=2, vpp=2, ep=4)),
     ("qwen3 tied", Layout(tp=2, pp=2)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
-    ("glm4_moe", Layout(tp=2, ep=4, etp=1)),
-    ("starcoder2", Layout(tp=2, pp=2)),
-    ("minimax_m2", Layout(pp=2, ep=4)),
     ("qwen3_next", Layout(tp=2, pp=2, ep=2)),
-    ("qwen3_5_moe_text", Layout(tp=2, pp=2, ep=2)),
+    *(
+        pytest.param(name, layout, marks=pytest.mark.soak)
+        for name, layout in (
+            ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
+            ("glm4_moe", Layout(tp=2, ep=4, etp=1)),
+            ("starcoder2", Layout(tp=2, pp=2)),
+            ("minimax_m2", Layout(pp=2, ep=4)),
+            ("qwen3_5_moe_text", Layout(tp=2, pp=2, ep=2)),
+        )
+    ),
 ]
 
 
@@ -73,7 +78,7 @@ def test_every_layout_has_the_published_bits(
     assert again.config.model_type == AutoModelForCausalLM.from_pretrained(folder).config.model_type
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3_moe", marks=pytest.mark.soak), "deepseek_v3"])
 def test_what_was_trained_on_is_exported_and_transformers_agrees(
     name: str, published: dict[str, Path], alone: ProcessWorld, mcore_world: ProcessWorld, tmp_path: Path
 ) -> None:
@@ -144,27 +149,62 @@ def test_a_language_model_inside_of_another_is_read(published: dict[str, Path], 
     assert all(torch.equal(value, loaded[1][key]) and value.any() for key, value in loaded[0].items())
 
 
+@pytest.mark.parametrize(("outer", "inner"), [(True, None), (True, True), (False, True), (None, True)])
+def test_the_tied_output_of_a_multimodal_model_is_read(
+    outer: bool | None, inner: bool | None, tmp_path: Path
+) -> None:
+    """Qwen 3.5 says so of the multimodal model, of the one inside, or of both."""
+    import transformers
+
+    import holdfast
+
+    config = transformers.Qwen3_5Config(
+        text_config=TINY["qwen3_5_text"].configuration(tie_word_embeddings=True).to_dict(),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+        },
+        tie_word_embeddings=True,
+    )
+    transformers.Qwen3_5ForConditionalGeneration(config).float().save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    for where, tied in ((said, outer), (said["text_config"], inner)):
+        where.pop("tie_word_embeddings", None)
+        where |= {} if tied is None else {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    auto = transformers.AutoModelForImageTextToText if outer else transformers.AutoModelForCausalLM
+    stock = auto.from_pretrained(tmp_path)
+    assert stock.lm_head.weight is stock.get_input_embeddings().weight
+    for name in ("lm_head.weight", "output_layer.weight"):
+        state = {name: torch.zeros_like(stock.lm_head.weight)}
+        holdfast.load(state, tmp_path, job=holdfast.Job(no_dist=True))
+        assert torch.equal(state[name], stock.lm_head.weight)
+
+
 def test_what_a_tensor_is_made_of_is_explained() -> None:
-    said = explain("qwen3_moe", "decoder.layers.0.mlp.experts.experts.5.linear_fc1.weight")
+    said = mapping_of("qwen3_moe", "decoder.layers.0.mlp.experts.experts.5.linear_fc1.weight")
     assert (
         "model.layers.0.mlp.experts.5.gate_proj.weight, model.layers.0.mlp.experts.5.up_proj.weight" in said
     )
     assert "one below the other" in said
-    assert "if the model has no such tensor" in explain("qwen3", "output_layer.weight")
-    assert explain("mixtral", "decoder.layers.mlp.router.weight").endswith(
+    assert "if the model has no such tensor" in mapping_of("qwen3", "output_layer.weight")
+    assert mapping_of("mixtral", "decoder.layers.mlp.router.weight").endswith(
         "is model.layers.{layer}.block_sparse_moe.gate.weight"
     )
 
 
 def test_what_no_table_has_is_told_with_the_nearest() -> None:
     with pytest.raises(BadInput, match=r"no table for the model type 'qwen3_mo'. The nearest .* 'qwen3_moe'"):
-        explain("qwen3_mo", "output_layer.weight")
+        mapping_of("qwen3_mo", "output_layer.weight")
     with pytest.raises(
         BadInput, match=r"has no 'output_layer.weights'. The nearest is 'output_layer.weight'"
     ):
-        explain("qwen3", "output_layer.weights")
+        mapping_of("qwen3", "output_layer.weights")
     assert len(families()) >= 12
-    said = explain("qwen3_5_moe_text", "decoder.layers.mlp.experts.experts.linear_fc2.weight")
+    said = mapping_of("qwen3_5_moe_text", "decoder.layers.mlp.experts.experts.linear_fc2.weight")
     assert "(or model.layers.{layer}.mlp.experts.down_proj, if the model has no such tensor)" in said
     assert said.endswith("of_experts: One expert's part of all experts' in one tensor.")
 

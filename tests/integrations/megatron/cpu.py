@@ -1,5 +1,6 @@
 """Real megatron-core on CPU ranks: what it asks of CUDA is answered by the CPU. Nothing of its own logic is
-replaced, but for one call that fails with PyTorch's own Adam (see `_with_step`).
+replaced, but for one call that fails with PyTorch's own Adam (see `_with_step`). Where it spawns a process, one
+is forked from the tests' server, which has torch imported.
 
 Every function of a rank's process must call `use_cpu()` first; it changes the process for good, so these
 ranks are a pool of their own.
@@ -8,8 +9,9 @@ ranks are a pool of their own.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -96,6 +98,18 @@ def _without_step(original: Any) -> Any:
     return get_state
 
 
+def _of_the_server(module: Any) -> Callable[[], Any]:
+    """The queue to megatron-core's writers, whose process would import torch for every rank."""
+    original: Callable[[], Any] = module._get_write_results_queue
+
+    def queue() -> Any:
+        if module._results_queue is None:
+            module._results_queue = multiprocessing.get_context("forkserver").Manager().Queue()
+        return original()
+
+    return queue
+
+
 def use_cpu() -> None:
     if _done:
         return
@@ -154,6 +168,9 @@ def use_cpu() -> None:
         def fork(self, name: str = "") -> Iterator[None]:
             yield
 
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._get_write_results_queue = _of_the_server(filesystem_async)
     random.initialize_rng_tracker()
     random._CUDA_RNG_STATE_TRACKER = Tracker()
     _done.append(mode)

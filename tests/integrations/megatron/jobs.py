@@ -15,12 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._protocol.job import Job
 from holdfast.errors import BadInput, HoldfastError, MissingTensors, RankFailed
 from tests.integrations.megatron.cpu import use_cpu, with_a_device
 from tests.integrations.megatron.fused import use_fused_adam
 from tests.integrations.megatron.models import Layout, Recipe, Training, parallel
 from tests.support.collectives import counted
 from tests.support.waiting import wait_until
+
+JOB, SOON = Job(timeout=60, stall_timeout=30), Job(timeout=30, stall_timeout=10)
 
 
 @contextlib.contextmanager
@@ -70,10 +73,10 @@ def state_of(run: Training, is_loading: bool = False) -> dict[str, Any]:
     }
 
 
-def load_into(run: Training, folder: str, **how: Any) -> dict[str, Any]:
+def load_into(run: Training, folder: str, job: Job = JOB) -> dict[str, Any]:
     from holdfast import megatron
 
-    loaded: dict[str, Any] = megatron.load(state_of(run, is_loading=True), folder, **how)
+    loaded: dict[str, Any] = megatron.load(state_of(run, is_loading=True), folder, job=job)
     run.load_model(loaded)
     megatron.load_optimizer_state_dict(run.optimizer, loaded["optimizer"])
     run.iteration = loaded["iteration"]
@@ -88,7 +91,7 @@ def train_and_save(
 
     with training(layout, recipe) as run:
         losses = [run.step() for _ in range(steps)]
-        megatron.save(state_of(run), folder, content_metadata=run.metadata(), timeout=60, stall_timeout=30)
+        megatron.save(state_of(run), folder, content_metadata=run.metadata(), job=JOB)
         return losses + [run.step() for _ in range(more)]
 
 
@@ -99,8 +102,8 @@ def load_save_train(
     from holdfast import megatron
 
     with training(layout, recipe, seed=2) as run:
-        load_into(run, folder, timeout=60, stall_timeout=30)
-        megatron.save(state_of(run), again, content_metadata=run.metadata(), timeout=60, stall_timeout=30)
+        load_into(run, folder)
+        megatron.save(state_of(run), again, content_metadata=run.metadata(), job=JOB)
         dist.barrier()
         return [run.step() for _ in range(more)]
 
@@ -117,12 +120,8 @@ def stock_save_both(
         for _ in range(2):
             run.step()
         metadata = run.metadata()
-        mine = counted(
-            lambda: megatron.save(
-                state_of(run), ours, content_metadata=metadata, timeout=60, stall_timeout=30
-            )
-        )
-        mine += counted(lambda: load_into(run, ours, timeout=60, stall_timeout=30))
+        mine = counted(lambda: megatron.save(state_of(run), ours, content_metadata=metadata, job=JOB))
+        mine += counted(lambda: load_into(run, ours))
         model = run.model_state()
         state = {
             **model,
@@ -157,12 +156,15 @@ def stock_load_and_save(rank: int, layout: Layout, recipe: Recipe, folder: str, 
         run.load_model(loaded)
         run.optimizer.load_state_dict(loaded["optimizer"])
         run.iteration = loaded["iteration"]
-        megatron.save(state_of(run), again, timeout=60, stall_timeout=30)
+        megatron.save(state_of(run), again, job=JOB)
         return sharding
 
 
-def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str) -> list[float]:
-    """What a framework does, through megatron-core's own names, after `install()`."""
+def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str, alike: bool) -> list[float]:
+    """What a framework does, through megatron-core's own names, after `install()`.
+
+    alike: the load is given the metadata of the save, and not those in the checkpoint.
+    """
     from megatron.core import dist_checkpointing
 
     import holdfast
@@ -171,7 +173,7 @@ def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str)
         metadata = run.metadata(distrib_optim_sharding_type=kind)
         run.step()
         original = dist_checkpointing.save
-        holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
+        holdfast.install(job=JOB, warm_up=False, session=False)
         try:
             model = run.model_state()
             state = {
@@ -186,8 +188,11 @@ def installed(rank: int, layout: Layout, recipe: Recipe, folder: str, kind: str)
             assert saved is not None
             assert dist_checkpointing.load_common_state_dict(folder)["iteration"] == 1
             model = run.model_state()
-            state = {**model, "optimizer": run.optimizer.sharded_state_dict(model, True, metadata=saved)}
-            loaded = dist_checkpointing.load(state, folder)
+            asked = run.optimizer.sharded_state_dict(model, True, metadata=metadata if alike else saved)
+            loaded, *keys = dist_checkpointing.load(
+                {**model, "optimizer": asked}, folder, strict="return_all"
+            )
+            assert keys == [set(), set()]
             run.load_model(loaded)
             run.optimizer.load_state_dict(loaded["optimizer"])
             run.iteration = loaded["iteration"]
@@ -213,7 +218,7 @@ def save_by_some(rank: int, ranks: tuple[int, ...], folder: str, absent: int | N
         "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 3), float(rank)), (0, place, len(ranks)))
     }
     try:
-        megatron.save(state, folder, participants=ranks, timeout=30, stall_timeout=2.0)
+        megatron.save(state, folder, job=Job(participants=ranks, timeout=30, stall_timeout=2.0))
     except RankFailed as error:
         return f"RankFailed {error.rank}"
     return "saved"
@@ -243,7 +248,7 @@ def save_slowly(rank: int, folder: str, slow: int, seconds: float) -> float:
     }
     stop = events.subscribe(wait) if rank == slow else lambda: None
     try:
-        megatron.save(state, folder, timeout=120, stall_timeout=4.0)
+        megatron.save(state, folder, job=Job(timeout=120, stall_timeout=4.0))
     finally:
         stop()
     return time.monotonic() - begun
@@ -272,7 +277,7 @@ def queue_of_requests(rank: int, folder: str) -> tuple[list[Any], list[str]]:
         calls.close()
         seen.append(calls.get_num_unfinalized_calls())
 
-    holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
+    holdfast.install(job=JOB, warm_up=False, session=False)
     try:
         return seen, counted(loop)
     finally:
@@ -286,8 +291,7 @@ def iterations(rank: int, run: str) -> list[Any]:
 
     from holdfast import megatron
 
-    how: dict[str, Any] = {"timeout": 30, "stall_timeout": 10}
-    checkpoints = megatron.Checkpoints(run, keep=2, **how)
+    checkpoints = megatron.Checkpoints(run, keep=2, job=SOON)
 
     def state(value: float) -> dict[str, Any]:
         return {
@@ -357,8 +361,7 @@ def strict_modes(rank: int, folder: str) -> dict[str, Any]:
         "rng": ShardedObject("rng", {"seed": rank}, (8,), (rank,)),
         "args": {"lr": 0.1},
     }
-    how = {"timeout": 30, "stall_timeout": 10}
-    megatron.save(made, folder, content_metadata={"version": 2}, **how)
+    megatron.save(made, folder, content_metadata={"version": 2}, job=SOON)
 
     def wanted() -> dict[str, Any]:
         return {
@@ -377,7 +380,7 @@ def strict_modes(rank: int, folder: str) -> dict[str, Any]:
         "assume_ok_unexpected",
     ):
         try:
-            loaded = megatron.load(wanted(), folder, strict=mode, **how)
+            loaded = megatron.load(wanted(), folder, strict=mode, job=SOON)
         except MissingTensors as error:
             found[mode] = str(error)
             continue
@@ -390,7 +393,7 @@ def strict_modes(rank: int, folder: str) -> dict[str, Any]:
         key: item.global_shape for key, item in megatron.load_sharded_metadata(folder).items()
     }
     found["plain"] = {
-        key: tuple(value.shape) for key, value in megatron.load_plain_tensors(folder, **how).items()
+        key: tuple(value.shape) for key, value in megatron.load_plain_tensors(folder, job=SOON).items()
     }
     return found
 
@@ -409,11 +412,11 @@ def broken_factory(rank: int, folder: str, strict: str) -> tuple[str, float]:
         return ShardedTensor.from_rank_offsets(key, data, (0, dist.get_rank(), 8))
 
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, rank, 8))}
-    megatron.save(state, folder, timeout=30, stall_timeout=10)
+    megatron.save(state, folder, job=SOON)
     wanted = {"w": ShardedTensorFactory("w", torch.zeros(2, 3), build, lambda loaded: loaded)}
     begun = time.monotonic()
     try:
-        megatron.load(wanted, folder, strict=strict, timeout=60, stall_timeout=30)
+        megatron.load(wanted, folder, strict=strict, job=JOB)
     except HoldfastError as error:
         return str(error), time.monotonic() - begun
     return "loaded", 0.0
@@ -426,15 +429,14 @@ def other_vocabulary(rank: int, folder: str) -> tuple[list[float], list[float]]:
     use_cpu()
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    how = {"timeout": 30, "stall_timeout": 10}
     rows = torch.arange(8.0)[:, None].expand(8, 2).contiguous() + 10 * rank  # 64 rows in all
 
     def table(data: torch.Tensor) -> dict[str, Any]:
         return {"e": ShardedTensor.from_rank_offsets("e", data, (0, rank, 8), allow_shape_mismatch=True)}
 
-    megatron.save(table(rows), folder, **how)
-    smaller = megatron.load(table(torch.full((7, 2), -1.0, dtype=torch.bfloat16)), folder, **how)["e"]
-    larger = megatron.load(table(torch.full((10, 2), -1.0)), folder, **how)["e"]
+    megatron.save(table(rows), folder, job=SOON)
+    smaller = megatron.load(table(torch.full((7, 2), -1.0, dtype=torch.bfloat16)), folder, job=SOON)["e"]
+    larger = megatron.load(table(torch.full((10, 2), -1.0)), folder, job=SOON)["e"]
     return smaller[:, 0].tolist(), larger[:, 0].tolist()
 
 
@@ -447,7 +449,7 @@ def stock_buckets_save(rank: int, layout: Layout, recipe: Recipe, ours: str, sto
     with training(layout, recipe) as run:
         for _ in range(2):
             run.step()
-        megatron.save(state_of(run), ours, timeout=60, stall_timeout=30)
+        megatron.save(state_of(run), ours, job=JOB)
         metadata = run.metadata(distrib_optim_sharding_type="dp_reshardable")
         model = run.model_state()
         optimizer = run.optimizer.sharded_state_dict(model, metadata=metadata)
@@ -467,7 +469,7 @@ def installed_loads_buckets(rank: int, layout: Layout, recipe: Recipe, stock: st
 
     with training(layout, recipe, seed=5) as run:
         run.step()
-        holdfast.install(timeout=60, stall_timeout=30, warm_up=False, session=False)
+        holdfast.install(job=JOB, warm_up=False, session=False)
         try:
             metadata = dist_checkpointing.load_content_metadata(stock)
             assert metadata is not None
@@ -513,11 +515,11 @@ def load_as_buckets(rank: int, layout: Layout, recipe: Recipe, folder: str) -> s
 
     with training(layout, recipe) as run:
         model = run.model_state()
-        megatron.save(state_of(run), folder, content_metadata=run.metadata(), timeout=60, stall_timeout=30)
+        megatron.save(state_of(run), folder, content_metadata=run.metadata(), job=JOB)
         how = run.metadata(distrib_optim_sharding_type="dp_reshardable")
         asked = run.optimizer.sharded_state_dict(model, is_loading=True, metadata=how)
         try:
-            megatron.load({**model, "optimizer": asked}, folder, timeout=60, stall_timeout=30)
+            megatron.load({**model, "optimizer": asked}, folder, job=JOB)
         except BadInput as error:
             return str(error)
         return "loaded"

@@ -15,6 +15,8 @@ import torch
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast import megatron
+from holdfast._integrations.megatron import mcore
+from holdfast._roster.memory import MemoryRoster
 from holdfast.errors import (
     BadInput,
     CoverageError,
@@ -23,12 +25,10 @@ from holdfast.errors import (
     NotCommitted,
     ShapeMismatch,
 )
-from holdfast.integrations.megatron import mcore
-from holdfast.roster.memory import MemoryRoster
 from tests.support.waiting import SLACK
 
-save = functools.partial(megatron.save, roster=MemoryRoster())
-load = functools.partial(megatron.load, roster=MemoryRoster())
+save = functools.partial(megatron.save, job=holdfast.Job(roster=MemoryRoster()))
+load = functools.partial(megatron.load, job=holdfast.Job(roster=MemoryRoster()))
 
 
 def shard(key: str, *shape: int, value: float = 0.0) -> Any:
@@ -179,12 +179,12 @@ def test_a_storage_that_never_answers(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metadata.json")
     begun = time.monotonic()
     with pytest.raises(HoldfastError):
-        load({"w": shard("w", 2)}, tmp_path, timeout=2)
+        megatron.load({"w": shard("w", 2)}, tmp_path, job=holdfast.Job(roster=MemoryRoster(), timeout=2))
     assert time.monotonic() - begun < 2 + SLACK
 
 
 def test_factories_that_copy_are_refused(tmp_path: Path) -> None:
-    from holdfast.integrations.megatron.optimizer import _parts
+    from holdfast._integrations.megatron.optimizer import _parts
 
     def build(key: str, data: torch.Tensor, replica: Any, flat: Any) -> dict[str, Any]:
         return {"t": mcore.ShardedTensor.from_rank_offsets(key, data.t().contiguous())}
@@ -198,7 +198,7 @@ def test_factories_that_copy_are_refused(tmp_path: Path) -> None:
 
 def test_an_empty_list_is_no_common_state(tmp_path: Path) -> None:
     """megatron-core 0.19 keeps its common state as an object in a list of one."""
-    holdfast.save({"common_state/shard_0_1": []}, tmp_path / "a", no_dist=True)
+    holdfast.save({"common_state/shard_0_1": []}, tmp_path / "a", job=holdfast.Job(no_dist=True))
     with pytest.raises(HoldfastError, match="is not a list of one"):
         megatron.load_common_state_dict(tmp_path / "a")
 

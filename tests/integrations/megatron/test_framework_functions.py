@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from holdfast._maintenance.diff import compare
 from holdfast.errors import RankFailed
-from holdfast.maintenance.diff import compare
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import training
 from tests.integrations.megatron.models import Layout, Recipe, Training
@@ -33,7 +33,8 @@ from tests.support.stand_ins import stand_in_for
 from tests.support.waiting import SLACK
 
 SMALL = Recipe(layers=2)
-HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=4)
+RANKS, ABSENT = 4, 3
+HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=2)
 TRACKER, ITERATION = "latest_checkpointed_iteration.txt", "iter_0000001"
 
 
@@ -252,7 +253,10 @@ def framework_of(
         tensor_parallel.get_cuda_rng_tracker().set_states({"model-parallel-rng": torch.get_rng_state()})
         framework = FRAMEWORKS[name](run, folder, load_from)
         holdfast.install(
-            guard=guarded, warm_up=False, session=False, timeout=timeout, stall_timeout=stall_timeout
+            guard=guarded,
+            warm_up=False,
+            session=False,
+            job=holdfast.Job(timeout=timeout, stall_timeout=stall_timeout),
         )
         try:
             yield run, framework
@@ -316,7 +320,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if name == "bridge-manager" and not takes_a_manager():
         pytest.skip("this Megatron-Bridge takes no manager of its user's")
     folder = tmp_path_factory.mktemp(name)
-    with ProcessWorld(8) as world:
+    with ProcessWorld(RANKS) as world:
         found = world.run(train_and_save, name, str(folder), timeout=120)
     return Saved(name, folder, found[0][0], [seen for _, seen in found])
 
@@ -328,12 +332,12 @@ def test_the_tracker_is_written_after_the_commit(saved: Saved) -> None:
 
 
 def test_only_their_own_barriers_are_left(saved: Saved) -> None:
-    assert saved.collectives == [["barrier"] * BARRIERS[saved.name]] * 8
+    assert saved.collectives == [["barrier"] * BARRIERS[saved.name]] * RANKS
 
 
 @pytest.mark.parametrize("layout", [HOME, OTHER], ids=str)
 def test_loads(saved: Saved, layout: Layout, tmp_path: Path) -> None:
-    with ProcessWorld(8) as world:
+    with ProcessWorld(RANKS) as world:
         found = world.run(load_and_save, saved.name, layout, str(tmp_path), str(saved.folder), timeout=120)
     for losses, loading, saving in found:
         assert losses == (saved.losses if layout == HOME else pytest.approx(saved.losses, rel=1e-4))
@@ -353,9 +357,9 @@ def _may_differ(name: str, layout: Layout) -> bool:
 
 
 def test_who_never_comes_is_named(saved: Saved, tmp_path: Path) -> None:
-    with ProcessWorld(8) as world:
-        found = world.run(save_without, saved.name, str(tmp_path), 5, timeout=120)
+    with ProcessWorld(RANKS) as world:
+        found = world.run(save_without, saved.name, str(tmp_path), ABSENT, timeout=120)
     for rank, (said, took) in enumerate(found):
-        assert said == ("elsewhere" if rank == 5 else "RankFailed 5")
+        assert said == ("elsewhere" if rank == ABSENT else f"RankFailed {ABSENT}")
         assert took < 2 + SLACK
     assert not (tmp_path / TRACKER).exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from holdfast._maintenance.diff import compare
+from holdfast._maintenance.reindex import reindex
 from holdfast.errors import BadInput
-from holdfast.maintenance.diff import compare
-from holdfast.maintenance.reindex import reindex
-from tests.integrations.megatron.jobs import load_into, state_of, training
+from tests.integrations.megatron.jobs import JOB, load_into, state_of, training
 from tests.integrations.megatron.models import Layout, Recipe, Training
 from tests.support.processes import ProcessWorld
 
-HOW = {"timeout": 60, "stall_timeout": 30}
 DENSE_FIRST = {"moe_layer_freq": [0, 0, 0, 1, 1, 1]}
 FUSED = Recipe(per_layer=True, layers=6, fused=True, extra=DENSE_FIRST)
 PRECISE = Recipe(per_layer=True, layers=6, bf16=True, fused=True, precise=True, extra=DENSE_FIRST)
 PLAIN = Recipe(per_layer=True, layers=6, extra=DENSE_FIRST)
 HOME = Layout(pp=2, ep=2)
-"""Ranks 0 to 3 have the dense layers, and so no experts."""
+RANKS = 4
+"""Of which the first two have the dense layers, and so no experts."""
 EXPERTS_FIRST = Recipe(per_layer=True, layers=6, fused=True, extra={"moe_layer_freq": [1, 1, 1, 0, 0, 0]})
 
 Groups = list[tuple[bool, Any]]
@@ -49,7 +49,7 @@ def train_and_save(rank: int, layout: Layout, recipe: Recipe, folder: str) -> tu
         for _ in range(3):
             run.step()
         before = groups_of(run)
-        megatron.save(state_of(run), folder, **HOW)
+        megatron.save(state_of(run), folder, job=JOB)
         assert groups_of(run) == before
         return [run.step() for _ in range(2)], before
 
@@ -60,12 +60,12 @@ def load_save_train(
     from holdfast import megatron
 
     with training(layout, recipe, seed=2) as run:
-        load_into(run, folder, **HOW)
+        load_into(run, folder)
         groups = groups_of(run)
-        megatron.save(state_of(run), again, **HOW)
+        megatron.save(state_of(run), again, job=JOB)
         dist.barrier()
         losses = [run.step() for _ in range(2)]
-        megatron.save(state_of(run), f"{again}-later", **HOW)
+        megatron.save(state_of(run), f"{again}-later", job=JOB)
         return losses, groups
 
 
@@ -75,7 +75,7 @@ CASES = [
     (FUSED, Layout(ep=4)),
     (PRECISE, HOME),
     (PLAIN, HOME),
-    (EXPERTS_FIRST, HOME),
+    pytest.param(EXPERTS_FIRST, HOME, marks=pytest.mark.soak),
     *(pytest.param(recipe, Layout(tp=2, pp=2), marks=pytest.mark.soak) for recipe in (FUSED, PRECISE)),
 ]
 
@@ -85,10 +85,33 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Recipe], Saved]
     @functools.cache
     def save(recipe: Recipe) -> Saved:
         folder = tmp_path_factory.mktemp("fused") / "iter_0000003"
-        with ProcessWorld(8) as world:
+        with ProcessWorld(RANKS) as world:
             return folder, world.run(train_and_save, HOME, recipe, str(folder), timeout=120)
 
     return save
+
+
+Resumed = tuple[Path, list[tuple[list[float], Groups]]]
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    saved: Callable[[Recipe], Saved], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Recipe, Layout], Resumed]:
+    @functools.cache
+    def resume(recipe: Recipe, layout: Layout) -> Resumed:
+        again = tmp_path_factory.mktemp("resumed") / "again"
+        how = (layout, recipe, str(saved(recipe)[0]), str(again))
+        with ProcessWorld(RANKS) as world:
+            return again, world.run(load_save_train, *how, timeout=120)
+
+    return resume
+
+
+@pytest.fixture
+def world() -> Iterator[ProcessWorld]:
+    with ProcessWorld(RANKS) as own:
+        yield own
 
 
 @pytest.mark.parametrize(
@@ -98,11 +121,9 @@ def test_experts_that_a_rank_lacks_keep_their_step(
     recipe: Recipe,
     layout: Layout,
     saved: Callable[[Recipe], Saved],
-    mcore_world: ProcessWorld,
-    tmp_path: Path,
+    resumed: Callable[[Recipe, Layout], Resumed],
 ) -> None:
-    (folder, before), again = saved(recipe), tmp_path / "again"
-    found = mcore_world.run(load_save_train, layout, recipe, str(folder), str(again), timeout=120)
+    (folder, before), (again, found) = saved(recipe), resumed(recipe, layout)
     report = compare(folder, again)
     assert (report.only_a, report.only_b, report.changed) == ((), (), ())
     assert [part.name for part in report.content if part.name != "common_state"] == []
@@ -120,12 +141,11 @@ def test_experts_that_a_rank_lacks_keep_their_step(
 
 
 def test_steps_are_counted_on_after_a_load(
-    saved: Callable[[Recipe], Saved], mcore_world: ProcessWorld, tmp_path: Path
+    resumed: Callable[[Recipe, Layout], Resumed], world: ProcessWorld
 ) -> None:
     """Groups that are empty on a rank don't count; what they were loaded with would be saved again."""
-    folder, _ = saved(FUSED)
-    mcore_world.run(load_save_train, HOME, FUSED, str(folder), str(tmp_path / "again"), timeout=120)
-    for groups in mcore_world.run(load_only, FUSED, str(tmp_path / "again-later"), timeout=120):
+    again, _ = resumed(FUSED, HOME)
+    for groups in world.run(load_only, FUSED, f"{again}-later", timeout=120):
         assert groups == [(has, 5 if has else None) for has, _ in groups]
 
 
@@ -134,16 +154,16 @@ def save_at_once(rank: int, recipe: Recipe, folder: str) -> list[float]:
 
     with training(HOME, recipe) as run:
         before = groups_of(run)
-        megatron.save(state_of(run), folder, **HOW)
+        megatron.save(state_of(run), folder, job=JOB)
         assert not recipe.fused or groups_of(run) == before
         return [run.step() for _ in range(2)]
 
 
-def test_an_optimizer_that_has_not_stepped_yet(mcore_world: ProcessWorld, tmp_path: Path) -> None:
+def test_an_optimizer_that_has_not_stepped_yet(world: ProcessWorld, tmp_path: Path) -> None:
     for recipe in (FUSED, PRECISE):
         folder = tmp_path / recipe.name
-        losses = mcore_world.run(save_at_once, recipe, str(folder), timeout=120)
-        found = mcore_world.run(load_save_train, HOME, recipe, str(folder), f"{folder}-again", timeout=120)
+        losses = world.run(save_at_once, recipe, str(folder), timeout=120)
+        found = world.run(load_save_train, HOME, recipe, str(folder), f"{folder}-again", timeout=120)
         assert [loss for loss, _ in found] == losses
         assert {step for _, groups in found for _, step in groups} == {None}
 
@@ -171,17 +191,17 @@ def set_by_hand(rank: int, folder: str) -> None:
         for number, group in enumerate(dense):
             if rank > 0 or number == 0:
                 group["step"] = 1234
-        megatron.save(state_of(first), folder, **HOW)
+        megatron.save(state_of(first), folder, job=JOB)
         second = start(3)
-        load_into(second, folder, **HOW)
+        load_into(second, folder)
         for group in dense:
             group["step"] = 1234
         differences = diff(first.optimizer.state_dict(), second.optimizer.state_dict())
         assert not any(differences), differences
 
 
-def test_no_step_appears_in_a_group_that_had_none(mcore_world: ProcessWorld, tmp_path: Path) -> None:
-    mcore_world.run(set_by_hand, str(tmp_path / "a"), timeout=120)
+def test_no_step_appears_in_a_group_that_had_none(world: ProcessWorld, tmp_path: Path) -> None:
+    world.run(set_by_hand, str(tmp_path / "a"), timeout=120)
 
 
 def save_steps(rank: int, folder: str, of_experts: int) -> None:
@@ -195,40 +215,40 @@ def save_steps(rank: int, folder: str, of_experts: int) -> None:
         if rank == 0:
             for group in state["optimizer"][1]["optimizer"]["param_groups"]:
                 group["step"] = of_experts
-        megatron.save(state, folder, **HOW)
+        megatron.save(state, folder, job=JOB)
 
 
 def load_only(rank: int, recipe: Recipe, folder: str) -> str | Groups:
     with training(HOME, recipe, seed=2) as run:
         try:
-            load_into(run, folder, **HOW)
+            load_into(run, folder)
         except BadInput as error:
             return error.message
         return groups_of(run)
 
 
 def test_a_zero_that_was_written_for_empty_groups_counts_for_nothing(
-    mcore_world: ProcessWorld, tmp_path: Path
+    world: ProcessWorld, tmp_path: Path
 ) -> None:
     """The index of such a checkpoint has no note of steps, either."""
     folder = tmp_path / "iter_0000003"
-    mcore_world.run(save_steps, str(folder), 0, timeout=120)
+    world.run(save_steps, str(folder), 0, timeout=120)
     (folder / "index.safetensors").unlink()
     reindex(folder)
     assert "optimizer_steps" not in json.dumps(notes_of(folder))
-    for groups in mcore_world.run(load_only, FUSED, str(folder), timeout=120):
+    for groups in world.run(load_only, FUSED, str(folder), timeout=120):
         assert groups == [(has, 3 if has else None) for has, _ in groups]
 
 
-def test_steps_that_differ_are_refused_on_all_ranks(mcore_world: ProcessWorld, tmp_path: Path) -> None:
-    mcore_world.run(save_steps, str(tmp_path / "a"), 7, timeout=120)
-    said = mcore_world.run(load_only, FUSED, str(tmp_path / "a"), timeout=120)
+def test_steps_that_differ_are_refused_on_all_ranks(world: ProcessWorld, tmp_path: Path) -> None:
+    world.run(save_steps, str(tmp_path / "a"), 7, timeout=120)
+    said = world.run(load_only, FUSED, str(tmp_path / "a"), timeout=120)
     assert set(said) == {"The parameter groups in the checkpoint have different steps: 3; 7."}
 
 
 def notes_of(folder: Path) -> Any:
-    from holdfast.io.index_file import open_index
-    from holdfast.store.local import open_store
+    from holdfast._io.index_file import open_index
+    from holdfast._store.local import open_store
 
     with open_index(open_store(str(folder))) as index:
         return index.about["notes"]

@@ -10,8 +10,8 @@ import torch
 import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast import megatron
+from holdfast._roster.memory import MemoryRoster
 from holdfast.errors import BadInput
-from holdfast.roster.memory import MemoryRoster
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import children_allowed
 from tests.support.processes import ProcessWorld
@@ -56,6 +56,6 @@ def test_a_run_of_a_format_that_does_not_load_is_not_begun_anew(tmp_path: Path) 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("10")
     for kind in (holdfast.Checkpoints, megatron.Checkpoints):
         with pytest.raises(BadInput, match="a run of Megatron-LM"):
-            kind(tmp_path, roster=MemoryRoster()).latest()
+            kind(tmp_path, job=holdfast.Job(roster=MemoryRoster())).latest()
     with pytest.raises(BadInput, match="a run of Megatron-LM"):
-        megatron.Checkpoints(tmp_path, roster=MemoryRoster()).load({})
+        megatron.Checkpoints(tmp_path, job=holdfast.Job(roster=MemoryRoster())).load({})

@@ -11,5 +11,5 @@ import sys
 def forget(*packages: str) -> None:
     """Have ranks import these packages anew, beside whatever they import: then `install()` can come first."""
     for name in list(sys.modules):
-        if name.split(".")[0] in packages or name.startswith(tuple(f"{package}." for package in packages)):
+        if f"{name}.".startswith(tuple(f"{package}." for package in packages)):
             del sys.modules[name]

@@ -1,0 +1,105 @@
+"""Shared memory that a state is copied into, reused from save to save. No torch.
+
+It is a memfd: anonymous, so nothing is left in /dev/shm however the processes end, and not limited by the
+size of that mount, which is small in containers. The writer process maps the same pages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import os
+import sys
+from collections.abc import Callable
+
+import numpy as np
+
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import Dims
+from holdfast._values import Buffer
+
+ALIGN = 64
+_HUGE = 2 << 20
+
+
+_numbers = itertools.count(1)
+
+
+class Arena:
+    """Memory under a file descriptor. `address` changes when it grows."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("holdfast-arena", os.MFD_CLOEXEC) if fd is None else fd
+        self.number = next(_numbers)
+        """Unique in this process for ever; descriptors and addresses are reused."""
+        self.size = 0
+        self.address = 0
+        self.unpin: Callable[[], object] | None = None
+        """Undoes the pinning of the pages, if they are pinned."""
+        self._map: mmap.mmap | None = None
+        self._keep: object = None
+        if fd is not None:
+            self._attach(os.fstat(fd).st_size)
+
+    def reserve(self, size: int) -> None:
+        """Grow to at least `size` bytes; the content is lost if it has to grow."""
+        if size > self.size:
+            # Whole huge pages: fewer faults, and the next save of a model that grew a little fits as well.
+            size = -(-size // _HUGE) * _HUGE
+            os.ftruncate(self.fd, size)
+            self._attach(size)
+
+    def _attach(self, size: int) -> None:
+        self._detach()
+        if size:
+            self._map = mmap.mmap(self.fd, size)
+            self._keep = (ctypes.c_ubyte * size).from_buffer(self._map)
+            self.address, self.size = ctypes.addressof(self._keep), size
+
+    def _detach(self) -> None:
+        # While the pages are still mapped: the driver finds them by their address.
+        if self.unpin is not None:
+            self.unpin()
+            self.unpin = None
+        # Before `close`, as an mmap can't be closed while something has a buffer of it.
+        self._keep = None
+        if self._map is not None:
+            self._map.close()
+        self._map, self.address, self.size = None, 0, 0
+
+    def view(self, start: int, size: int) -> memoryview:
+        assert self._map is not None
+        return memoryview(self._map)[start : start + size]
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            self._detach()
+            os.close(self.fd)
+            self.fd = -1
+
+    # A default argument, since the module's globals may be gone when the interpreter is finalised.
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # the system frees everything then
+            self.close()
+
+
+class ArenaMemory:
+    """A shard of `shape` in an arena, row-major. `address` is where its first element is, or would be: if
+    this rank writes only a part of a shard, only that part was copied."""
+
+    __slots__ = ("_itemsize", "_shape", "address")
+
+    def __init__(self, address: int, shape: Dims, itemsize: int) -> None:
+        self.address, self._shape, self._itemsize = address, shape, itemsize
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        element = np.dtype(f"V{self._itemsize}")
+        count = int(np.prod(self._shape, dtype=np.int64))
+        # If the row was copied in part, this array reaches beyond what is there; `box` never does.
+        raw: Buffer = (ctypes.c_ubyte * (count * self._itemsize)).from_address(self.address)
+        part = np.frombuffer(raw, element).reshape(self._shape)[box.slices()]
+        np.frombuffer(out, element).reshape(part.shape)[...] = part
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        raise NotImplementedError("an arena is written by copying a state into it")

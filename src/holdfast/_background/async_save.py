@@ -1,0 +1,80 @@
+"""`async_save`: training waits for a copy of its state in memory, and goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from holdfast._background.pending import Pending
+from holdfast._background.queue import LANE, queue_of_this_thread
+from holdfast._options import Options
+from holdfast._protocol.call import begin_call
+from holdfast._protocol.job import Job, job_of
+from holdfast._saving.job import SaveJob
+from holdfast._saving.request import PREVIOUS, SaveRequest
+from holdfast._state.flatten import flatten
+from holdfast._store.base import Folder, Store
+from holdfast._store.local import open_store
+from holdfast._values import Json
+
+
+def async_save(
+    state_dict: Mapping[str, object],
+    path: Folder,
+    *,
+    step: int | None = None,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    expected: str | Iterable[str] | None = PREVIOUS,
+    overwrite: bool = True,
+    notes: Json = None,
+    job: Job | None = None,
+) -> Pending:
+    """Copy a state and save the copy in the background: the state as it is at this call.
+
+    The copy lies in shared memory that is reused from save to save; a process of this rank's own, which
+    imports no torch, hashes and writes it. No rank enters a collective. If an earlier save of this thread is
+    still under way, this call waits for it first. The job's `timeout` counts from the end of that one.
+
+    state_dict: nested dict of tensors, DTensors, `Shard`s, `PerRank`s, objects, stateful values.
+    path: the folder of this checkpoint, or a store. Into a store of a class that is not Holdfast's, a
+        thread of this process writes.
+    step: its number, a whole number from 0 on, or None.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    expected: names that must be in the save, or "previous": those of the checkpoint that it replaces; None:
+        no such check.
+    overwrite: replace a checkpoint that is there; it stays whole until the instant of commit.
+    notes: any JSON value, kept in the index for whoever reads it.
+    job: who takes part, deadlines, options such as `host_memory_budget` and `retries` (`holdfast.Job`).
+
+    Returns a `Pending`. Its `committed` raises what is wrong with a state, on all ranks. `BadInput` is raised
+    here, before anything was started.
+    """
+    store, job = open_store(path), job_of(job)
+
+    # Called once this thread's previous save has ended: the deadline counts from then, so waiting for that
+    # save takes none of this one's time.
+    def make() -> SaveJob:
+        request = SaveRequest(
+            store=store,
+            collect=lambda rank: flatten(state_dict, rank),
+            # Messages of its own, so that this save does not meet a synchronous call made while it goes on.
+            call=begin_call(job).lane(LANE),
+            step=step,
+            include=include,
+            exclude=exclude,
+            expected=expected,
+            overwrite=overwrite,
+            grid=job.grid,
+            notes=notes,
+            options=job.options,
+        )
+        return SaveJob(request)
+
+    return async_save_into(store, make, step, job.options)
+
+
+def async_save_into(store: Store, make: Callable[[], SaveJob], step: int | None, options: Options) -> Pending:
+    """Save the job that `make` begins, after the saves of this thread that are under way."""
+    return queue_of_this_thread().save(
+        make, store.url, step, budget=options.host_memory_budget, retries=options.retries
+    )

@@ -1,0 +1,192 @@
+"""The handle of a save that goes on while training does."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from holdfast._saving.job import SaveJob, SaveReport
+from holdfast._threads import NotStarted, start_thread
+from holdfast.errors import DeadlineExceeded, HoldfastError
+
+CANCELLED = "cancelled"
+"""Key in the details of an error: some rank cancelled the save; it did not fail by itself."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Where a pending save is, on this rank."""
+
+    phase: str
+    """Of the protocol (docs/protocol.md)."""
+    bytes_done: int
+    bytes_total: int
+    """0 until it is known."""
+
+
+class Pending(Future[SaveReport]):
+    """An asynchronous save, a future of its report. `staged` and `committed` wait, and so do `result` and
+    `exception`; everything else answers at once.
+
+    A save that was cancelled ends with an error that says on which rank, not with CancelledError.
+    """
+
+    def __init__(self, path: str, step: int | None) -> None:
+        super().__init__()
+        self.path: str = path
+        self.step: int | None = step
+        self.staging_completion: Future[None] = Future()
+        for future in (self, self.staging_completion):
+            # Future.cancel can't end a save; ours can.
+            future.set_running_or_notify_cancel()
+        self.seen: bool = False
+        """Has anybody seen how it ended?"""
+        self.only_warns = False
+        """Is a failure only logged?"""
+        self._save: SaveJob | None = None
+        self.who: str = "a rank"
+        """The rank that saves, as messages name it."""
+        self._last = Progress("staging", 0, 0)
+        self._cancel: HoldfastError | None = None
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"<{state} save of {self.path}>"
+
+    @property
+    def upload_completion(self) -> Pending:
+        """The save itself, under torch DCP's name for it."""
+        return self
+
+    def start(self, run: Callable[[], SaveReport]) -> None:
+        def work() -> None:
+            try:
+                report = run()
+            except BaseException as error:
+                # Before the future is set: the save's memory is free when its waiters wake up.
+                self._let_go()
+                self.has_staged()
+                self.set_exception(error)
+            else:
+                self._let_go()
+                self.set_result(report)
+
+        try:
+            start_thread(work, "holdfast-async-save")
+        # Nothing else: a failing session raises its error anywhere in this thread, also once the save runs.
+        except NotStarted as error:
+            if self._save is not None:
+                self._save.operation.cancel.set(error)  # the protocol tells it to the others, on this thread
+            work()
+
+    def _let_go(self) -> None:
+        """Drop the job: who keeps this object must not keep what the save needed."""
+        self._last = self.progress()
+        self._save = None
+
+    def _attempt(self, save: SaveJob) -> None:
+        """Note the job that runs now: the first one, or that of a retry."""
+        self._save, self.who = save, save.operation.context.who
+        if self._cancel is not None:  # it was cancelled before this attempt began
+            save.operation.cancel.set(self._cancel)
+
+    def has_staged(self) -> None:
+        """Note that the state was copied, and may change."""
+        if not self.staging_completion.done():
+            self.staging_completion.set_result(None)
+
+    def staged(self, timeout: float | None = None) -> None:
+        """Wait until the state has been copied, and may change."""
+        if not concurrent.futures.wait([self.staging_completion], timeout).done:
+            raise self.late("staged", timeout)
+
+    def committed(self, timeout: float | None = None) -> SaveReport:
+        """Wait until it is committed on all ranks; if it fails, raise the error that all ranks raise.
+
+        timeout: seconds; by default those of the save itself, which end it in any case.
+        """
+        if not self.wait(timeout):
+            raise self.late("committed", timeout)
+        return self.result()  # it has ended
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Do what `committed` does, but raise TimeoutError if it goes on for longer."""
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as `result` does; return the error, or None if it is committed."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, well or not; return whether it has. Does not count a failure as seen."""
+        concurrent.futures.wait([self], timeout)
+        return self.done()
+
+    def failure(self) -> BaseException | None:
+        """Return its error, if it has ended with one, without counting that as seen."""
+        return super().exception() if self.done() else None
+
+    def failed_unseen(self) -> bool:
+        """Return whether it has ended with an error that nobody has asked for, and that is not expected."""
+        error = self.failure()
+        return not (error is None or self.seen or self.only_warns or self.is_given_up(error))
+
+    def is_given_up(self, error: BaseException | None) -> bool:
+        """Return whether it was cancelled here, or, as its error says, on another rank."""
+        return self._cancel is not None or (isinstance(error, HoldfastError) and CANCELLED in error.details)
+
+    def cancelled(self) -> bool:
+        """Return whether it has failed, and was cancelled on some rank."""
+        error = self.failure()
+        return error is not None and self.is_given_up(error)
+
+    def cancel(self) -> bool:
+        """Give it up, on all ranks; False if it has ended already. It may still be committed, as `committed`
+        tells."""
+        if self.done():
+            return False
+        # Set first, then read the job; `_attempt` does these two the other way round. So one of them sees the
+        # other, whenever a retry begins.
+        self._cancel = HoldfastError(
+            f"The save of {self.path} was cancelled on {self.who}.", step=self.step, details={CANCELLED: True}
+        )
+        save = self._save  # its own thread may drop it now
+        if save is not None:
+            save.operation.cancel.set(self._cancel)
+        return True
+
+    def progress(self) -> Progress:
+        """Return the phase and the bytes written on this rank."""
+        save = self._save
+        if save is None:
+            return self._last
+        return Progress(
+            save.operation.context.phase, save.operation.presence.progress, save.operation.bytes_total
+        )
+
+    def late(self, what: str, timeout: float | None) -> DeadlineExceeded:
+        """Return the error of a wait that is over while the save goes on."""
+        where = self.progress()
+        return DeadlineExceeded(
+            f"The save of {self.path} was not {what} within {timeout:g} s: it is in phase {where.phase!r}, "
+            f"with {where.bytes_done} of {where.bytes_total} bytes written. It goes on.",
+            step=self.step,
+            phase=where.phase,
+        )
+
+
+def finished(report: SaveReport, step: int | None) -> Pending:
+    """Return a synchronous save's report as a `Pending` that is done."""
+    pending = Pending(report.path, step)
+    pending.seen = True
+    pending.has_staged()
+    pending.set_result(report)
+    return pending

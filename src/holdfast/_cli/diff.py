@@ -1,0 +1,64 @@
+"""`holdfast diff`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast._cli import output
+from holdfast._maintenance.diff import Compared, Content, compare
+from holdfast._values import size_text
+
+
+@click.command("diff")
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--values", is_flag=True, help="Count the elements that differ, and by how much at most.")
+@output.as_json
+@click.pass_context
+def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> None:
+    """Compare two checkpoints.
+
+    Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest
+    committed step is compared. Exit code 0: same, 1: different, 2: trouble, such as a data file that is
+    missing.
+    """
+    comparison = compare(a, b, values)
+    if as_json:
+        output.print_json(comparison)
+    else:
+        output.say_chosen("A", a, comparison.a)
+        output.say_chosen("B", b, comparison.b)
+        _show(comparison)
+    ctx.exit(0 if comparison.same else 1)
+
+
+def _show(comparison: Compared) -> None:
+    read = f"{size_text(comparison.bytes_read)} of data read"
+    if comparison.same:
+        output.say(f"The same: {output.count(comparison.equal, 'name')}, {read}.")
+        return
+    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
+    rows += [(name, "only in B", "") for name in comparison.only_b]
+    rows += [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
+    rows += [
+        (item.name, "value" if item.kind == "object" else "content", _detail(item))
+        for item in comparison.content
+    ]
+    if rows:
+        output.print_table(("name", "differs in", "how"), rows)
+    for item in comparison.misplaced:
+        output.say(
+            f"{item.path} is a folder of step {item.folder_step}; its index is of step {item.index_step}."
+        )
+    output.say(f"Different: {output.count(len(rows), 'name')}; equal: {comparison.equal}; {read}.")
+
+
+def _detail(item: Content) -> str:
+    if item.kind == "object":
+        return f"{item.a} -> {item.b}"
+    text = f"{item.parts} of {output.count(item.of, 'part')}, the first at {list(item.first or ())}"
+    if item.elements is not None:
+        text += f"; {output.count(item.elements, 'element')}"
+    if item.largest is not None:
+        text += f", by up to {item.largest:.6g}"
+    return text

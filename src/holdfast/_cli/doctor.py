@@ -1,0 +1,69 @@
+"""`holdfast doctor`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast._cli import output
+from holdfast._groups.audit.doctor import ask, variables_of
+from holdfast._groups.audit.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast._integrations.versions import found_frameworks
+from holdfast._options import all_variables
+
+
+@click.command("doctor")
+@click.option("--pid", type=int, help="A process of a running job on this host.")
+@output.as_json
+@click.pass_context
+def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
+    """List what in a process's groups and environment is known to end in a hang.
+
+    Without --pid: this shell's environment, and the frameworks in this Python that holdfast.install() knows.
+    Groups are shown of a process that uses holdfast.install, session, open_groups or warm_up, and what is
+    replaced and guarded there. Exit code 1 if there is a hazard.
+    """
+    # A process without Holdfast does not answer, but its environment can be read.
+    facts: ProcessFacts | None = ask(pid) if pid is not None else None
+    if facts is not None:
+        findings = hazards(facts)
+    else:
+        variables = all_variables() if pid is None else variables_of(pid)
+        findings = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
+    frameworks = found_frameworks() if pid is None else []
+    if as_json:
+        output.print_json({"pid": pid, "process": facts, "hazards": findings, "frameworks": frameworks})
+    else:
+        for name, version, tested in frameworks:
+            known = "tested" if version in tested else f"not tested; tested are {', '.join(tested)}"
+            output.say(f"{name} {version}: holdfast.install() knows it ({known if tested else 'not tested'})")
+        if facts is not None:
+            here = "not initialised" if facts.rank is None else f"rank {facts.rank} of {facts.world_size}"
+            output.say(
+                f"process {facts.pid}: {here}, torch {facts.torch}, "
+                f"{output.count(len(facts.groups), 'group')}"
+            )
+            output.print_table(
+                ("group", "ranks", "backend", "timeout", "communicator"),
+                [
+                    (
+                        group.description or group.name,
+                        output.listed(group.ranks),
+                        group.backend,
+                        "" if group.timeout is None else f"{group.timeout:g} s",
+                        {None: "warmed up" if group.is_warm else "", True: "open", False: "none yet"}[
+                            group.is_open
+                        ],
+                    )
+                    for group in facts.groups
+                ],
+            )
+            for sentence in facts.installed:
+                output.say(sentence)
+        elif pid is not None:
+            output.say(f"process {pid} does not tell of its groups; its environment:")
+        for hazard in findings:
+            output.say(f"{hazard.kind}: {hazard.what} {hazard.remedy}")
+        if not findings:
+            output.say("no hazards found")
+    if findings:
+        ctx.exit(1)

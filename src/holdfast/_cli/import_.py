@@ -1,0 +1,46 @@
+"""`holdfast import`."""
+
+from __future__ import annotations
+
+import click
+
+from holdfast._cli import output
+from holdfast._values import size_text
+
+
+@click.command("import")
+@click.argument("kind", type=click.Choice(["torch_dist", "hf"]))
+@click.argument("source", type=click.Path())
+@click.argument("out", type=click.Path())
+@click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
+@click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
+@output.as_json
+def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
+    """Convert a torch DCP or megatron-core checkpoint, or a model of Hugging Face's, to Holdfast.
+
+    torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
+
+    hf: SOURCE is the folder of a published model. Names stay as they are; digests are added. It loads in any
+    layout, like the folder itself.
+
+    OUT must not exist, or be empty. After an interruption the same command starts again. One process, a part
+    of a tensor in memory at a time. Nothing in SOURCE is executed.
+    """
+    # Imported here, because they import torch, and `--help` must not.
+    from holdfast._integrations.huggingface.importing import import_huggingface
+    from holdfast._integrations.torch_dist import import_torch_dist
+    from holdfast._options import Options
+    from holdfast._protocol.job import Job
+
+    options = Options(fingerprint=fingerprint)
+    with output.progress(f"import {source}") as advance:
+        if kind == "hf":
+            job = Job(options=options, no_dist=True, timeout=7 * 86400.0)
+            report = import_huggingface(source, out, step=step, progress=advance, job=job)
+        else:
+            report = import_torch_dist(source, out, step=step, options=options, progress=advance)
+    if as_json:
+        output.print_json(report)
+        return
+    names, size = output.count(report.tensors, "name"), size_text(report.bytes_written)
+    output.say(f"{report.path}: {names}, {size} in {report.seconds:.1f} s.")

@@ -1,0 +1,118 @@
+"""Output of commands: JSON, tables, sizes, times and a progress bar. rich is imported when needed.
+
+Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
+looking at a file can't do anything to a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import click
+
+Report = TypeVar("Report")
+
+as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+WIDE = 10_000
+"""Width of a table that goes to a file or pipe, in characters: nothing is cut or wrapped there."""
+
+
+def printable(value: object) -> str:
+    """Return a value as text, with control characters escaped."""
+    text = str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def complain(sentence: str) -> None:
+    click.echo(f"holdfast: {printable(sentence)}", err=True)
+
+
+def say(sentence: str) -> None:
+    click.echo(printable(sentence))
+
+
+def say_chosen(letter: str, given: str, path: str) -> None:
+    """Print which step of a run folder was chosen, unless it is the path that was given."""
+    if os.path.abspath(given) != path:
+        say(f"{letter} is {path}.")
+
+
+def report(value: Report, as_json: bool, show: Callable[[Report], None]) -> None:
+    """Print the result of a command: as JSON, or by `show`."""
+    if as_json:
+        print_json(value)
+    else:
+        show(value)
+
+
+def print_json(value: object) -> None:
+    import json
+
+    import msgspec
+
+    try:
+        text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    # For example half of a surrogate pair in a name, which only JSON's escapes can write.
+    except (ValueError, OverflowError):
+        text = json.dumps(msgspec.to_builtins(value), indent=2)
+    click.echo(text)
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print a plain table; the columns in `right` are aligned right."""
+    import sys
+
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        # As Text, because rich would take `[bold]` in a name for markup.
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    # Without a terminal rich takes 80 columns, and would wrap names.
+    Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(table)
+
+
+def when(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def count(number: int, word: str) -> str:
+    """Format a number of things as `1 file` or `2 files`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def listed(values: Sequence[object], most: int = 8) -> str:
+    """Format values as `0, 1, 2, and 5 more`."""
+    more = f", and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
+
+
+def box_text(offset: Sequence[int], shape: Sequence[int]) -> str:
+    """Format a box as `0:4,10:20`, as `--box` takes it; `all` for a tensor without axes."""
+    return ",".join(f"{low}:{low + length}" for low, length in zip(offset, shape, strict=True)) or "all"
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr (nothing without a terminal); yield a function that takes (done, total) bytes."""
+    import sys
+
+    if not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    shown = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,237 @@
+"""The steps that Holdfast takes at the end of this process, in their order, and a failure among them.
+
+An `atexit` handler can change the exit code of a process only by `os._exit`, which skips all handlers that
+were registered before it: log files, experiment trackers, children of multiprocessing. So Holdfast has one
+handler, which runs first, whenever it was registered. If nothing failed, it returns, and the interpreter ends
+as usual. If something failed that nobody has asked about, it runs all other handlers, flushes open files,
+writes the error as the last thing on the terminal, and ends the process with an exit code other than 0.
+
+What is to be done, and what it means, is known to those who hand in steps: saves, sessions. All of it belongs
+to the process that asked for it; a fork inherits none of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from typing import NamedTuple, NoReturn
+
+with suppress(RuntimeError):  # the main thread has ended already
+    # Both wait for their workers once the main thread has ended. The last registered runs first: so import
+    # them before this module registers, and they wait after its listeners.
+    import concurrent.futures.process
+    import concurrent.futures.thread  # noqa: F401
+
+ENDED_BY_INTERRUPT = 130
+"""Exit code of a process whose last wait was ended by Ctrl-C, as shells have it."""
+
+
+class Failure(NamedTuple):
+    """Why this process must not end with exit code 0."""
+
+    message: str
+    """Written to stderr last; "" if the terminal has it already."""
+    code: int = 1
+
+
+class Stage(IntEnum):
+    """The order of steps at the end of a process."""
+
+    SAVES = 0
+    SESSIONS = 1
+    THREADS = 2
+
+
+Step = Callable[[], Failure | None]
+_UNKNOWN = object()
+
+
+class _Ending:
+    """The steps that one process runs at its end, and how far it is."""
+
+    def __init__(self) -> None:
+        self.steps: dict[Step, Stage] = {}
+        self.listeners: list[Callable[[], None]] = []
+        self.code: object = _UNKNOWN
+        """Of the SystemExit that ends the program, if somebody has seen it."""
+        self.ended = self.goes_first = self.working = self.over = self.hurries = False
+        self.failures: list[Failure] = []
+        """What failed in the steps, and after them in other `atexit` handlers."""
+
+    def ends_now(self) -> bool:
+        """Return whether the process ends without finalising the interpreter."""
+        known = self.code is not _UNKNOWN or uncaught() is not None
+        return bool(self.failures) or (self.hurries and known)
+
+    def run(self) -> None:
+        """Run all steps, by stage, the last registered first; note what failed."""
+        self.working = True
+        # sorted() is stable, so within a stage the last registered stays first.
+        last_first = reversed(self.steps)
+        for step in sorted(last_first, key=self.steps.__getitem__):
+            try:
+                failure = step()
+            except BaseException as error:
+                failure = Failure("".join(traceback.format_exception(error)).rstrip())
+            if failure is not None:
+                self.failures.append(failure)
+        self.steps.clear()
+        self.working, self.over = False, True
+
+
+_ending = _Ending()
+_hooked = False
+"""Are the handlers registered with the interpreter? A fork inherits them from its parent."""
+_lock = threading.Lock()
+
+
+def at_exit(stage: Stage, step: Step) -> None:
+    """Run `step` once at the end of this process, in its stage. A Failure from it fails the process."""
+    _hook()
+    _ending.steps.setdefault(step, stage)
+
+
+def not_at_exit(step: Step) -> None:
+    """Remove a step that `at_exit` registered."""
+    _ending.steps.pop(step, None)
+
+
+def on_main_thread_end(listener: Callable[[], None]) -> None:
+    """Call `listener` on the main thread of this process once it has ended, before it waits for anything."""
+    _hook()
+    _ending.listeners.append(listener)
+
+
+def is_working() -> bool:
+    """Return whether the steps of `at_exit` are running; they have deadlines of their own."""
+    return _ending.working
+
+
+def is_over() -> bool:
+    """Return whether the steps of `at_exit` are done. Nothing waits for what is begun after that."""
+    return _ending.over
+
+
+def fail_late(failure: Failure) -> None:
+    """Fail the process after all `atexit` handlers that were registered after our first one."""
+    _ending.failures.append(failure)
+
+
+def hurry() -> None:
+    """End this process later without finalising the interpreter, which takes seconds where torch is loaded:
+    other ranks wait in collectives until its sockets are closed. All `atexit` handlers run. Only if it is
+    known by which exit code: that of an exception, or of a SystemExit that was noted (`note_code`)."""
+    _hook()
+    _ending.hurries = True
+
+
+def note_code(code: object) -> None:
+    """Note the code of the SystemExit by which the program has ended itself: a number, a message, or None."""
+    _ending.code = code
+
+
+def uncaught() -> BaseException | None:
+    """Return the exception that ends this process, or None; a SystemExit is none."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error if isinstance(error, BaseException) else None
+
+
+# -- what the interpreter calls ------------------------------------------------------------------
+
+
+def _hook() -> None:
+    global _hooked
+    with _lock:
+        if _hooked:
+            return
+        _hooked = True
+        # atexit calls the last registered first, so `_at_last` comes after `_at_exit`, and after all that is
+        # registered from now on.
+        atexit.register(_at_last)
+        atexit.register(_at_exit)
+        # A private name of CPython, by which concurrent.futures ends its workers. Functions registered by it
+        # run before threads are joined. Without it the end of the main thread is seen only after that.
+        before_joins = getattr(threading, "_register_atexit", None)
+        if before_joins is not None:
+            with suppress(RuntimeError):  # the main thread has ended already
+                before_joins(_main_thread_ended)
+
+
+def _main_thread_ended() -> None:
+    """Note that the main thread has ended, and waits for the other threads now."""
+    _ending.goes_first = True
+    # Registered again it is the last one, which atexit calls first: before handlers that were registered
+    # after Holdfast's.
+    atexit.unregister(_at_exit)
+    atexit.register(_at_exit)
+    _tell()
+
+
+def _tell() -> None:
+    if not _ending.ended:
+        _ending.ended = True
+        for listener in _ending.listeners:
+            with suppress(Exception):  # threads must be joined, whatever it raises
+                listener()
+
+
+def _at_exit() -> None:
+    _tell()
+    _ending.run()
+    if _ending.goes_first and _ending.ends_now():
+        # os._exit skips all handlers that are left, so run them first, except this one.
+        atexit.unregister(_at_exit)
+        atexit.unregister(_at_last)
+        with suppress(BaseException):
+            atexit._run_exitfuncs()
+        _end()
+
+
+def _at_last() -> None:
+    """Run after the handlers that were registered since Holdfast was first used."""
+    if _ending.ends_now():
+        _end()
+
+
+def _end() -> NoReturn:
+    """End this process without finalising the interpreter."""
+    _flush_files()
+    for failure in filter(lambda failure: failure.message, _ending.failures):
+        with suppress(Exception):
+            print(failure.message, file=sys.stderr, flush=True)
+    if isinstance(uncaught(), KeyboardInterrupt):  # end as the interpreter does then
+        # By the signal, not by a code: a shell that runs a script sees by it that it was Ctrl-C, and stops.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    # The system keeps eight bits of a code, so 256 would be read as success. A message counts as 1, as in
+    # Python.
+    code = None if _ending.code is _UNKNOWN else _ending.code
+    asked = code & 0xFF if isinstance(code, int) else int(code is not None)
+    os._exit(asked or next((failure.code for failure in _ending.failures), int(uncaught() is not None)))
+
+
+def _flush_files() -> None:
+    """Flush all open files, as the interpreter does at its end."""
+    for candidate in gc.get_objects():
+        # By type(): isinstance also reads `__class__`, which in a proxy object may run any code.
+        if issubclass(type(candidate), io.IOBase):
+            with suppress(Exception):
+                candidate.flush()
+
+
+def _forget() -> None:
+    """Begin anew in a fork, which has nothing to do at its end."""
+    global _ending, _lock
+    _ending, _lock = _Ending(), threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

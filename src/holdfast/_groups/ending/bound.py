@@ -1,0 +1,198 @@
+"""Bound the time for which a process that had a session stays after its main thread without doing anything.
+
+What keeps it may be an `atexit` handler, a thread that is no daemon, a child process that does not end, the
+finalisation of the interpreter, or a destructor of a C++ library. The time counts from the end of the main
+thread, and only while the process and its children use no CPU time, read and write nothing, and no data moves
+on their connections, and while Holdfast itself is idle: saves and the closing of sessions have deadlines of
+their own. So a last upload is never ended, nor a program that goes on after its session, nor a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing.util
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast._exits import is_working, on_main_thread_end
+from holdfast._heart import heart
+from holdfast._roster.process import activity, children_of
+from holdfast._stacks import calls_of_frame, frame_of
+from holdfast._under_way import wait_for_works
+
+EXIT_LATE = 87
+"""Exit code of a process that was still there when the bound was over."""
+WINDOW = 5.0
+"""Seconds in which activity is measured, at most."""
+IDLE = 0.01
+"""CPU time a second below which a thread does nothing: those that only wait look at a clock now and then. It
+is not the sum that counts: gloo and NCCL have several such threads for each group."""
+MARGIN = 10.0
+"""Seconds after the bound at which faulthandler ends a process that can't run Python any more, and after that
+the kernel."""
+FINAL = 120.0
+"""Seconds that such a process has at least, whatever the bound: there nothing can look whether it makes
+progress, and the end of an interpreter with torch in it takes long on a busy machine."""
+
+
+class _Bound:
+    """The bound of one process; a duty of the heart from the end of the main thread on."""
+
+    def __init__(self, who: str) -> None:
+        self.pid, self.who = os.getpid(), who
+        self.seconds = self.interval = 0.0
+        self.bodies: list[threading.Thread] = []
+        """Threads that have begun a session."""
+        self._begun = self._alarms = False
+        self._since = self._looked = 0.0
+        self._cpu: dict[int, float] = {}
+        self._moved: list[int] = []
+
+    def begin(self) -> None:
+        """Start to count: the main thread has ended."""
+        if self.pid != os.getpid() or self._begun:
+            return
+        self._begun = True
+        self.interval = min(WINDOW, self.seconds / 4)
+        self._looked = time.monotonic()
+        self._cpu, self._moved = activity()
+        self._note_activity()
+        if not heart.begin(self):
+            # Nothing can look any more whether the process does something, so it is not ended.
+            disarm()
+
+    def beat(self) -> None:
+        """Count on, or anew, if the process does something."""
+        now = time.monotonic()
+        cpu, moved = activity()
+        # What this thread computes, which beats and looks, is no work of the program.
+        cpu.pop(threading.get_native_id(), None)
+        most = max((used - self._cpu.get(thread, 0.0) for thread, used in cpu.items()), default=0.0)
+        busy = most > IDLE * (now - self._looked) or moved != self._moved
+        self._cpu, self._moved, self._looked = cpu, moved, now
+        if busy or self._is_at_work():
+            self._note_activity()
+        elif now - self._since >= self.seconds:
+            self._end()
+
+    def close(self) -> None:
+        """Nothing: it lasts to the end of the process."""
+
+    def bound_finalisation(self) -> None:
+        """Have the kernel end the process, too: faulthandler ends with the interpreter, and C code may go on
+        after that. Not before the program's own exit handlers, which may use the alarm, or execute another
+        program, which would inherit it."""
+        free = not signal.getitimer(signal.ITIMER_REAL)[0]
+        self._alarms = self._begun and self.pid == os.getpid() and free
+        self._set_alarm()
+
+    def _note_activity(self) -> None:
+        self._since = time.monotonic()
+        arm(max(self.seconds, FINAL) + MARGIN)
+        self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        if self._alarms and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+            signal.setitimer(signal.ITIMER_REAL, max(self.seconds, FINAL) + 2 * MARGIN)
+
+    def _is_at_work(self) -> bool:
+        """Return whether a thread that had a session still runs, or Holdfast's own work is under way."""
+        goes_on = any(thread.is_alive() and not thread.daemon for thread in self.bodies)
+        return goes_on or is_working() or bool(wait_for_works(0.0))
+
+    def _end(self) -> None:
+        with suppress(Exception):
+            faulthandler.dump_traceback(terminal())
+        words = (
+            f"{self.who} ends with exit code {EXIT_LATE}: its process was still there {self.seconds:g} s "
+            f"after its end, and did nothing; {'; '.join(_holders())}. If it waits for something that comes, "
+            "give a longer after_end, or after_end=None.\n"
+        )
+        with suppress(OSError):
+            os.write(terminal(), words.encode(errors="replace"))
+        _kill_children()
+        os._exit(EXIT_LATE)
+
+
+_known: _Bound | None = None
+_lock = threading.Lock()
+
+
+def bound_exit(seconds: float, who: str) -> None:
+    """End this process with exit code 87 once it has done nothing for so many seconds after its main thread's
+    end.
+
+    After several calls the longest bound holds. who: the process in messages, such as "rank 3".
+    """
+    global _known
+    with _lock:
+        if _known is None or _known.pid != os.getpid():
+            _known = known = _Bound(who)
+            on_main_thread_end(known.begin)
+            atexit.register(known.bound_finalisation)
+            # A process of multiprocessing waits for its children before the interpreter's end.
+            multiprocessing.util.Finalize(None, known.begin, exitpriority=100)
+        _known.seconds = max(_known.seconds, seconds)
+        body = threading.current_thread()
+        # A program may begin sessions on many threads, one after another: threads that ended are dropped.
+        _known.bodies = [thread for thread in _known.bodies if thread.is_alive() and thread is not body]
+        if body is not threading.main_thread():
+            _known.bodies.append(body)
+
+
+def arm(seconds: float) -> None:
+    """Write all stacks and end the process with exit code 1, so many seconds from now, unless `disarm` is
+    called before. The last call counts. A thread of faulthandler's does it, also while a call holds the GIL
+    and while the interpreter is finalised."""
+    with suppress(Exception):  # no thread can be started
+        faulthandler.dump_traceback_later(seconds, exit=True, file=terminal())
+
+
+disarm = faulthandler.cancel_dump_traceback_later
+
+
+def terminal() -> int:
+    """Return the descriptor of stderr: to write there takes no lock, which a stuck thread may have."""
+    try:
+        return sys.stderr.fileno()
+    except Exception:  # an object that is no file stands for it
+        return 2
+
+
+# -- what is reported -------------------------------------------------------------------------------
+
+
+def _holders() -> Iterator[str]:
+    """Describe what may keep this process from ending, a phrase each."""
+    main = threading.main_thread()
+    threads = [thread.name for thread in threading.enumerate() if thread is not main and not thread.daemon]
+    if threads:
+        yield f"threads that are no daemons: {', '.join(map(repr, threads))}"
+    children = list(_children())
+    if children:
+        yield f"child processes: {', '.join(children)}"
+    where = calls_of_frame(frame_of(main))
+    yield f"its main thread is at {where}" if where else "its main thread is in no Python code"
+
+
+def _children() -> Iterator[str]:
+    """Return pid and name of each child process."""
+    for pid in children_of(os.getpid()):
+        with suppress(OSError):
+            yield f"{pid} ({Path('/proc', str(pid), 'comm').read_text().strip()})"
+
+
+def _kill_children() -> None:
+    """Kill the children of multiprocessing, which would stay.
+
+    They are not waited for: the main thread would go on to an exit code of its own."""
+    with suppress(Exception):
+        for child in multiprocessing.active_children():
+            child.kill()

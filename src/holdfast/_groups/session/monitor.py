@@ -1,0 +1,248 @@
+"""The monitor of a session: it hears of the first failure on any rank, beside training, without collectives.
+
+It is shown by the beacon of its rank, whose watch over the neighbours tells it when the kernel says that a
+process has ended. A rank that raises, or that sees a neighbour's end, claims one key with the error; the
+first claim is the error of all ranks. A process that lives ends nothing, however silent it is, nor does a
+message store that does not answer; a rank that has ended well ends nothing either.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import msgspec
+
+from holdfast._deadline import StallTimer
+from holdfast._roster.base import Roster
+from holdfast._roster.beacon import Presence
+from holdfast._roster.presence import Gone, Seen, Vitals, describe, see
+from holdfast._roster.process import HELD
+from holdfast._roster.whereabouts import PATIENCE, Inquiry
+from holdfast._threads import start_thread
+from holdfast._values import Message
+from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
+
+log = logging.getLogger("holdfast")
+
+
+class Monitor:
+    """The part of one rank in a session.
+
+    host: the vitals of the rank whose process serves the message store, if it is one's. stall_timeout:
+        seconds after which even a silent neighbour that lives is given up; None: never. on_failure: called
+        once, on a thread of its own, with the error that ends the session on all ranks.
+    """
+
+    def __init__(
+        self,
+        roster: Roster,
+        key: str,
+        host: Vitals | None,
+        stall_timeout: float | None,
+        on_failure: Callable[[HoldfastError], None],
+    ) -> None:
+        self.roster, self.key, self.host = roster, key, host
+        self.failure: HoldfastError | None = None
+        self.presence = Presence(roster, "session", range(roster.world_size))
+        self.presence.phase = "in its body"
+        self.presence.look, self.presence.on_gone = self._look, self._on_gone
+        self.presence.on_lost = self._on_lost
+        self._bounded = roster.bounded()
+        self._stall, self._on_failure = stall_timeout, on_failure
+        self._timers: dict[int, StallTimer] = {}
+        self._silent_since: float | None = None
+        """When the message store has stopped answering."""
+        self._said_silent = self._over = False
+        self._lock = threading.Lock()
+
+    @property
+    def server(self) -> int | None:
+        """The rank whose process serves the message store, if it is one's."""
+        return self.host.who.rank if self.host is not None else None
+
+    def start(self) -> None:
+        """Show this rank in the session, from now to `stop`."""
+        self.presence.begin(self.key, beats=True)
+
+    def stop(self) -> None:
+        """Hear of no failure any more. Ranks that wait for this one now wait for what it says (`say`)."""
+        self._over = True
+
+    def leave(self) -> None:
+        """Stop showing this rank in the session."""
+        self.presence.stop()
+
+    # -- on any thread, in bounded time ---------------------------------------------------------
+
+    def fail(self, error: HoldfastError) -> bool:
+        """End the session on all ranks with this error. Return False if another error was first.
+
+        `failure` is the first error then.
+        """
+        # Two ranks may fail with the same text, so a token tells whose claim won.
+        mine = {**error.to_message(), "claim": f"{self.roster.rank}-{secrets.token_hex(4)}"}
+        standing = mine
+        with suppress(RosterLost):  # this rank knows only its own failure, so that counts as the first
+            standing = self._bounded.claim(f"{self.key}/failed", mine)
+        with self._lock:
+            if self.failure is not None:
+                return False
+            self.failure = from_message(standing)
+        return bool(standing["claim"] == mine["claim"])
+
+    def look(self) -> None:
+        """Look now whether a rank has failed."""
+        with suppress(RosterLost):
+            self._look(self._bounded)
+
+    def say(self, what: str) -> None:
+        """Tell the other ranks that this one has `heard` of a failure, or has `left`."""
+        with suppress(RosterLost):
+            self._bounded.put(f"{self.key}/{what}/{self.roster.rank}", {"at": time.time()})
+
+    def wait_for(self, what: str, ranks: Sequence[int], ends: float) -> list[int]:
+        """Wait until each of these ranks has said `what`, `left` or is gone, or until the (monotonic) time
+        `ends`. Return those that have not."""
+        waiting = list(ranks)
+        try:
+            while waiting:
+                some = waiting[:256]
+                said = self._bounded.get(
+                    [f"{self.key}/{word}/{rank}" for word in (what, "left") for rank in some]
+                )
+                heard = {rank for rank, message in zip(some * 2, said, strict=True) if message is not None}
+                silent = [rank for rank in some if rank not in heard]
+                # A process that has ended says nothing more, so nobody should wait for it.
+                heard |= {rank for rank, one in see(self._bounded, silent).items() if one.there is False}
+                waiting = [rank for rank in waiting if rank not in heard]
+                if not heard:
+                    if time.monotonic() >= ends:
+                        break
+                    time.sleep(min(0.05, max(0.0, ends - time.monotonic())))
+        except RosterLost:
+            return []
+        return waiting
+
+    def decide(self, what: str, mine: str) -> str:
+        """Return what all ranks agree on: the word of the first of them. Without the message store, this
+        rank's own."""
+        try:
+            return str(self._bounded.claim(f"{self.key}/{what}", {"word": mine})["word"])
+        except RosterLost:
+            return mine
+
+    def known(self, rank: int) -> Vitals | None:
+        """Return what a rank shows of itself."""
+        try:
+            return see(self._bounded, [rank])[rank].vitals
+        except RosterLost:
+            return self.host if self.host is not None and self.host.who.rank == rank else None
+
+    def ask_where(self, ranks: Sequence[int], here: str) -> tuple[RankInfo, ...]:
+        """Ask ranks where they are; return those that answer and are not in the call `here`."""
+        others = [rank for rank in ranks if rank != self.roster.rank]
+        try:
+            seen = see(self._bounded, others)
+            inquiry = Inquiry(self._bounded)
+            inquiry.ask([rank for rank in others if not seen[rank].ended], seen)
+            where = inquiry.answers(others, seen, PATIENCE)
+        except RosterLost:
+            return ()
+        where |= {rank: one.ended for rank, one in seen.items() if one.ended}
+        away = [rank for rank, place in where.items() if place and (not here or here not in place)]
+        return tuple(
+            msgspec.structs.replace(describe(rank, seen[rank], time.time(), key=self.key), at=where[rank])
+            for rank in sorted(away)
+        )
+
+    def set_failure(self, error: HoldfastError) -> None:
+        """Note the failure that ends the session, if none was known, and begin to end it."""
+        with self._lock:
+            if self.failure is not None or self._over:
+                return
+            self.failure = error
+        try:
+            start_thread(lambda: self._on_failure(error), "holdfast-session", self.roster.rank)
+        except HoldfastError:  # no more threads: the heart ends the session, and nothing else after that
+            self._on_failure(error)
+
+    # -- on the heart's thread ------------------------------------------------------------------
+
+    def _look(self, roster: Roster) -> None:
+        failed = self._bounded.get([f"{self.key}/failed"])[0]
+        if self._said_silent:
+            log.warning(
+                "The message store answers again, after %.0f s.", time.monotonic() - (self._silent_since or 0)
+            )
+        self._silent_since, self._said_silent = None, False
+        if failed is not None:
+            self.set_failure(from_message(failed))
+        elif self._stall is not None:
+            self._give_up_silent(self._stall)
+
+    def _give_up_silent(self, limit: float) -> None:
+        """Give up neighbours that have not renewed their message, as the caller has asked for."""
+        for rank, seen in see(self._bounded, self.presence.beacon.watch.near()).items():
+            timer = self._timers.setdefault(rank, StallTimer(limit))
+            timer.see(seen.vitals.beat if seen.vitals is not None else None)
+            if timer.stalled() and not seen.ended:
+                self._claim(rank, seen, f"silent for {timer.quiet_for():.0f} s (stall_timeout)")
+
+    def _on_gone(self, rank: int, gone: Gone) -> None:
+        if gone.clean or self._over:
+            return
+        seen = Seen()
+        with suppress(RosterLost):
+            seen = see(self._bounded, [rank])[rank]
+        self._claim(rank, seen, gone.how)
+
+    def _claim(self, rank: int, seen: Seen, why: str) -> None:
+        info = describe(rank, seen, time.time(), why)
+        error = RankFailed(
+            f"The session ended because of {info}.",
+            rank=rank,
+            missing=(info,),
+            hint="Look at that rank's log.",
+        )
+        standing: Message = {**error.to_message(), "claim": ""}
+        with suppress(RosterLost):
+            standing = self._bounded.claim(f"{self.key}/failed", standing)
+        self.set_failure(from_message(standing))
+
+    def _on_lost(self, error: RosterLost) -> None:
+        """Note that the message store does not answer. That alone ends nothing: only the end of the rank that
+        serves it."""
+        self._silent_since = self._silent_since or time.monotonic()
+        who = self.host.who if self.host is not None else None
+        if (
+            who is not None
+            and who.rank != self.roster.rank
+            and error.details.get("refused")
+            and not self._over
+        ):
+            here = who.is_of_this_machine()
+            # Its port refuses, and has answered before: the process behind it has ended.
+            if not here or not (who.state() or who.exited_with_0()):
+                how = who.how_it_ended() if here else "its process has ended"
+                info = describe(
+                    who.rank, Seen(self.host), time.time(), f"{how}, and the message store with it"
+                )
+                self.set_failure(
+                    RankFailed(f"The session ended because of {info}.", rank=who.rank, missing=(info,))
+                )
+                return
+        silent = time.monotonic() - self._silent_since
+        if silent >= self.presence.beacon.report_after and not self._said_silent:
+            self._said_silent = True
+            state = who.state() if who is not None and who.is_of_this_machine() else ""
+            where = f" It is in the process of rank {who.rank}." if who is not None else ""
+            log.warning(
+                "The message store has not answered for %.0f s.%s%s Until it answers, ranks can't see each "
+                "other; training goes on.",
+                *(silent, where, f" That is {HELD[state]} (state {state})." if state in HELD else ""),
+            )

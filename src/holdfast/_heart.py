@@ -1,0 +1,188 @@
+"""The one thread that Holdfast keeps beside the program's: it beats, watches and answers for all of its
+parts.
+
+A part hands in a `Duty`, which is done at its interval, and files that are to be looked at when they can be
+read. The thread begins with the first duty and ends with the last. A duty must not wait for long: it delays
+the others. The thread does not run while the process is stopped or a call holds the GIL: no duty may take its
+own absence for the silence of others.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from holdfast._threads import TooLate, start_thread
+
+log = logging.getLogger("holdfast")
+JOIN = 0.5
+"""Seconds to wait for the thread to end after the last duty."""
+HASTE = 0.1
+"""Seconds between two times of one duty, at least."""
+NAME = "holdfast-heart"
+
+
+class Duty(Protocol):
+    """Work that the heart does again and again."""
+
+    interval: float
+    """Seconds between two times; may change."""
+
+    def beat(self) -> None:
+        """Do it once. What it raises is logged."""
+        ...
+
+    def close(self) -> None:
+        """Release what it holds: nothing is done after that."""
+        ...
+
+
+class Heart:
+    """See the module. All methods can be called on any thread."""
+
+    def __init__(self) -> None:
+        self._duties: dict[Duty, tuple[float, float]] = {}
+        """When each is due, and how early at most."""
+        self._ended: list[Duty] = []
+        """Those that are to be closed."""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._selector: selectors.BaseSelector | None = None
+        self._bell: tuple[socket.socket, socket.socket] | None = None
+
+    def begin(self, duty: Duty, delay: float | None = None) -> bool:
+        """Do this duty from now on, first after `delay` (default: its interval). Return False if the
+        interpreter is about to end, and starts no thread for it. Raises HoldfastError if there can be no
+        more threads."""
+        with self._lock:
+            self._duties[duty] = time.monotonic() + (duty.interval if delay is None else delay), 0.0
+            if self._thread is None:
+                self._start()
+            runs = self._thread is not None
+        self._wake()
+        return runs
+
+    def end(self, duty: Duty) -> None:
+        """Stop doing this duty. Without any left, the thread ends before this returns, if it can."""
+        with self._lock:
+            if self._duties.pop(duty, None) is not None:
+                self._ended.append(duty)
+            thread = None if self._duties else self._thread
+        self._wake()
+        if thread is not None and thread is not threading.current_thread():
+            ends = time.monotonic() + JOIN
+            # Another thread of the program may begin a duty meanwhile.
+            while thread.is_alive() and not self._duties and time.monotonic() < ends:
+                thread.join(0.01)
+
+    def hurry(self, duty: Duty) -> None:
+        """Do this duty soon: `HASTE` after the last time, however often this is called."""
+        with self._lock:
+            if duty in self._duties:
+                due, earliest = self._duties[duty]
+                self._duties[duty] = min(due, earliest), earliest
+        self._wake()
+
+    def on_readable(self, file: socket.socket | int, action: Callable[[], None]) -> None:
+        """Call `action` on the thread whenever the file can be read. Call this on the thread, or before its
+        duty begins."""
+        if self._selector is not None and file not in self._selector.get_map():
+            self._selector.register(file, selectors.EVENT_READ, action)
+
+    def forget(self, file: socket.socket | int) -> None:
+        """Look at this file no more; before it is closed."""
+        if self._selector is not None:
+            with suppress(KeyError, ValueError, OSError):
+                self._selector.unregister(file)
+
+    # -- the thread -------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        self._bell = ours, theirs
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(ours, selectors.EVENT_READ, self._answer_bell)
+        try:
+            self._thread = start_thread(self._run, NAME, stays=True)
+        except TooLate:  # what is left to be done needs no duty
+            self._close()
+        except BaseException:
+            self._duties.clear()
+            self._close()
+            raise
+
+    def _wake(self) -> None:
+        with suppress(OSError), self._lock:
+            if self._bell is not None:
+                self._bell[1].send(b"!")
+
+    def _answer_bell(self) -> None:
+        assert self._bell is not None
+        with suppress(OSError):
+            while self._bell[0].recv(256):
+                pass
+
+    def _run(self) -> None:
+        while (pause := self._pause()) is not None:
+            while self._ended:
+                _do(self._ended.pop().close)
+            assert self._selector is not None
+            for key, _ in self._selector.select(pause):
+                _do(key.data)
+            for duty in self._due():
+                _do(duty.beat)
+
+    def _pause(self) -> float | None:
+        """Return the seconds to the next duty; None, and end, if there is none."""
+        with self._lock:
+            if self._ended:
+                return 0.0
+            if not self._duties:
+                self._thread = None
+                self._close()
+                return None
+            return max(0.0, min(self._duties.values())[0] - time.monotonic())
+
+    def _due(self) -> list[Duty]:
+        now = time.monotonic()
+        with self._lock:
+            due = [duty for duty, (at, _) in self._duties.items() if at <= now]
+            self._duties.update({duty: (now + duty.interval, now + HASTE) for duty in due})
+        return due
+
+    def _close(self) -> None:
+        if self._selector is not None:
+            self._selector.close()
+        for sock in self._bell or ():
+            sock.close()
+        self._selector, self._bell = None, None
+
+    def forked(self) -> None:
+        """In a fork, which has none of its parent's threads and none of its duties: close what would keep its
+        parent's connections open."""
+        files = [] if self._selector is None else [key.fileobj for key in self._selector.get_map().values()]
+        for file in files:
+            with suppress(OSError):
+                file.close() if isinstance(file, socket.socket) else os.close(int(file))  # type: ignore[arg-type]
+        self._close()
+        self.__init__()  # type: ignore[misc]
+
+
+def _do(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception as error:  # the other parts must go on
+        log.warning("%s failed: %s: %s", getattr(action, "__qualname__", action), type(error).__name__, error)
+
+
+heart = Heart()
+os.register_at_fork(after_in_child=heart.forked)

@@ -1,0 +1,164 @@
+"""What Holdfast does with each argument of torch DCP's writers, readers, planners and stagers.
+
+Each is honoured, or refused with one sentence, or moot: it says how DCP works, and whatever it says, the
+checkpoint is the one that was asked for. `TAKES` has the decisions; a test compares them with the
+constructors of the installed torch. An attribute without a decision, of a newer torch, is refused if it is
+not what a plain object has. So is an object of another class, or one whose methods were replaced: every rank
+plans alone, so code that needs the plans of all ranks can't run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, NamedTuple
+
+from holdfast.errors import BadInput
+
+_DCP = "torch.distributed.checkpoint"
+
+
+class ArgumentRules(NamedTuple):
+    """The decisions on the arguments of a class."""
+
+    plain: Callable[[Any], object]
+    """Makes an object like the given one, with the defaults of what may be refused."""
+    honoured: tuple[str, ...] = ()
+    moot: Mapping[str, str] = {}
+    """Why any value gives what it promises."""
+    refused: Mapping[str, str] = {}
+    """Why only the default can be had."""
+    kept_as: Mapping[str, str] = {}
+    """The attribute that has an argument's value, if it is not named like it."""
+    made: tuple[str, ...] = ()
+    """Attributes that no argument sets."""
+
+
+_COPY = "a copy is made in any case, and its memory is used again"
+_FLAT = "names are always the paths of values, joined by dots"
+_WRITER = ArgumentRules(
+    plain=lambda given: type(given)(given.path),
+    honoured=("path", "overwrite", "thread_count"),
+    moot={
+        "sync_files": "files are always synced",
+        "per_thread_copy_ahead": "it bounds DCP's own copy from a GPU",
+        "cache_staged_state_dict": _COPY,
+    },
+    refused={
+        "single_file_per_rank": "a rank writes one file",
+        "_extensions": "data files are neither compressed nor encrypted",
+        "serialization_format": "a checkpoint has one format",
+    },
+    kept_as={"_extensions": "transforms"},
+    made=("save_id", "rank", "use_collectives", "state_dict_cache"),
+)
+_READER = ArgumentRules(
+    plain=lambda given: type(given)(given.path),
+    honoured=("path",),
+    refused={"_extension_registry": "compressed and encrypted files are not read"},
+    kept_as={"_extension_registry": "transforms"},
+    made=("load_id", "rank", "use_collectives", "storage_data"),
+)
+_SAVE_PLANNER = ArgumentRules(
+    plain=lambda given: type(given)(),
+    moot={
+        "dedup_replicated_tensors": "it has no effect in DCP either",
+        "dedup_save_to_lowest_rank": "a replica is written once in any case",
+        "enable_plan_caching": "there is no plan of all ranks",
+    },
+    refused={"flatten_state_dict": _FLAT, "flatten_sharded_tensors": _FLAT},
+    kept_as={"enable_plan_caching": "_enable_plan_caching"},
+    made=("mappings",),
+)
+_LOAD_PLANNER = ArgumentRules(
+    plain=lambda given: type(given)(),
+    honoured=("allow_partial_load",),
+    refused={"flatten_state_dict": _FLAT, "flatten_sharded_tensors": _FLAT},
+    made=("original_state_dict", "mappings"),
+)
+_WRITERS = {f"{_DCP}.filesystem.FileSystemWriter": _WRITER}
+_SAVE_PLANNERS = {f"{_DCP}.default_planner.DefaultSavePlanner": _SAVE_PLANNER}
+_STAGERS = {
+    # A stager only copies the state, so none of its attributes is looked at.
+    f"{_DCP}.staging.DefaultStager": ArgumentRules(lambda given: given, moot={"config": _COPY}),
+    f"{_DCP}.staging.BlockingAsyncStager": ArgumentRules(
+        lambda given: given, moot={"cache_staged_state_dict": _COPY, "type_check": _COPY}
+    ),
+}
+TAKES: Mapping[str, Mapping[str, Mapping[str, ArgumentRules]]] = {
+    "save": {"storage_writer": _WRITERS, "planner": _SAVE_PLANNERS},
+    "async_save": {"storage_writer": _WRITERS, "planner": _SAVE_PLANNERS, "async_stager": _STAGERS},
+    "load": {
+        "storage_reader": {f"{_DCP}.filesystem.FileSystemReader": _READER},
+        "planner": {f"{_DCP}.default_planner.DefaultLoadPlanner": _LOAD_PLANNER},
+    },
+}
+"""By call, argument and class. A class that is not listed is refused."""
+
+
+class Understood(NamedTuple):
+    """What the objects that a call of DCP was given ask for."""
+
+    folder: str | os.PathLike[str]
+    overwrite: bool = True
+    threads: int = 1
+    partial: bool = False
+    """May requested names be missing?"""
+
+
+def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: object) -> Understood:
+    """Return what the arguments of `save`, `load` or `async_save` ask for. Raises BadInput for what is
+    refused."""
+    for name, value in given.items():
+        if value is not None:
+            _check(call, name, value, checkpoint_id)
+    storage, planner = given.get("storage_writer", given.get("storage_reader")), given.get("planner")
+    folder = checkpoint_id if checkpoint_id is not None else getattr(storage, "path", None)
+    if folder is None:
+        raise BadInput(f"The call of holdfast.dcp.{call} names no folder.", hint="Give it as checkpoint_id=.")
+    return Understood(
+        folder,
+        overwrite=getattr(storage, "overwrite", True),
+        threads=getattr(storage, "thread_count", 1),
+        partial=getattr(planner, "allow_partial_load", False),
+    )
+
+
+def _check(call: str, name: str, value: object, checkpoint_id: object) -> None:
+    """Raise BadInput if an argument asks for something that Holdfast does not do."""
+    theirs = type(value)
+    kind = TAKES[call][name].get(f"{theirs.__module__}.{theirs.__qualname__}")
+    path = getattr(value, "path", None)
+    if kind is None:
+        there = f" and give checkpoint_id={os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else ""
+        raise BadInput(
+            f"holdfast.dcp.{call} takes no {name}= ({theirs.__name__}): Holdfast plans, writes and reads by "
+            f"itself.",
+            hint=f"Leave {name} out{there if checkpoint_id is None else ''}.",
+        )
+    arguments = {attribute: argument for argument, attribute in kind.kept_as.items()}
+    plain = vars(kind.plain(value))
+    for attribute, found in vars(value).items():
+        argument = arguments.get(attribute, attribute)
+        if argument in (*kind.honoured, *kind.moot, *kind.made):
+            continue
+        replaced = callable(getattr(theirs, attribute, None))
+        if replaced or (attribute in plain and not _same(found, plain[attribute])):
+            why = kind.refused.get(argument, "it is not known here")
+            raise BadInput(
+                f"holdfast.dcp.{call} can't honour {argument} of the {theirs.__name__}: {why}.",
+                hint=f"Leave {argument} out, or call torch.distributed.checkpoint.{call}.",
+            )
+
+
+def _same(one: object, other: object) -> bool:
+    """Compare attributes; torch's own helpers are compared by theirs."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is not type(other):
+        return False
+    if type(one).__module__.startswith(_DCP) and not isinstance(one, type | Enum):
+        mine, theirs = vars(one), vars(other)
+        return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
+    return bool(one == other)

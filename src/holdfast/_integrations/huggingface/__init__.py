@@ -1,0 +1,4 @@
+"""Models as Hugging Face publishes them: import, export, fetch, and which tensors map to which.
+
+`views.published` loads them, and uses nothing from here. Users import `holdfast.huggingface`.
+"""

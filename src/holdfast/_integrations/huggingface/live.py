@@ -1,0 +1,263 @@
+"""Loading published weights into a framework's live model and exporting them, without a collective.
+
+`fill` reads a folder into the weights that a rank holds. `export` saves them, and exports what was saved. In
+both, ranks first agree whether to leave the call to the framework's own function: ranks that decided
+differently would wait for each other.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from holdfast._integrations.huggingface.export import (
+    FILE_BYTES,
+    ExportReport,
+    run_export,
+    view_of_published,
+)
+from holdfast._integrations.huggingface.importing import published_folder
+from holdfast._integrations.megatron import mcore
+from holdfast._integrations.megatron.checkpointing import load_state
+from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import listed
+from holdfast._protocol.call import Call
+from holdfast._protocol.operation import agree, read_state
+from holdfast._store.local import LocalStore, open_store
+from holdfast._threads import within
+from holdfast._values import Json
+from holdfast._views.family import View
+from holdfast._views.hugging_face import read_config
+from holdfast.errors import BadInput, CoverageError, HoldfastError, LoadFailed, MissingTensors, ShapeMismatch
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
+"""Errors that mean: the model or the folder does not match the tables. All ranks raise the same."""
+
+
+class _Describes(Protocol):
+    """A model of megatron-core, as it is used here."""
+
+    def sharded_state_dict(self, *, metadata: mcore.StateDict) -> mcore.StateDict: ...
+
+
+class Left(Exception):
+    """Raised with the reason why a call is left to the framework."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a live model, and the published folder that they are (or were) loaded from.
+
+    chunks: the parts of the model on this rank, one for each virtual pipeline stage; they may have wrappers.
+    folder: a path.
+    without: names of parameters that are not loaded.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    folder: str
+    without: tuple[str, ...] = ()
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the parts of the model without wrappers."""
+        return [unwrapped(chunk) for chunk in self.chunks]
+
+    def describe(self) -> mcore.StateDict:
+        """Return the sharded state dict of the weights alone, by chunk."""
+        metadata = {
+            "dp_cp_group": mcore.parallel_state.get_data_parallel_group(with_context_parallel=True),
+            "singleton_local_shards": False,
+        }
+        return {
+            f"model{number}": {
+                name: value
+                for name, value in module.sharded_state_dict(metadata=metadata).items()
+                # Transformer Engine adds `_extra_state`; published models do not have it.
+                if "_extra_state" not in name and name not in self.without
+            }
+            for number, module in enumerate(cast("list[_Describes]", self.modules()))
+        }
+
+    @cached_property
+    def view(self) -> View:
+        """The published model that is loaded."""
+        return _view(open_store(self.folder), to_load=True)
+
+    def left_out(self) -> frozenset[str]:
+        """Return the published names of `without`."""
+        entries = filter(None, (self.view.family.find(name) for name in self.without))
+        return frozenset(
+            name for entry, numbers, _ in entries for name in self.view.published(entry, numbers)
+        )
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Remove the wrappers for training (DDP, Float16Module) from a model."""
+    while isinstance(inner := getattr(module, "module", None), torch.nn.Module):
+        module = inner
+    return module
+
+
+def fill(asked: Weights | Left, place: str, call: Call) -> None:
+    """Read the published folder into the model; each rank reads the weights that it holds.
+
+    asked: Left if this rank knows already that Holdfast can't do it.
+    place: the name of the load, the same on all ranks even if their paths of the folder differ.
+
+    Raises Left on all ranks if the framework's function must do it, otherwise the errors of
+    `holdfast.megatron.load`.
+    """
+    with _left_if_not_ours():
+        weights = _agree(asked, place, call, to_load=True)
+        # In place, except for fused tensors, which megatron-core's factories put together.
+        loaded = load_state(
+            open_store(weights.folder),
+            weights.describe(),
+            mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+            call,
+            left_out=weights.left_out(),
+            # Many models are trained without these layers. All other weights that the model lacks are lost.
+            may_be_left=lambda published: weights.view.predicts_further(published),
+        )
+    for number, module in enumerate(weights.modules()):
+        kept = module.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
+        lost = [name for name in kept if "_extra_state" not in name and name not in weights.without]
+        if lost:
+            raise LoadFailed(
+                f"{len(lost)} weights of the model on rank {call.rank} are not in its sharded state dict, "
+                f"and were not loaded from {weights.folder}: {listed(lost)}.",
+                rank=call.rank,
+                hint="install(huggingface=False) leaves such loads to the framework.",
+            )
+
+
+def export(
+    asked: Weights | Left, out: str, call: Call, *, file_bytes: int = FILE_BYTES, strict: bool = True
+) -> ExportReport:
+    """Export a live model as published weights to `out`, and replace the weights that are there.
+
+    The weights are first saved once beside `out`, in a folder that is removed at the end. The framework
+    writes configuration and tokenizer.
+
+    asked: Left if this rank knows already that Holdfast can't do it.
+    file_bytes: the most bytes of weights in a file.
+    strict: raise an error for weights of the published model that the live one does not have, except for
+        layers for multi-token prediction.
+
+    Raises Left on all ranks if the framework's function must do it, otherwise the errors of a save and an
+    export.
+    """
+    target = Path(out).absolute()
+    between = target.parent / f".{target.name}.weights"
+    with _left_if_not_ours():
+        weights = _agree(asked, str(target), call, to_load=False)
+        try:
+            read_state_dict(open_store(between), StateArguments(weights.describe()), call).run()
+            return run_export(
+                open_store(between),
+                open_store(weights.folder),
+                open_store(target),
+                call,
+                file_bytes=file_bytes,
+                strict=strict,
+                in_framework=True,
+            )
+        finally:
+            # The export ends only after all ranks have read what they need.
+            if call.rank == call.participants[0]:
+                shutil.rmtree(between, ignore_errors=True)
+
+
+@contextmanager
+def _left_if_not_ours() -> Iterator[None]:
+    try:
+        yield
+    except _NOT_OURS as error:
+        raise Left(str(error)) from error
+
+
+def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
+    """Return the weights; raise Left on all ranks if one of them can't do it."""
+    why = str(asked) if isinstance(asked, Left) else _why_not(asked, place, call, to_load)
+    folder = "" if isinstance(asked, Left) else asked.folder
+
+    def choose(reports: dict[int, Json]) -> str:
+        for rank, (reason, _) in reports.items():
+            if reason:
+                return f"{reason} (rank {rank})"
+        folders = sorted({path for _, path in reports.values()})
+        return f"ranks find the model in different folders: {listed(folders)}" if len(folders) > 1 else ""
+
+    title = f"choice of who {'loads' if to_load else 'exports to'} {place}"
+    chosen = agree(title, f"{place}|{to_load}", choose, call, [why, folder])
+    if isinstance(asked, Left) or chosen:
+        raise Left(str(chosen))
+    return asked
+
+
+def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
+    """Return why this rank can't do it; "" if it can."""
+    views: list[View] = []
+    state: mcore.StateDict = {}
+
+    def look() -> None:
+        views.append(weights.view if to_load else _view(open_store(weights.folder), to_load))
+
+    def describe() -> None:
+        state.update(own_containers(weights.describe()))
+        mcore.apply_factories(state)
+
+    # The protocol bounds everything after it; before it, `within` bounds the time for storage. The model is
+    # described on this thread, because its current device is the model's.
+    limit = call.deadline.left()
+    trouble = (
+        _strange(weights.modules())
+        or read_state(lambda: within(limit, f"looking for {place}", look), call.rank)
+        or read_state(describe, call.rank)
+    )
+    return str(trouble) if trouble else _misfit(views[0], state)
+
+
+def _strange(modules: Sequence[torch.nn.Module]) -> str:
+    """Return why Holdfast can't handle a model: not megatron-core's, or with quantized weights; else ""."""
+    for module in modules:
+        if not callable(getattr(module, "sharded_state_dict", None)):
+            return f"{type(module).__name__} has no sharded_state_dict()"
+        for name, value in module.named_parameters():
+            # A subclass of Tensor may hold 8-bit values, or only a part of the elements.
+            if type(value.data) is not torch.Tensor or value.dtype not in _FLOATS:
+                return f"{name!r} is {value.dtype} in a {type(value.data).__name__}"
+    return ""
+
+
+def _misfit(view: View, state: mcore.StateDict) -> str:
+    """Return which tensors the published model lacks, or has in another shape; "" if none."""
+    tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
+    unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
+    if unknown:
+        return f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
+    try:
+        for value in tensors:
+            box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))
+            for _ in view.segments(value.key, tuple(value.global_shape), box):
+                pass
+    except HoldfastError as error:
+        return str(error)
+    return ""
+
+
+def _view(base: LocalStore, to_load: bool) -> View:
+    folder = published_folder(base)
+    if to_load:
+        return folder.view
+    if "quantization_config" in (read_config(base) or {}):
+        raise BadInput(f"{base.url} holds a quantized model")
+    return view_of_published(base)

@@ -1,0 +1,252 @@
+"""The plan of an export: which published tensors the checkpoint's weights give, which are missing, and which
+file each goes into."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._format.index import Index
+from holdfast._format.names import is_weight
+from holdfast._io.host_memory import batches
+from holdfast._layout.box import whole
+from holdfast._layout.coverage import first_problem
+from holdfast._layout.tensor import (
+    CODE_OF,
+    DTYPES,
+    FLOATS,
+    TENSOR,
+    Dims,
+    TensorSpec,
+    less_exact,
+    listed,
+    nearest,
+)
+from holdfast._store.local import LocalStore
+from holdfast._views import hub_format as hf
+from holdfast._views.family import View
+from holdfast._views.hugging_face import HuggingFaceFolder, read_config
+from holdfast._views.mapping import Segment, same
+from holdfast.errors import BadInput, CoverageError, MissingTensors
+
+WRITTEN_AS = ("bfloat16", "float16", "float32")
+"""Dtypes that weights may be converted to."""
+_PARTS = re.compile(r"(\d+)")
+
+
+class Piece(NamedTuple):
+    """A part of a published tensor: a segment of one of the checkpoint's tensors."""
+
+    spec: TensorSpec
+    segment: Segment
+
+
+@dataclass
+class PublishedTensor:
+    """A published tensor, and the pieces that it is made of."""
+
+    name: str
+    code: int
+    shape: Dims
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * DTYPES[self.code].size
+
+    def check_cast(self, part: torch.Tensor) -> None:
+        """Raise BadInput if a part of it, as it is to be written, has values that the cast made infinite."""
+        stored = min((piece.spec.dtype for piece in self.pieces), key=(*FLOATS, *range(len(DTYPES))).index)
+        if less_exact(stored, self.code) != stored and part.isinf().any():
+            raise BadInput(
+                f"{self.name!r}, which is stored in {DTYPES[stored].name}, has values that are infinite in "
+                f"{DTYPES[self.code].name}.",
+                hint="Give a dtype that can hold them, such as bfloat16 or float32.",
+                details={"tensor": self.name},
+            )
+
+
+def published_tensors(
+    index: Index, view: View, base: LocalStore, dtype: str | None, as_stored: bool = False
+) -> list[PublishedTensor]:
+    """List the published tensors that the checkpoint's weights give, in the natural order of their names.
+
+    base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
+    dtype: in which weights are written; None: as in that folder, or `as_stored`.
+    """
+    if dtype is not None and dtype not in WRITTEN_AS:
+        raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
+    folder = HuggingFaceFolder.at(base)
+    said = _said_dtype(read_config(base) or {})
+    published = {name for name in folder.names() if hf.is_weight(name)} if folder is not None else set()
+    names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
+    columns = index.select(index.find(names))
+    unknown = [
+        name
+        for row, name in enumerate(columns.names)
+        if columns.kind[row] == TENSOR and name not in published and not view.knows(name)
+    ]
+    if unknown:
+        raise BadInput(
+            f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
+            f"for: {listed(unknown)}.",
+            hint="An adapter must be merged into the weights first; scales of quantised weights are not "
+            "exported; a checkpoint of another model needs that model's folder.",
+            details={"unknown": unknown[:100]},
+        )
+    by_name: dict[str, PublishedTensor] = {}
+    for row, name in enumerate(columns.names):
+        if columns.kind[row] != TENSOR:
+            continue
+        _refuse_quantised(index, name, DTYPES[columns.dtype[row]].name, base)
+        spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
+        if view.is_tied and name == "output_layer.weight":
+            raise BadInput(
+                f"{index.where} holds {name!r}, and the published model's output is its embedding "
+                f"(tie_word_embeddings).",
+                hint="If the model was trained so, set tie_word_embeddings to false in the published "
+                "config.json.",
+            )
+        segments = (
+            # It has its published name already (an import, or transformers' modules).
+            same([name], spec.shape, {})
+            if name in published
+            else view.segments(name, spec.shape, whole(spec.shape))
+        )
+        for segment in segments:
+            code = CODE_OF[dtype] if dtype is not None else None
+            if code is None and not as_stored:
+                code = _published_dtype(folder, segment.name) or said
+            code = _code(spec, code, dtype is None)
+            tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
+            tensor.pieces.append(Piece(spec, segment))
+            if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
+                tensor.code = min(code, tensor.code, key=FLOATS.index)
+    tensors = sorted(by_name.values(), key=lambda tensor: _natural(tensor.name))
+    for tensor in tensors:
+        _check_covered(tensor, index.where)
+    return tensors
+
+
+def _refuse_quantised(index: Index, name: str, dtype: str, base: LocalStore) -> None:
+    """Raise BadInput for quantised elements: an export writes neither scales nor their configuration."""
+    if dtype not in (*WRITTEN_AS, "float64") and "quantization_config" in (read_config(base) or {}):
+        raise BadInput(
+            f"{index.where} holds {name!r} in {dtype}, and {base.url} is quantised: such weights are not "
+            f"exported.",
+            hint="Load them into a model in floating point, and export what that saves.",
+            details={"tensor": name},
+        )
+
+
+def _said_dtype(config: dict[str, object]) -> int | None:
+    """Return the dtype that a configuration says weights are in; None if it says none."""
+    text = config.get("text_config")
+    parts: list[dict[str, object]] = [config, text] if isinstance(text, dict) else [config]
+    said = [name for part in parts for key in hf.CONFIG_DTYPES if (name := part.get(key)) in WRITTEN_AS]
+    return CODE_OF[str(said[0])] if said else None
+
+
+def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
+    """Return the dtype of a published tensor; None if it is not there, or quantized."""
+    place = folder.place(name) if folder is not None else None
+    return place.code if place is not None and place.code in FLOATS else None
+
+
+def _code(spec: TensorSpec, wanted: int | None, only_less_exact: bool) -> int:
+    """Return the code of the dtype in which a tensor is written."""
+    if spec.dtype not in hf.TAG_OF_CODE:
+        name = DTYPES[spec.dtype].name
+        raise BadInput(f"{spec.name!r} is {name}, which safetensors has no name for; convert it first.")
+    # A router's bias selects experts by small differences; transformers does not convert it either.
+    if wanted is None or spec.dtype not in FLOATS or spec.name.endswith("expert_bias"):
+        return spec.dtype
+    return max(spec.dtype, wanted, key=FLOATS.index) if only_less_exact else wanted
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    """Return a sort key that puts layer 2 before layer 10."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _PARTS.split(name)]
+
+
+def _check_covered(tensor: PublishedTensor, where: str) -> None:
+    """Raise CoverageError unless each element comes from exactly one piece."""
+    first = tensor.pieces[0].segment
+    if any(piece.segment.whole != first.whole for piece in tensor.pieces):
+        raise CoverageError(f"The parts of {tensor.name!r} in {where} disagree about its shape.")
+    boxes = [piece.segment.theirs(piece.segment.box) for piece in tensor.pieces]
+    problem = first_problem(
+        np.asarray([first.whole], np.int64).reshape(1, -1),
+        np.zeros(len(boxes), np.int64),
+        np.asarray([box.offset for box in boxes], np.int64).reshape(len(boxes), -1),
+        np.asarray([box.shape for box in boxes], np.int64).reshape(len(boxes), -1),
+    )
+    if problem is not None:
+        raise CoverageError(
+            f"{where} does not make up {tensor.name!r} of shape {list(tensor.shape)}: {problem.kind} from "
+            f"index {list(problem.place)} on.",
+            hint="Layers or experts are missing from the checkpoint, or the folder is another model's.",
+            details={"tensor": tensor.name},
+        )
+
+
+def missing_tensors(
+    tensors: Sequence[PublishedTensor],
+    base: LocalStore,
+    strict: bool,
+    may_lack: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """List the tensors of the published folder that the checkpoint does not have; compare names and shapes.
+
+    strict: raise MissingTensors for them, and BadInput for a folder without weights.
+    may_lack: whether the checkpoint may lack a tensor although it is strict.
+    """
+    folder = HuggingFaceFolder.at(base)
+    if folder is None:
+        if strict:
+            raise BadInput(
+                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
+                hint="Give a folder with weights, or strict=False (--partial).",
+            )
+        return []
+    names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
+    mine = {tensor.name for tensor in tensors}
+    extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
+    if extra:
+        near = nearest(extra[0], missing or sorted(names))
+        raise BadInput(
+            f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
+            hint=f"The nearest there is {near!r}." if near else "",
+        )
+    needed = [name for name in missing if not may_lack(name)]
+    if needed and strict:
+        raise MissingTensors(
+            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
+            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
+            details={"missing": needed[:100]},
+        )
+    for tensor in tensors:
+        place = folder.place(tensor.name)
+        if place is not None and place.shape != tensor.shape:
+            raise BadInput(
+                f"{tensor.name!r} has shape {list(place.shape)} in {base.url}, and the checkpoint's weights "
+                f"make {list(tensor.shape)} of it."
+            )
+    return missing
+
+
+def share_among_files(
+    tensors: Sequence[PublishedTensor], limit: int
+) -> list[tuple[str, list[PublishedTensor]]]:
+    """Distribute tensors over files, which are named as transformers does."""
+    parts = list(batches(tensors, limit)) or [[]]
+    if len(parts) == 1:
+        return [(hf.WEIGHTS, parts[0])]
+    return [
+        (f"model-{number:05d}-of-{len(parts):05d}.safetensors", part) for number, part in enumerate(parts, 1)
+    ]

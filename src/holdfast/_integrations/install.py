@@ -1,0 +1,287 @@
+"""`install()` makes the frameworks' own save and load functions call Holdfast, without changes to their code.
+
+verl, Megatron-LM, Megatron-Bridge, NeMo RL and ms-swift all save through `megatron.core.dist_checkpointing`,
+so its functions are replaced. The frameworks' own functions around it are guarded: their waits get
+deadlines, and errors name the missing rank (`frameworks`). A framework that is not imported yet is changed at
+its import. `uninstall()` puts the originals back. Importing Holdfast replaces nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+
+from holdfast._deadline import check_seconds
+from holdfast._exits import Stage, at_exit, not_at_exit
+from holdfast._groups.audit.doctor import serve, stop
+from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
+from holdfast._groups.lifecycle.state import facts
+from holdfast._groups.lifecycle.state import installed as told_by_doctor
+from holdfast._groups.lifecycle.warm_up import chosen_operations
+from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
+from holdfast._integrations.patching import Patches, Replacement
+from holdfast._integrations.settings import Settings
+from holdfast._integrations.versions import version_of
+from holdfast._protocol.call import find_roster
+from holdfast._protocol.job import Job, defaults, job_of, limits_of
+from holdfast._roster.beacon import Beacon, beacon_of
+from holdfast._roster.process import stack_dump
+from holdfast.errors import BadInput
+
+log = logging.getLogger("holdfast")
+_C10D = "torch.distributed.distributed_c10d"
+
+
+@dataclass(frozen=True)
+class InstalledFramework:
+    """What `install` has changed in one framework in this process."""
+
+    name: str
+    version: str
+    """The version of the installed distribution; empty if there is none."""
+    replaced: tuple[str, ...]
+    guarded: tuple[str, ...]
+    waiting: tuple[str, ...]
+    """Modules that are not imported yet; they are changed at their import."""
+    missing: tuple[str, ...]
+    """Names that this version does not have."""
+
+
+class _Installation:
+    def __init__(self, settings: Settings, frameworks: list[Framework]) -> None:
+        self.settings = settings
+        self.beacon: Beacon | None = None
+        """What shows this rank to the others."""
+        self.frameworks = frameworks
+        self.patches = {framework.name: Patches() for framework in frameworks}
+        self.own = Patches()
+        """Guards that the caller named."""
+        self.serves = False
+        """Did it start to answer `holdfast doctor`?"""
+
+    def begin(self) -> None:
+        for framework in self.frameworks:
+            self.patches[framework.name].begin(replacements_of(framework, self.settings))
+        self.own.begin(
+            [*_guards(self.settings), Replacement(_C10D, "init_process_group", "watch", self._shown)]
+        )
+        see_exits(self)
+        stack_dump.begin(self)
+        at_exit(Stage.SESSIONS, self._say_end)
+        self._show()
+
+    def _shown(self, original: Callable[..., object]) -> Callable[..., object]:
+        """Make `init_process_group` that also shows this rank to the others from then on: before the first
+        call, and between calls, they see whether its process is there, and can ask where it is."""
+
+        @wraps(original)
+        def init_process_group(*args: object, **named: object) -> None:
+            original(*args, **named)
+            self._show()
+
+        return init_process_group
+
+    def _show(self) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.beacon = beacon_of(find_roster(Job()))
+            self.beacon.set_limits(limits_of(self.settings.job))
+            self.beacon.keep(self)
+
+    def _say_end(self) -> None:
+        if self.beacon is not None:
+            self.beacon.end(how_it_ended())
+
+    def end(self) -> None:
+        not_at_exit(self._say_end)
+        forget_exits(self)
+        stack_dump.end(self)
+        if self.beacon is not None:
+            self.beacon.let_go(self)
+        # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
+        for patches in reversed([*self.patches.values(), self.own]):
+            patches.undo()
+
+
+_current: _Installation | None = None
+
+
+def install(
+    framework: str | Iterable[str] | None = None,
+    *,
+    checkpoints: bool = True,
+    huggingface: bool = True,
+    guard: bool | Sequence[str] = True,
+    warm_up: bool | Sequence[str] = True,
+    session: bool = True,
+    memory_budget: int | None = None,
+    nearest_rng: bool = False,
+    after_end: float | None = 120.0,
+    job: Job | None = None,
+) -> None:
+    """Let the frameworks of this process save, load and wait through Holdfast. Idempotent.
+
+    Call it in every training process before the framework builds its workers. It imports no framework. A
+    later call replaces the settings of an earlier one.
+
+    framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
+        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`; default all that are imported now or
+        later.
+    job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
+        sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
+        all ranks inside a guarded function waits for the participants only. By default these are the ranks
+        of Megatron's groups, or all.
+    after_end: seconds that a process may do nothing after the end of its main thread; then it is ended, and
+        says what kept it (`holdfast.session`). None: no bound.
+    checkpoints: replace saves and loads.
+    huggingface: replace the functions that load published weights into a model, or save a model as published
+        weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
+    guard: inside the frameworks' functions that save, load and finalize, barriers, object collectives and
+        tensor collectives wait over the roster with these deadlines (`guarded`). A list of dotted names adds
+        functions of your own.
+    warm_up: `initialize_model_parallel` issues the first collectives of every group at its end, with these
+        deadlines, and `memory_budget` bytes of GPU memory (`holdfast.warm_up`). A list names the operations.
+    session: after `initialize_model_parallel`, to the end of the process, ranks watch each other, and groups
+        are closed in order (`holdfast.session`).
+    nearest_rng: where the layout that saved had no rank at this rank's place, a load takes the state of
+        random generators from the nearest rank.
+
+    Raises BadInput for an unknown framework or function; then nothing is changed.
+    """
+    global _current
+    # All arguments are checked before the present installation is undone.
+    job = Job() if job is None else job_of(job)  # not that of an earlier install
+    if after_end is not None:
+        check_seconds("after_end", after_end)
+    settings = Settings(
+        job,
+        checkpoints=checkpoints,
+        huggingface=huggingface,
+        guard=bool(guard) or not isinstance(guard, bool),
+        guarded=() if isinstance(guard, bool) else tuple(guard),
+        warm_up=bool(warm_up),
+        session=session,
+        operations=None if isinstance(warm_up, bool) else chosen_operations(warm_up),
+        memory_budget=memory_budget,
+        nearest_rng=nearest_rng,
+        after_end=after_end,
+    )
+    made = _Installation(settings, _frameworks(framework))
+    _guards(settings)  # raises for a name that is no function, before anything is changed
+    # Otherwise the new replacements would wrap the old ones, and the old deadlines would hold inside.
+    uninstall()
+    _current = made
+    defaults.append(Job(report_after=job.report_after, lost_after=job.lost_after))
+    made.begin()
+    _warn_if_late(made)
+    if _sentences not in told_by_doctor:
+        told_by_doctor.append(_sentences)
+    made.serves = serve(facts)
+
+
+def uninstall() -> None:
+    """Put back what `install` replaced."""
+    global _current
+    if _current is not None:
+        _current.end()
+        defaults.pop()
+        if _current.serves:
+            stop()
+        _current = None
+
+
+def is_installed() -> bool:
+    return _current is not None
+
+
+def installed() -> list[InstalledFramework]:
+    """List what is replaced and guarded in this process, by framework; empty without `install`."""
+    if _current is None:
+        return []
+    reports = []
+    for framework in _current.frameworks:
+        patches = _current.patches[framework.name]
+        # Leave out frameworks that are neither imported nor installed.
+        if framework.package not in sys.modules and not version_of(framework.distribution):
+            continue
+        reports.append(
+            InstalledFramework(
+                framework.name,
+                version_of(framework.distribution),
+                tuple(str(done.replacement) for done in patches.done if done.replacement.part != "guard"),
+                tuple(str(done.replacement) for done in patches.done if done.replacement.part == "guard"),
+                tuple(patches.waiting),
+                tuple(map(str, patches.missing)),
+            )
+        )
+    return reports
+
+
+def _sentences() -> tuple[str, ...]:
+    """Describe the installation in lines for `holdfast doctor --pid`."""
+    return tuple(
+        f"{report.name} {report.version}".strip()
+        + f": {len(report.replaced)} replaced, {len(report.guarded)} guarded, "
+        f"{len(report.waiting)} modules not imported yet"
+        + (f"; not there: {', '.join(report.missing)}" if report.missing else "")
+        for report in installed()
+    )
+
+
+def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
+    """Return the named frameworks and those that they use; all by default."""
+    if wanted is None:
+        return list(FRAMEWORKS)
+    names = {wanted} if isinstance(wanted, str) else set(wanted)
+    unknown = sorted(names - set(NAMES))
+    if unknown:
+        raise BadInput(
+            f"framework={', '.join(unknown)} is not known.", hint=f"Give one of {', '.join(NAMES)}."
+        )
+    # A framework saves through others, and it is their save that is replaced.
+    used = {other for known in FRAMEWORKS if known.name in names for other in known.uses}
+    return [known for known in FRAMEWORKS if known.name in names | used]
+
+
+def _guards(settings: Settings) -> list[Replacement]:
+    """Make guards for the functions that the caller named, which must exist."""
+    return [guard_of(_find(place), settings, optional=False) for place in settings.guarded]
+
+
+def _find(place: str) -> str:
+    """Find a function by its dotted name; return its `module:qualified name`."""
+    parts = place.split(".")
+    # The longest module first; a method's module has fewer parts.
+    for cut in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:cut])
+        try:
+            owner: object = import_module(module)
+            break
+        except ModuleNotFoundError as error:
+            # The module exists, but something that it imports does not: the caller must see that.
+            if error.name is None or not place.startswith(error.name):
+                raise
+    else:
+        raise BadInput(f"guard={place!r} names no function of a module that can be imported.")
+    for part in parts[cut:]:
+        owner = getattr(owner, part, None)
+    if not callable(owner):
+        raise BadInput(f"guard={place!r} names no function.")
+    return f"{module}:{'.'.join(parts[cut:])}"
+
+
+def _warn_if_late(made: _Installation) -> None:
+    """Warn if process groups exist already: they are neither warmed up nor watched."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    asked = made.settings.warm_up or made.settings.session
+    if asked and state is not None and state.model_parallel_is_initialized():
+        log.warning(
+            "install() came after megatron-core has made its process groups: they are not warmed up, and no "
+            "session watches them. Call install() before initialize_model_parallel, or holdfast.warm_up() "
+            "now."
+        )

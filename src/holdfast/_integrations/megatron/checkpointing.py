@@ -1,0 +1,407 @@
+"""`save` and `load` with the arguments of `megatron.core.dist_checkpointing`, without a collective."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast._background.queue import LANE, queue_of_this_thread
+from holdfast._format.names import COMMON, SHARD
+from holdfast._format.torch_objects import allowing
+from holdfast._integrations.foreign_errors import of_megatron, raising
+from holdfast._integrations.guard import note_committed
+from holdfast._integrations.megatron import mcore, steps
+from holdfast._integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
+from holdfast._integrations.megatron.optimizer import as_we_save
+from holdfast._integrations.megatron.per_rank import is_per_rank, nearest
+from holdfast._integrations.megatron.queue import Committed
+from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
+from holdfast._integrations.megatron.shards import take_data, to_load
+from holdfast._integrations.reporting import warn_once
+from holdfast._io.open_checkpoint import open_own, open_source
+from holdfast._io.source import Source
+from holdfast._layout.tensor import listed
+from holdfast._loading.job import run_load
+from holdfast._loading.request import LoadRequest
+from holdfast._options import Options
+from holdfast._protocol.call import Call, begin_call
+from holdfast._protocol.consensus import StepConsensus
+from holdfast._protocol.job import Job, job_of
+from holdfast._protocol.operation import agree, read_state
+from holdfast._saving.job import SaveJob
+from holdfast._state.leaf import Flat, Leaf
+from holdfast._store.base import Store
+from holdfast._store.local import open_store
+from holdfast._store.run_folder import step_of
+from holdfast._threads import within
+from holdfast._views.hugging_face import PublishedModel
+from holdfast.errors import BadInput, LoadFailed, MissingTensors, NotCommitted
+
+log = logging.getLogger("holdfast")
+AT_ONCE = 8
+"""The most asynchronous saves of a thread that may be under way; a budget may allow fewer."""
+
+
+@raising(of_megatron)
+def save(
+    sharded_state_dict: mcore.StateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: object = None,
+    common_strategy: object = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[mcore.StateDict], object] | None = None,
+    content_metadata: mcore.StateDict | None = None,
+    *,
+    async_strategy: object = None,
+    verify_integrity: bool = False,
+    expected: str | Iterable[str] | None = None,
+    job: Job | None = None,
+) -> mcore.AsyncRequest | None:
+    """Save a sharded state dict as `megatron.core.dist_checkpointing.save` does, and commit it.
+
+    The state dict may hold mcore's ShardedTensor, ShardedTensorFactory, ShardedObject and
+    LocalNonpersistentObject; everything else is common state, taken from the lowest participant. Strategies,
+    which select a writer in stock megatron-core, have no effect. Coverage is always checked, every byte has a
+    digest, and the checkpoint is durable when this returns. `expected` and `job` are as in `holdfast.save`.
+
+    async_sharded_save: copy the state and save it in the background. The returned request is finalized once
+        the save is committed; errors are raised then, on all ranks. Several saves are written in order, and
+        starting one does not wait for those before it.
+
+    Returns None, or with async_sharded_save an AsyncRequest. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, async_strategy)
+    store = open_store(os.fspath(checkpoint_dir))
+    # megatron-core's arguments have no step, but the folder's name mostly has one.
+    step = step_of(Path(checkpoint_dir).name)
+    job = job_of(job)
+
+    state = StateArguments(
+        sharded_state_dict,
+        content_metadata,
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
+    )
+
+    def make(call: Call) -> SaveJob:
+        return read_state_dict(
+            store,
+            state,
+            call,
+            step=step,
+            expected=expected,
+            options=job.options,
+            # After the commit, because frameworks take a folder with this file for a checkpoint.
+            after=lambda: mark(store),
+        )
+
+    if not async_sharded_save:
+        note_committed(make(begin_call(job)).run().path)
+        return None
+    pending = queue_of_this_thread().save(
+        lambda: make(begin_call(job).lane(LANE)), store.url, step, AT_ONCE, job.options.host_memory_budget
+    )
+    title = f"choice of the call that finalizes the save of {store.url}"
+    # On a lane of its own, because it runs in the background while training makes other calls.
+    consensus = StepConsensus(title, f"{store.url}|finalize", lambda: begin_call(job).lane("finalize"))
+    return mcore.AsyncRequest(None, (), [Committed(pending, consensus)])
+
+
+@raising(of_megatron)
+def load(
+    sharded_state_dict: mcore.StateDict,
+    checkpoint_dir: str | os.PathLike[str],
+    sharded_strategy: object = None,
+    common_strategy: object = None,
+    validate_access_integrity: bool = True,
+    strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    verify_integrity: bool = False,
+    nearest_rng: bool = False,
+    job: Job | None = None,
+) -> Any:
+    """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
+
+    Tensors are read from any layout into the memory of the state dict's ShardedTensors, and converted to
+    their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` checkpoints also load, but have
+    no digests.
+
+    nearest_rng: where the layout that saved had no rank at this rank's place, take the state of random
+        generators (`rng_state`) of the nearest one; otherwise such a load fails with MissingTensors.
+    strict: a `StrictHandling` or its value. Unexpected keys are those that this rank asks for and the
+        checkpoint does not have; missing keys are in the checkpoint, and no participant asks for them.
+
+    Returns the state dict with loaded values and common state; for RETURN_UNEXPECTED and RETURN_ALL a tuple
+    of it, the missing and the unexpected keys. Raises `HoldfastError`s.
+    """
+    _note_strategies(sharded_strategy, common_strategy, None)
+    return load_state(
+        open_store(os.fspath(checkpoint_dir)),
+        sharded_state_dict,
+        strict,
+        begin_call(job),
+        job_of(job).options,
+        nearest_rng,
+    )
+
+
+def load_state(
+    store: Store,
+    sharded_state_dict: mcore.StateDict,
+    strict: mcore.StrictHandling | str,
+    call: Call,
+    options: Options | None = None,
+    nearest_rng: bool | None = None,
+    left_out: frozenset[str] = frozenset(),
+    may_be_left: Callable[[str], bool] | None = None,
+) -> Any:
+    """Load from a store; otherwise as `load`.
+
+    nearest_rng: None if the caller's function does not have it.
+    left_out, may_be_left: as in `LoadRequest`; None: as `strict` says.
+    """
+    request = _Request(store, mcore.parse_strict_flag(strict), nearest_rng)
+    rank, limit = call.rank, call.deadline.left()
+
+    def prepare(state: mcore.StateDict) -> None:
+        request.take_apart(state)
+        # The protocol bounds everything after it; before it, `within` bounds the time for storage.
+        within(limit, f"looking into {store.url}", request.look)
+
+    trouble = read_state(lambda: prepare(sharded_state_dict), rank)
+    if request.lacks_buckets:
+        trouble = read_state(lambda: prepare(as_we_save(sharded_state_dict)), rank)
+    # Also on a rank with an error: the others wait for its keys here, and get the error in the load.
+    missing = request.missing(call)
+    common: list[mcore.StateDict] = []
+
+    def collect(rank: int) -> Flat:
+        if trouble is not None:
+            raise trouble
+        request.refuse(missing)
+        leaves = to_load(request.asked, request.unexpected, request.is_stock, request.stored_as)
+        # Optional: stock megatron-core stores common state in a file of its own, which `look` has read.
+        return Flat([*leaves, Leaf(COMMON, None, common.append, optional=True, private=True)])
+
+    refuses = request.mode == mcore.StrictHandling.RAISE_ALL
+    with allowing(mcore.safe_types()):
+        load = LoadRequest(
+            store=store,
+            collect=collect,
+            call=call,
+            options=options or Options(),
+            signature=request.mode.value,
+            left_out=left_out,
+            may_be_left=may_be_left or (lambda name: not refuses),
+            lenient="strict='log_unexpected'",
+        )
+        report = run_load(load)
+    try:
+        loaded = request.give(common[0] if common else request.common)
+    except Exception as error:
+        raise LoadFailed(
+            f"load of {store.url}: all was read, but putting the state dict together failed on rank {rank}: "
+            f"{type(error).__name__}: {error}",
+            rank=rank,
+            hint="Other ranks don't know of this.",
+        ) from error
+    if mcore.StrictHandling.requires_returning_mismatch_keys(request.mode):
+        return loaded, missing | set(report.unasked), request.unexpected
+    return loaded
+
+
+BUCKETS = ".optimizer.distributed.dp_group_idx_"
+"""Part of the keys in megatron-core's dp_reshardable description of an optimizer, bucket by bucket."""
+
+
+class _Request:
+    """The state dict that one rank loads, taken apart and put together again as in megatron-core."""
+
+    def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool | None) -> None:
+        self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
+        self.stored_as: dict[str, str] = {}
+        """The stored name for a key or a rank's object, where it differs."""
+        self.asked: list[mcore.ShardedTensor] = []
+        self.unexpected: set[str] = set()
+        """Keys that are asked for and not in the checkpoint; filled only if the mode needs them."""
+        self.is_stock = False
+        """Is the checkpoint stock megatron-core's, with each object in a list of one?"""
+        self.lacks_buckets = False
+        """Is an optimizer's state asked for in a format of stock's that the checkpoint does not have?"""
+        self.common: mcore.StateDict = {}
+        """The common state of a stock checkpoint."""
+        self._have: set[str] = set()
+        self._steps: object = None
+        """The note of optimizers' steps in the index."""
+
+    def take_apart(self, sharded_state_dict: mcore.StateDict) -> None:
+        # As stock does: loaded values must not be quantized before the main parameters are set from them.
+        mcore.force_all_tensors_to_non_fp8(sharded_state_dict)
+        # A copy of the containers, because the calls below change them in place.
+        state = own_containers(sharded_state_dict)
+        self._factories, _ = mcore.extract_matching_values(
+            state, lambda value: isinstance(value, mcore.ShardedTensorFactory), return_lists_as_dicts=True
+        )
+        mcore.apply_factories(state)
+        self._local, state = mcore.extract_nonpersistent(state)
+        mcore.dict_list_map_inplace(lambda value: value.unwrap(), self._local)
+        self._state, _ = mcore.extract_sharded_base(state)
+        self.asked = list(mcore.nested_values(self._state))
+
+    def look(self) -> None:
+        """Read from the checkpoint what must be known before the load."""
+        try:
+            with open_own(self.store) as index:
+                notes = index.about.get("notes")
+                self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+                per_rank = [item for item in self.asked if is_per_rank(item)]
+                buckets = [item.key for item in self.asked if BUCKETS in f".{item.key}"]
+                # An imported checkpoint may have them; others load by the description that `install` offers.
+                lacks = bool(buckets) and not set(buckets) & {_key(name) for name in index.names()}
+                if lacks and self.lacks_buckets:
+                    raise BadInput(
+                        f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
+                        f"{self.store.url} holds it as fully_reshardable, whatever the save was told.",
+                        hint="Give optimizer.sharded_state_dict() the checkpoint's own metadata, "
+                        "load_content_metadata(folder), or none.",
+                    )
+                self.lacks_buckets = lacks
+                if per_rank:
+                    self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
+        # No index of ours: stock megatron-core's checkpoint, or nothing, for which the load raises.
+        except NotCommitted:
+            self.is_stock = is_stock(self.store)
+            self.common = read_common(self.store)
+            if self.is_stock:
+                self._look_into_chains()
+        if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
+            with open_source(self.store) as index:
+                self._have = self._keys(index)
+            self.unexpected = {item.key for item in self.asked if self._stored(item) not in self._have}
+
+    def _keys(self, index: Source) -> set[str]:
+        """Return the keys that a checkpoint has; of a published model, those of this rank that it gives.
+        Which of its weights no rank asks for, the load finds out."""
+        keys = {_key(name) for name in index.names()} - {COMMON}
+        if not isinstance(index, PublishedModel):
+            return keys
+        view, asked = index.view_if_known, {item.key for item in self.asked}
+        made = {key for key in asked if view is not None and view.knows(key)}
+        # Transformer Engine's, which no published model has, and no load of one misses.
+        return (asked & keys) | made | {key for key in asked if "_extra_state" in key}
+
+    def _look_into_chains(self) -> None:
+        """Find stored names with the prefix `chained_<number>.`, which stock writes for a chain of optimizers
+        without `chained_optim_avoid_prefix`. A parameter is in only one optimizer of the chain."""
+        asked = {item.key for item in self.asked if item.key.startswith("optimizer.")}
+        if not asked:
+            return
+        with open_source(self.store) as source:
+            names = set(source.names())
+        chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
+        self.stored_as |= {key: chained[key] for key in (asked - names) & chained.keys()}
+
+    def _stored(self, item: mcore.ShardedTensor) -> str:
+        """Return the key under which the checkpoint has an item."""
+        key: str = item.key
+        return self.stored_as.get(key, key)
+
+    def missing(self, call: Call) -> set[str]:
+        """Return the keys that no rank asks for, if the mode needs them."""
+        if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
+            return set()
+
+        def unasked(asked: dict[int, list[str]]) -> list[str]:
+            return sorted(self._have.difference(*asked.values()))
+
+        title = f"comparison of the keys in {self.store.url}"
+        # Only keys of the checkpoint: others can't be missing.
+        mine = sorted({self._stored(item) for item in self.asked} & self._have)
+        place = f"{self.store.url}|{self.mode.value}"
+        return set(agree(title, place, unasked, call, mine))
+
+    def refuse(self, missing: set[str]) -> None:
+        """Raise or log the differences, as the mode says."""
+        strict = mcore.StrictHandling
+        differences = [
+            f"{len(names)} {what}: {listed(sorted(names))}"
+            for names, what in (
+                (self.unexpected, "are asked for and not in the checkpoint"),
+                (missing, "are in the checkpoint and no rank asks for them"),
+            )
+            if names
+        ]
+        if not differences or self.mode not in (
+            strict.RAISE_UNEXPECTED,
+            strict.RAISE_ALL,
+            strict.LOG_UNEXPECTED,
+            strict.LOG_ALL,
+        ):
+            return
+        text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(differences)}."
+        if self.mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
+            log.warning(text)
+            return
+        raise MissingTensors(
+            text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
+        )
+
+    def give(self, loaded: mcore.StateDict) -> mcore.StateDict:
+        """Merge common state, local objects and loaded values into the whole state dict."""
+
+        def is_unexpected(value: mcore.ShardedTensor) -> bool:
+            return value.key in self.unexpected
+
+        _, state = mcore.extract_matching_values(self._state, is_unexpected)
+        _, factories = mcore.extract_matching_values(
+            self._factories, is_unexpected, return_lists_as_dicts=True
+        )
+        mcore.dict_list_map_inplace(take_data, state)
+        # In megatron-core's order: the rest is merged into common state, and factories come last, because
+        # they join what was loaded in parts.
+        steps.complete(loaded, self._steps)
+        mcore.merge(loaded, self._local)
+        mcore.merge(loaded, state)
+        mcore.apply_factory_merges(loaded, factories)
+        return loaded
+
+
+@raising(of_megatron)
+def load_plain_tensors(checkpoint_dir: str | os.PathLike[str], **how: Any) -> mcore.StateDict:
+    """Load every tensor of a checkpoint, whole, by key. how: as for `load`."""
+    loaded: mcore.StateDict = load(load_tensors_metadata(checkpoint_dir), checkpoint_dir, **how)
+    return {key: value for key, value in loaded.items() if isinstance(value, torch.Tensor)}
+
+
+def _key(name: str) -> str:
+    """Return the key of a ShardedObject from its unique name; other names are keys already."""
+    return name.partition(SHARD)[0]
+
+
+def _note_strategies(*strategies: object) -> None:
+    """Warn once of each strategy that is not megatron-core's own, and of each hint: they have no effect."""
+    for strategy in strategies:
+        kind = type(strategy)
+        # Every framework passes stock strategies, which do not express a wish of the caller.
+        known = (
+            strategy is None
+            or isinstance(strategy, str | tuple)
+            or kind.__module__.startswith("megatron.core")
+        )
+        if not known:
+            warn_once(
+                f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
+                f"in one way."
+            )
+        inner = getattr(strategy, "base_strategy", strategy)  # inside FullyParallelSaveStrategyWrapper
+        hint = getattr(inner, "separation_hint", None)
+        if hint is not None:
+            warn_once(
+                f"separation_hint={hint!r} has no effect: each rank writes one file, whatever the keys in it."
+            )

@@ -1,0 +1,32 @@
+"""Fingerprints of a sharded state dict of megatron-core."""
+
+from __future__ import annotations
+
+from holdfast._integrations.megatron import mcore
+from holdfast._integrations.megatron.saving import StateArguments, take_apart
+from holdfast._integrations.megatron.shards import WrittenCopies, to_save
+from holdfast._maintenance.fingerprints import Fingerprint, fingerprint_leaves
+from holdfast._protocol.call import begin_call
+from holdfast._protocol.job import Job
+from holdfast._state.leaf import Flat
+
+
+def fingerprint(sharded_state_dict: mcore.StateDict, *, job: Job | None = None) -> dict[str, Fingerprint]:
+    """Take the fingerprints of all weights of a model, in whatever layout the ranks have it.
+
+    As `holdfast.fingerprint`, for a sharded state dict. `holdfast.same(fingerprint(...), folder)` compares
+    the model on these ranks with a checkpoint, or with a folder that Hugging Face publishes.
+
+    sharded_state_dict: the model's, as `save` takes it.
+    job: who takes part, and deadlines (`holdfast.Job`).
+
+    Raises the errors of `holdfast.fingerprint`.
+    """
+    call = begin_call(job)
+
+    def collect(rank: int) -> Flat:
+        parts, _ = take_apart(StateArguments(sharded_state_dict))
+        tensors = [part for part in parts if isinstance(part, mcore.ShardedTensor)]
+        return Flat(to_save(tensors, {}, WrittenCopies(rank, call.participants)))
+
+    return fingerprint_leaves(collect, call)

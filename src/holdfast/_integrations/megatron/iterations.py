@@ -1,0 +1,117 @@
+"""A Megatron run folder: `iter_0000010/` for each iteration, and `latest_checkpointed_iteration.txt`, which
+names the newest committed one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+from holdfast._background.pending import Pending
+from holdfast._format.names import TRACKER
+from holdfast._integrations.huggingface.export import ExportReport, run_export
+from holdfast._integrations.megatron import mcore
+from holdfast._integrations.megatron.checkpointing import load_state
+from holdfast._integrations.megatron.metadata import mark
+from holdfast._integrations.megatron.saving import StateArguments, read_state_dict
+from holdfast._protocol.call import Call, begin_call, whole_step
+from holdfast._run.folder import RunFolder
+from holdfast._saving.job import SaveJob
+from holdfast._store.base import replace_file
+from holdfast._store.local import open_store
+from holdfast._store.run_folder import committed_steps
+from holdfast.errors import HoldfastError
+
+log = logging.getLogger("holdfast")
+
+
+class Checkpoints(RunFolder):
+    """The iterations of one run, `run/iter_0000010/` and so on, as Megatron-LM names them.
+
+    Only after a commit, `latest_checkpointed_iteration.txt` is written: it names the newest committed
+    iteration. `keep` is the number of committed iterations that stay (None: all). The other arguments are
+    those of `holdfast.Checkpoints`.
+    """
+
+    megatron = True
+
+    def save(
+        self,
+        iteration: int,
+        sharded_state_dict: mcore.StateDict,
+        *,
+        content_metadata: mcore.StateDict | None = None,
+    ) -> Pending | None:
+        """Save an iteration: copy its state, and return. `committed()` of the result waits for the commit.
+
+        As in `holdfast.Checkpoints.save`, at most `in_flight` saves run at a time.
+        """
+        iteration = whole_step(iteration)
+
+        def make(call: Call) -> SaveJob:
+            return read_state_dict(
+                self._folder(iteration),
+                StateArguments(sharded_state_dict, content_metadata),
+                call,
+                step=iteration,
+                grid=self._job.grid,
+                options=self._job.options,
+                permit=partial(self._permit, call),
+                after=lambda: self._committed(iteration),
+            )
+
+        return self._save(make, iteration)
+
+    def load(
+        self,
+        sharded_state_dict: mcore.StateDict,
+        iteration: int | None = None,
+        *,
+        strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
+        fallback: bool = True,
+    ) -> Any:
+        """Load the newest committed iteration, or the given one; return as `load`, or None if there is none.
+
+        All ranks load the same one. If it is damaged, the one before it is loaded, with a warning, unless
+        `fallback=False` or an iteration was given.
+        """
+        return self._load(
+            lambda store, _, call: load_state(store, sharded_state_dict, strict, call, self._job.options),
+            iteration,
+            fallback,
+        )
+
+    def export_hf(
+        self,
+        iteration: int,
+        out: str | os.PathLike[str],
+        *,
+        like: str | os.PathLike[str],
+        dtype: str | None = None,
+        strict: bool = True,
+    ) -> ExportReport:
+        """Export an iteration's weights to a folder that transformers loads.
+
+        All ranks call it. Each writes some of the files completely; there is no gathering and no collective.
+        Waits first for saves that still run, which may include this iteration. Arguments and errors: as in
+        `holdfast.huggingface.export`.
+        """
+        iteration = whole_step(iteration)
+        self._settle()
+        call = begin_call(self._job)
+        return run_export(
+            self._folder(iteration), open_store(like), open_store(out), call, dtype=dtype, strict=strict
+        )
+
+    def _committed(self, iteration: int) -> None:
+        # The tracker comes last: it must only name folders that frameworks take for a checkpoint.
+        mark(self._folder(iteration))
+        self._retire(iteration)
+        with self._tidying:
+            # Not always this one: with several saves in flight, a newer one may have been committed before.
+            newest = max(committed_steps(self.store), default=iteration)
+            try:
+                replace_file(self.store, TRACKER, str(newest).encode())
+            except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
+                log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)

@@ -1,0 +1,168 @@
+"""Replacing functions of other packages by ours, now or when their module is imported, and putting them back.
+
+A function is replaced where it is defined. Modules that have bound it by `from ... import` are found through
+`sys.modules` and get the new one, too. Another object that bound the old one before (a closure, a `partial`,
+an instance) still calls it: so frameworks are told to call `install()` first.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import wrapt
+
+log = logging.getLogger("holdfast")
+MakeReplacement = Callable[[Callable[..., object]], Callable[..., object]]
+"""Takes the original function, and returns its replacement."""
+F = TypeVar("F")
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One function of another package, and how to make its replacement."""
+
+    module: str
+    """The module that defines it."""
+    name: str
+    """Its name there; for a method with the class, as in `DistributedOptimizer.load_state_dict`."""
+    part: str
+    """The part of `install` that it belongs to; parts can be switched off."""
+    make: MakeReplacement
+    optional: bool = False
+    """Some versions do not have it; then it is not reported as missing."""
+    adds: bool = False
+    """The package calls this name if it exists, and does not define it itself. Such a one is `optional`."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass
+class AppliedReplacement:
+    """A replacement that was made in this process."""
+
+    replacement: Replacement
+    target: object
+    """The module or class whose attribute it is."""
+    attribute: str
+    before: object
+    """The value in the target itself; `_ABSENT` if it came from a base class or did not exist."""
+    original: object
+    new: object
+
+
+_ABSENT = object()
+ORIGINAL = "holdfast_original"
+"""The attribute of a replacement that holds the original."""
+
+
+class Patches:
+    """The replacements of one `install`. Modules that are not imported yet are patched at their import."""
+
+    def __init__(self) -> None:
+        self.done: list[AppliedReplacement] = []
+        self.missing: list[Replacement] = []
+        """Replacements whose module is imported and has no such name."""
+        self._wanted: dict[str, list[Replacement]] = {}
+        self._active = True
+        # Reentrant: making a replacement may import another module that is waited for.
+        self._lock = threading.RLock()
+
+    def begin(self, replacements: Iterable[Replacement]) -> None:
+        """Replace functions of imported modules now, and of others at their import."""
+        for replacement in replacements:
+            self._wanted.setdefault(replacement.module, []).append(replacement)
+        for module in self._wanted:
+            # For an imported module the hook runs at once. Hooks can't be removed: see `_active`.
+            wrapt.register_post_import_hook(self._on_import, module)
+        # Only for modules that were imported before: later ones bind the new functions by themselves.
+        _rebind([(done.original, done.new) for done in self.done if done.original is not None])
+
+    @property
+    def waiting(self) -> list[str]:
+        return [module for module in self._wanted if module not in sys.modules]
+
+    def _on_import(self, module: types.ModuleType) -> None:
+        with self._lock:
+            # This hook belongs to an installation that was undone.
+            if not self._active:
+                return
+            known = {id(done.replacement) for done in self.done}
+            for replacement in self._wanted.get(module.__name__, ()):
+                if id(replacement) in known:
+                    continue  # the module is imported again (importlib.reload)
+                try:
+                    self._replace(module, replacement)
+                except Exception as error:  # a framework's import must not fail because of Holdfast
+                    self.missing.append(replacement)
+                    log.warning("%s could not be replaced: %s: %s", replacement, type(error).__name__, error)
+
+    def _replace(self, module: types.ModuleType, replacement: Replacement) -> None:
+        *path, attribute = replacement.name.split(".")
+        target: object = module
+        for part in path:
+            target = getattr(target, part, None)
+        # Statically, because getattr would bind a classmethod, and `_made` must see that it is one.
+        raw = inspect.getattr_static(target, attribute, None) if target is not None else None
+        # This version does not have it, or defines itself what was to be added.
+        if target is None or (raw is None) != replacement.adds:
+            if not replacement.optional:
+                self.missing.append(replacement)
+            return
+        # A method of a base class is replaced in the derived class; `undo` must remove it there.
+        before = vars(target).get(attribute, _ABSENT)
+        new = _made(raw, replacement.make)
+        setattr(target, attribute, new)
+        self.done.append(AppliedReplacement(replacement, target, attribute, before, raw, new))
+
+    def undo(self) -> None:
+        """Put the originals back, also in modules that have bound a new function since."""
+        with self._lock:
+            self._active = False
+            # In reverse order, because two replacements may have the same name.
+            for done in reversed(self.done):
+                if done.before is _ABSENT:
+                    delattr(done.target, done.attribute)
+                else:
+                    setattr(done.target, done.attribute, done.before)
+            _rebind([(done.new, done.original) for done in self.done if done.original is not None])
+            self.done.clear()
+
+
+def _made(raw: object, make: MakeReplacement) -> object:
+    """Make the replacement of a function; a static or class method stays one."""
+    if isinstance(raw, staticmethod | classmethod):
+        return type(raw)(make(raw.__func__))
+    new = make(raw)  # type: ignore[arg-type]
+    setattr(new, ORIGINAL, raw)
+    return new
+
+
+def original_of(function: F) -> F:
+    """Return the original of a replaced function, or the function itself."""
+    while hasattr(function, ORIGINAL):
+        function = getattr(function, ORIGINAL)
+    return function
+
+
+def _rebind(pairs: list[tuple[object, object]]) -> None:
+    """Replace old by new in all modules, for each pair."""
+    new_of = {id(old): new for old, new in pairs}
+    # Copies of this dict and of each namespace, because another thread may import meanwhile.
+    modules: dict[str, object] = dict(sys.modules)  # some packages put other objects there
+    for module in modules.values() if pairs else ():
+        if not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            new = value
+            while id(new) in new_of:  # a replacement may itself be replaced
+                new = new_of[id(new)]
+            if new is not value:
+                setattr(module, key, new)

@@ -1,0 +1,106 @@
+"""Replacements for `torch.distributed.checkpoint` inside a framework's own save and load.
+
+They act only inside guarded functions; elsewhere a program that calls DCP gets DCP. What `holdfast.dcp` would
+refuse (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+from holdfast._format.torch_objects import Allowed, allowing
+from holdfast._integrations.guard import is_guarded, note_committed
+from holdfast._integrations.patching import MakeReplacement, Replacement
+from holdfast._integrations.reporting import warn_once
+from holdfast._integrations.settings import Settings
+from holdfast._state.live import StateDict
+from holdfast.errors import BadInput
+
+_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
+
+
+def replacements(settings: Settings) -> Iterator[Replacement]:
+    """Yield replacements of DCP's public functions, with the deprecated ones that frameworks still call."""
+    for module, name, ours in (
+        (_SAVER, "save", "save"),
+        (_SAVER, "async_save", "async_save"),
+        (_SAVER, "save_state_dict", "save"),
+        (_LOADER, "load", "load"),
+        (_LOADER, "load_state_dict", "load"),
+    ):
+        yield Replacement(module, name, "checkpoints", _inside(ours, settings), optional=True)
+
+
+def _inside(name: str, settings: Settings) -> MakeReplacement:
+    """Make a function that calls ours when guarded, and DCP's elsewhere and for what only DCP can do."""
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        @wraps(original)
+        def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
+            if not is_guarded():
+                return original(state_dict, *args, **named)
+            # Imported here: `install` must not import torch DCP into programs that don't use it.
+            from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+            from holdfast._integrations import dcp, dcp_arguments
+
+            # The deprecated functions also take other arguments by position.
+            given = dict(zip(_POSITIONAL[original.__name__], args, strict=False)) | named
+            objects = {key: given[key] for key in dcp_arguments.TAKES[name] if key in given}
+            try:
+                dcp_arguments.understand(name, given.get("checkpoint_id"), **objects)
+            except BadInput as error:
+                # The framework gives this argument, and its user can't remove it (docs/decisions/0016).
+                warn_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
+                return original(state_dict, *args, **named)
+            how: dict[str, Any] = {
+                **objects,
+                "checkpoint_id": given.get("checkpoint_id"),
+                "process_group": given.get("process_group"),
+                "no_dist": given.get("no_dist", False),
+                # A process group already says who takes part; giving both is an error.
+                "job": settings.of_a_call(anyone=given.get("process_group") is not None),
+            }
+            if name == "load":
+                with allowing(_enumerations()):
+                    return dcp.load(state_dict, **how)
+            how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
+            with allowing(_enumerations()):
+                if name == "async_save":
+                    made = dcp.async_save(state_dict, **how)
+                    # DCP returns a Future, or with a stager an AsyncSaveResponse; torchtitan asserts which.
+                    if given.get("async_stager"):
+                        return AsyncSaveResponse(made.staging_completion, made)  # type: ignore[arg-type]
+                    return made
+                report = dcp.save(state_dict, **how)
+            # Not for an asynchronous save, which is committed only at its end.
+            note_committed(report.path)
+            return report
+
+        return call
+
+    return make
+
+
+def _enumerations() -> tuple[Allowed, ...]:
+    """Return megatron-core's enumerations, which its `args` contain; none if it is not imported."""
+    if "megatron.core" not in sys.modules:
+        return ()
+    from holdfast._integrations.megatron import mcore
+
+    return mcore.safe_types()
+
+
+_POSITIONAL = {
+    # DCP accepts the writer or reader by position, with a warning (`_api_bc_check`).
+    "save": ("storage_writer",),
+    "async_save": (),
+    "load": ("storage_reader",),
+    "save_state_dict": ("storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
+    "load_state_dict": ("storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
+}
+"""Arguments that DCP takes by position after the state."""

@@ -1,0 +1,278 @@
+"""Write one rank's data files: stream, hash and sync. No torch, so the writer process can do it.
+
+Bytes go from their memory to the file in batches that are small enough to be hashed and written while in
+cache. A file is `header | chunks | embedded index`. The header's content is known in advance. Only the
+digests are not, and they are in the embedded index at the end, so a file is written from front to back.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdfast._format.columns import Array, Columns
+from holdfast._format.container import encode_header
+from holdfast._format.digest import block_counts, digest, digest_many
+from holdfast._format.index import encode
+from holdfast._format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
+from holdfast._io.host_memory import ReportBytes
+from holdfast._io.stream import ChunkSource, stream_chunks
+from holdfast._layout.tensor import DTYPES
+from holdfast._options import Options
+from holdfast._plan.merge import reordered
+from holdfast._plan.shard_table import PlannedRows, SavePlan, ShardTable
+from holdfast._store.base import Store, Writer
+
+CHUNKS_PER_FILE = 200_000
+"""Limit of chunks, so that the header stays below DATA_HEADER_BYTES with names of up to 400 bytes."""
+
+
+About = dict[str, Any]
+"""Metadata of a data file: attempt, step, grid, notes, ranks. JSON values."""
+Witnessed = dict[tuple[int, bytes], tuple[int, int]]
+"""(block, digest) of witnesses, by `witness_key`."""
+
+
+def split_files(plan: SavePlan, options: Options) -> list[tuple[int, int]]:
+    """Return the rows (start, stop) of each file: consecutive chunks up to `max_file_bytes`, at least one,
+    and not more than a header can list. Every rank has a file, because a rank without chunks still reports
+    names and witnesses."""
+    nbytes, limit = plan.chunks.nbytes, options.max_file_bytes
+    ends = np.cumsum(nbytes)
+    cuts, start = [], 0
+    while start < len(nbytes):
+        before = int(ends[start - 1]) if start else 0
+        # A chunk that exceeds the limit gets its own file, because a chunk is never split over files.
+        stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
+        stop = min(stop, start + CHUNKS_PER_FILE)
+        cuts.append((start, stop))
+        start = stop
+    return cuts or [(0, 0)]
+
+
+class WriteRequest(NamedTuple):
+    """What one rank must write."""
+
+    store: Store
+    table: ShardTable
+    plan: SavePlan
+    about: About
+    """Metadata of the files: attempt, step, grid, notes, ranks."""
+    options: Options
+    progress: ReportBytes
+    witnessed: Witnessed = {}  # noqa: RUF012 (never changed)
+    """Digests already computed of shards that other ranks write."""
+    only: int | None = None
+    """Write just the file of this number."""
+
+
+def write_files(request: WriteRequest) -> list[WrittenFile]:
+    """Write all files of the plan. On failure no file remains."""
+    store, plan = request.store, request.plan
+    cuts = split_files(plan, request.options)
+    files: list[WrittenFile] = []
+    for part, (start, stop) in enumerate(cuts):
+        if request.only not in (None, part):
+            continue
+        writer = None
+        try:
+            name = data_file(request.about["attempt"], request.table.rank, part)
+            writer = store.create(name)
+            chunks = PlannedRows(*(column[start:stop] for column in plan.chunks))
+            files.append(_write_file(writer, request, chunks, name, (part, len(cuts))))
+            writer.finish()
+        except BaseException:
+            if writer is not None:
+                writer.discard()
+            discard(store, [file.name for file in files])
+            raise
+    return files
+
+
+def discard(store: Store, names: list[str]) -> None:
+    """Delete this rank's files of a failed save, and their folder if it is then empty. Never raises."""
+    for name in [*names, DATA]:
+        with suppress(Exception):
+            store.delete(name)
+
+
+def _write_file(
+    writer: Writer, request: WriteRequest, chunks: PlannedRows, name: str, number: tuple[int, int]
+) -> WrittenFile:
+    """Write one data file. number: which of how many.
+
+    `chunks`, `starts`, `digests` and `sums` are in the order of the file (widest elements first, see
+    `plan_save`), `columns` in that of an index (by name and offset); `order` maps one to the other.
+    """
+    table, plan, (part, parts) = request.table, request.plan, number
+    about = request.about | {"rank": table.rank, "part": part, "parts": parts}
+    first = part == 0
+    columns, order = embedded_columns(table, plan, chunks, name, first)
+    # With a deferred offset the index of an element, and so its weight, is not known yet.
+    if request.options.fingerprint and not any(table.deferred):
+        columns.fingerprint_first = np.zeros(len(order), "<u8")
+        columns.fingerprint_second = np.zeros(len(order), "<u8")
+    # Encoded once without positions and digests, because its size determines all positions.
+    embedded_size = len(encode(columns, about))
+    header = encode_header(
+        _entries(table, chunks, embedded_size), {"format": FORMAT, "rank": str(table.rank)}
+    )
+    starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
+    index_start = len(header) + int(chunks.nbytes.sum())
+    columns.position[:] = starts[order]
+    columns.file_size[:] = index_start + embedded_size
+
+    writer.write_at(0, [header])
+    sums = np.zeros((len(order), 2), np.uint64) if len(columns.fingerprint_first) else None
+    threads, progress = request.options.writer_threads, request.progress
+    digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums)
+    if sums is not None:
+        columns.fingerprint_first[:], columns.fingerprint_second[:] = sums[order].T
+    columns.digests[:] = reordered(digests, block_counts(chunks.nbytes, chunks.block), order)
+    if first:
+        _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
+    embedded = encode(columns, about)
+    assert len(embedded) == embedded_size, "an embedded index must not change its size"
+    writer.write_at(index_start, [embedded])
+    return WrittenFile(name, index_start + embedded_size, index_start, embedded_size)
+
+
+def embedded_columns(
+    table: ShardTable, plan: SavePlan, chunks: PlannedRows, name: str, first: bool
+) -> tuple[Columns, Array]:
+    """Return the embedded index without positions and digests, and the order of the chunks in it."""
+    names = np.asarray([spec.name for spec in table.specs], dtype=object)
+    if first:
+        # Also the tensors that this rank witnesses, and those of which its shard is empty: the commit
+        # compares their shapes, and an empty shard has no chunk and no witness.
+        empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
+        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
+    else:
+        listed = np.unique(chunks.row)
+    sorted_names, head, place = np.unique(names[listed], return_index=True, return_inverse=True)
+    rows = listed[head].tolist()
+    tensor_of_row = np.full(len(table), -1, np.int64)
+    tensor_of_row[listed] = place
+    tensor = tensor_of_row[chunks.row]
+    # By tensor, then by offset, as in any index; in the file, chunks are ordered by the width of elements.
+    order = np.lexsort((*chunks.offset.T[::-1], tensor))
+    arrays = table.arrays()
+    counts = np.bincount(tensor, minlength=len(rows))
+    blocks = block_counts(chunks.nbytes, chunks.block)
+    witnesses = plan.witnesses if first else PlannedRows(*(column[:0] for column in plan.witnesses))
+    late_of_row, late = _deferred_rows(table, np.flatnonzero(tensor_of_row >= 0))
+    columns = Columns(
+        names=sorted_names.tolist(),
+        dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
+        kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
+        ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
+        shape=arrays.shape[rows].astype("<i8"),
+        chunk_end=np.cumsum(counts, dtype="<i8"),
+        offset=chunks.offset[order].astype("<i8"),
+        size=chunks.size[order].astype("<i8"),
+        file=np.zeros(len(order), "<i4"),
+        position=np.zeros(len(order), "<i8"),
+        block=chunks.block[order].astype("<i8"),
+        digest_end=np.cumsum(blocks[order], dtype="<i8"),
+        digests=np.zeros(int(blocks.sum()), "<u8"),
+        file_names=[name],
+        file_size=np.zeros(1, "<i8"),
+        file_rank=np.asarray([table.rank], "<i4"),
+        witness_tensor=tensor_of_row[witnesses.row].astype("<i8"),
+        witness_offset=witnesses.offset.astype("<i8"),
+        witness_size=witnesses.size.astype("<i8"),
+        witness_block=np.zeros(len(witnesses.row), "<i8"),
+        witness_digest=np.zeros(len(witnesses.row), "<u8"),
+        late_tensor=tensor_of_row[late[:, 0]],
+        late_axis=late[:, 1],
+        late_lane=late[:, 2],
+        late_position=late[:, 3],
+        late_length=late[:, 4],
+        late_start=late[:, 5],
+        chunk_late=late_of_row[chunks.row][order],
+        witness_late=late_of_row[witnesses.row],
+    )
+    return columns, order
+
+
+def _deferred_rows(table: ShardTable, rows: Array) -> tuple[Array, Array]:
+    """Return for every row of the shard table its index among the deferred rows, or -1; and the deferred rows
+    of `rows`, each as (row, *DeferredOffset)."""
+    late = [(row, *offset) for row in rows.tolist() if (offset := table.deferred[row]) is not None]
+    deferred = np.asarray(late, "<i8").reshape(-1, 6)
+    number = np.full(len(table), -1, "<i8")
+    number[deferred[:, 0]] = np.arange(len(deferred))
+    return number, deferred
+
+
+def _entries(
+    table: ShardTable, chunks: PlannedRows, embedded: int
+) -> list[tuple[str, str, tuple[int, ...], int, int]]:
+    """Return the header's rows. A chunk that is a whole tensor has the tensor's name."""
+    rows = []
+    ends = np.cumsum(chunks.nbytes).tolist()
+    starts = [0, *ends[:-1]] if ends else []
+    offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
+    taken: set[str] = set()
+    for index, row in enumerate(chunks.row.tolist()):
+        spec = table.specs[row]
+        ndim = len(spec.shape)
+        shape = tuple(sizes[index][len(sizes[index]) - ndim :])
+        name = spec.name
+        if shape != spec.shape:
+            begin: list[int | str] = offsets[index][len(offsets[index]) - ndim :]
+            late = table.deferred[row]
+            if late is not None and late.start == -1:
+                begin[late.axis] = f"?{begin[late.axis]}"  # relative to the start of the shard
+            name = name_of_chunk(name, begin)
+        # A tensor may have the name of a part of another one (`w@0,4`), and safetensors requires unique
+        # names.
+        while name in taken or name == EMBEDDED or name == "__metadata__":
+            name += "'"
+        taken.add(name)
+        dtype = DTYPES[spec.dtype]
+        rows.append(
+            (
+                name,
+                dtype.tag,
+                shape if dtype.extra == 1 else (*shape, dtype.extra),
+                starts[index],
+                ends[index],
+            )
+        )
+    end = ends[-1] if ends else 0
+    rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
+    return rows
+
+
+def _fill_witnesses(
+    columns: Columns, table: ShardTable, plan: SavePlan, witnessed: Witnessed, progress: ReportBytes
+) -> None:
+    for index in range(len(plan.witnesses.row)):
+        # An asynchronous save digests them when it copies, because the writer process has no copy of them.
+        known = witnessed.get(witness_key(plan, index))
+        columns.witness_block[index], columns.witness_digest[index] = known or witness(table, plan, index)
+        if index % 64 == 0:
+            progress(0)  # digesting moves no bytes, but the rank is not stalled
+
+
+def witness_key(plan: SavePlan, index: int) -> tuple[int, bytes]:
+    """Return the key of a witness of a plan: its row and its offset."""
+    return int(plan.witnesses.row[index]), plan.witnesses.offset[index].tobytes()
+
+
+def witness(table: ShardTable, plan: SavePlan, index: int) -> tuple[int, int]:
+    """Digest a box that another rank writes. Return (-1, the digest of all digests), or (block, its digest).
+
+    By default one block is compared. Its number is computed from the offset, so all ranks choose the same.
+    """
+    seen = plan.witnesses
+    count = int(block_counts(seen.nbytes[index : index + 1], seen.block[index : index + 1])[0])
+    source = ChunkSource(table, seen, index, int(seen.nbytes[index]), int(seen.block[index]))
+    if plan.witness_full[index]:
+        blocks = [digest(source.one_block(number)) for number in range(count)]
+        return -1, digest_many(np.asarray(blocks, "<u8"))
+    wanted = digest(seen.offset[index].tobytes()) % count
+    return wanted, digest(source.one_block(wanted))

@@ -1,0 +1,84 @@
+"""Read verified bytes of stored tensors into memory, without torch, to inspect, compare or convert them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from holdfast._format import objects
+from holdfast._format.columns import Array, Columns
+from holdfast._format.limits import bounded_memory
+from holdfast._io.file_reader import plan_read, read_into
+from holdfast._io.host_memory import HostMemory
+from holdfast._io.open_checkpoint import open_source
+from holdfast._io.source import Source
+from holdfast._layout.box import Box, from_flat_range, whole
+from holdfast._layout.tensor import DTYPES, TensorSpec, listed
+from holdfast._plan.agreement import what
+from holdfast._plan.shard_table import ShardTable
+from holdfast._store.base import Store
+from holdfast.errors import MissingTensors, ShapeMismatch
+
+SLAB = 64 << 20
+"""Bytes that are inspected or compared at once, so that memory stays bounded."""
+
+
+def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
+    """Return the bytes of a box of the single tensor in `columns`, every block verified."""
+    spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
+    memory = HostMemory(box, DTYPES[spec.dtype].size)
+    if box.volume:
+        # Read as a shard of a rank, so that it goes through the same reader as a load.
+        table = ShardTable()
+        table.add(spec, box, (0, 1), False, memory)
+        plan = plan_read(table, np.zeros(1, np.int64), columns, where)
+        read_into(store, table, columns, plan, 1, lambda moved: None)
+    return memory.array.reshape(-1)
+
+
+def read_all(store: Store, columns: Columns, where: str) -> bytes:
+    """Return all bytes of the single tensor (or object) in `columns`."""
+    return read_box(store, columns, whole(columns.shape_of(0)), where).tobytes()
+
+
+def read_object(store: Store, name: str) -> object:
+    """Return an object of a committed checkpoint by its name, or None if there is none of that name."""
+    with open_source(store) as index:
+        row = index.find_one(name)
+        if row < 0:
+            return None
+        columns, where = index.select(np.asarray([row])), index.where
+        prefix = index.object_prefix
+    with bounded_memory(f"The object {name!r} of {where}"):
+        return objects.decode(prefix + read_all(store, columns, where), name)
+
+
+def fill_rows(store: Store, source: Source, table: ShardTable, threads: int = 1) -> None:
+    """Read and verify what fills the rows of a shard table. They have the names that `source` has."""
+    rows = source.find([spec.name for spec in table.specs])
+    if (rows < 0).any():
+        missing = sorted({table.specs[row].name for row in np.flatnonzero(rows < 0).tolist()})
+        raise MissingTensors(
+            f"{source.where} does not hold {listed(missing)}.", details={"missing": missing[:100]}
+        )
+    chosen, position = np.unique(rows, return_inverse=True)
+    columns = source.select(chosen)
+    for spec, row in zip(table.specs, position.tolist(), strict=True):
+        stored = int(columns.kind[row]), int(columns.dtype[row]), columns.shape_of(row)
+        if stored != (spec.kind, spec.dtype, spec.shape):
+            raise ShapeMismatch(
+                f"{source.where} holds {spec.name!r} as {what(*stored)}, and "
+                f"{what(spec.kind, spec.dtype, spec.shape)} is wanted.",
+                details={"tensor": spec.name},
+            )
+    plan = plan_read(table, position, columns, source.where)
+    read_into(store, table, columns, plan, threads, lambda moved: None)
+
+
+def slabs(box: Box, itemsize: int, limit: int = SLAB) -> Iterator[Box]:
+    """Yield pieces of a box of at most `limit` bytes, in row-major order."""
+    step = max(limit // itemsize, 1)
+    for low in range(0, box.volume, step):
+        for part in from_flat_range(box.shape, low, min(low + step, box.volume)):
+            yield Box(tuple(a + b for a, b in zip(part.offset, box.offset, strict=True)), part.shape)

@@ -1,0 +1,61 @@
+"""Read boxes of tensors by name from any folder that can be loaded, for comparing and converting, where there
+is no state to fill."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._io.raw_read import fill_rows, slabs
+from holdfast._io.source import Source, rows_of
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import DTYPES, TensorSpec
+from holdfast._plan.shard_table import ShardTable
+from holdfast._state.memory import TensorMemory, torch_dtype
+from holdfast._store.base import Store
+
+
+class Wanted(NamedTuple):
+    """A box of a tensor."""
+
+    spec: TensorSpec
+    """As it is stored; for a published model also as megatron-core would have it."""
+    box: Box
+    dtype: int
+    """The code (`DTYPES`) of the dtype that the elements are wanted in."""
+
+
+def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[list[torch.Tensor], set[str]]:
+    """Read and verify the elements of boxes. Return also the names of the stored tensors that they come from.
+
+    Raises MissingTensors for a name that is not there, ShapeMismatch for another shape or dtype.
+    """
+    table, buffers = ShardTable(), []
+    for one in wanted:
+        stored = torch_dtype(one.spec.dtype)
+        buffers.append(torch.empty(one.box.shape, dtype=torch_dtype(one.dtype)))
+        table.add(one.spec, one.box, (0, 1), False, TensorMemory(buffers[-1], stored))
+    rows = rows_of(source, table, range(len(table)))
+    for row in rows.blank:
+        buffers[row].zero_()
+    fill_rows(store, source, rows.table)
+    return buffers, {spec.name for spec in rows.table.specs}
+
+
+def are_equal(store: Store, source: Source, names: Sequence[str], tick: Callable[[], None]) -> bool:
+    """Return whether tensors have the same dtype, shape and elements. tick: called after each part."""
+    columns = source.select(np.sort(source.find(names)))
+    codes, shapes = columns.dtype.tolist(), list(map(columns.shape_of, range(len(names))))
+    specs = [TensorSpec(*row) for row in zip(columns.names, codes, shapes, strict=True)]
+    if len({spec[1:] for spec in specs}) > 1:
+        return False
+    for part in slabs(whole(shapes[0]), DTYPES[codes[0]].size):
+        tensors, _ = read_boxes(store, source, [Wanted(spec, part, spec.dtype) for spec in specs])
+        x, *others = (tensor.reshape(-1).view(torch.uint8) for tensor in tensors)
+        if not all(torch.equal(x, other) for other in others):
+            return False
+        tick()
+    return True

@@ -1,0 +1,84 @@
+"""Put what a load has read into a state: each target gets exactly its own bytes, and autograd is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from holdfast._io.file_reader import ReadPlan
+from holdfast._plan.shard_table import ShardTable
+from holdfast._state.leaf import Leaf
+from holdfast._state.live import LiveSource
+from holdfast._state.memory import count_changes
+from holdfast._state.subclasses import is_sharded_tensor
+from holdfast.errors import HoldfastError, LoadFailed
+
+
+def check_filled(table: ShardTable, plan: ReadPlan) -> None:
+    """Refuse a plan that leaves elements of a target unwritten, or writes some twice."""
+    wanted = plan.pairs.wanted
+    planned = np.zeros(len(table), np.int64)
+    # A row may have several pairs: `planned[wanted] += ...` would count only the last of them.
+    np.add.at(planned, wanted, np.prod(plan.pairs.size, axis=1))
+    needed = np.prod(table.arrays().size, axis=1)
+    # Sums are enough: `plan_read` has refused chunks that overlap, so no element is counted twice.
+    wrong = np.flatnonzero(planned != needed)
+    if len(wrong):
+        row = int(wrong[0])
+        raise LoadFailed(
+            f"{table.specs[row].name!r} would get {int(planned[row])} elements, and has {int(needed[row])} "
+            f"on rank {table.rank}.",
+            hint="This is a defect of Holdfast; nothing was read into the state.",
+        )
+
+
+def announce(table: ShardTable, leaves: Iterable[Leaf]) -> None:
+    """Tell autograd which tensors are about to change, before the first byte is written."""
+    count_changes(_tensors(table, leaves))
+
+
+def _tensors(table: ShardTable, leaves: Iterable[Leaf]) -> Iterator[torch.Tensor]:
+    for memory in table.memory:
+        tensor = getattr(memory, "tensor", None)
+        if tensor is not None:
+            yield tensor
+    for leaf in leaves:  # a DTensor or a wrapper has a version counter apart from its inner tensors
+        if isinstance(leaf.value, torch.Tensor) and not is_sharded_tensor(leaf.value):
+            yield leaf.value
+        if leaf.outer is not None:
+            yield leaf.outer
+
+
+def give_back(
+    leaves: Sequence[Leaf],
+    filled: Iterable[int],
+    objects: Mapping[int, object],
+    built: Iterable[tuple[Leaf, object]],
+) -> None:
+    """Put objects and created values into the state; then notify the live containers. Tensors are there
+    already.
+
+    filled: indices of the leaves that were filled. objects: the objects that were read, by index of leaf.
+    built: leaves, and the created values that take their place.
+    """
+    for index, value in objects.items():
+        leaves[index].put(value)
+    sources: dict[int, LiveSource | None] = {}
+    # A leaf of several boxes is listed several times. A source has many leaves, and is notified once, at the
+    # end.
+    for index in dict.fromkeys(filled):
+        leaf = leaves[index]
+        if leaf.made:
+            leaf.put(leaf.value)
+        sources[id(leaf.source)] = leaf.source
+    for leaf, value in built:
+        leaf.put(value)
+    for source in sources.values():
+        try:
+            if source is not None:
+                source.loaded()
+        except HoldfastError as error:
+            error.hint = f"{error.hint} Other ranks don't know of this.".strip()
+            raise

@@ -1,0 +1,163 @@
+"""Plan the load of one rank: which rows of its state the checkpoint fills, and with which of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from holdfast._format.columns import Array, Columns
+from holdfast._format.limits import bounded_memory
+from holdfast._io.file_reader import ReadPlan, plan_read
+from holdfast._io.source import Source, rows_of
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
+from holdfast._loading.filling import check_filled
+from holdfast._loading.lazy_state import LazyStates, refuse_empty
+from holdfast._loading.request import LoadRequest
+from holdfast._plan.agreement import what
+from holdfast._plan.shard_table import Memory, ShardTable, describe
+from holdfast._state.leaf import Leaf
+from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
+from holdfast.errors import MissingTensors, ShapeMismatch
+
+
+class LoadPlan(NamedTuple):
+    """What a rank reads of a checkpoint, and what that fills."""
+
+    wanted: ShardTable
+    """The rows that are read, with names, shapes and dtypes as they are stored."""
+    filled: list[int]
+    """Per row of `wanted`, the leaf that it fills."""
+    blank: list[torch.Tensor]
+    """Tensors that the checkpoint fills only in part; the rest becomes zero."""
+    found: Array
+    """Rows of the checkpoint's index that are read, ascending."""
+    columns: Columns
+    """The same, as columns."""
+    reads: ReadPlan
+    lazy: LazyStates
+    missing: tuple[str, ...]
+    """Names that the checkpoint lacks, and an optimizer's that stay without a state."""
+    rows_asked: int
+    names_stored: int
+    step: Any
+
+
+def plan_load(
+    index: Source, request: LoadRequest, leaves: list[Leaf], state: ShardTable, owner: Sequence[int]
+) -> LoadPlan:
+    """Plan what fills the rows of a state. No data is read: errors are found before the first byte goes into
+    the state.
+
+    leaves: those of states that an optimizer lacks are added. owner: per row, its leaf.
+    """
+    table, owners, partly = rows_of(index, state, owner)
+    lazy = LazyStates(request.store.url, leaves, owners, table, request.call.participants)
+    # Create what the state lacks first: it adds rows to the table, which are then filled like others.
+    lazy.look(index, request.patterns, request.strict)
+    rows = index.find([spec.name for spec in table.specs])
+    of_row = [leaves[leaf] for leaf in owners]
+    missing, rows_asked = _check_missing(request, index, table, of_row, np.flatnonzero(rows < 0).tolist())
+    # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
+    keep = np.flatnonzero(rows >= 0).tolist()
+    found, position = np.unique(rows[keep], return_inverse=True)
+    columns = index.select(found)
+    wanted = ShardTable(table.rank)
+    blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
+    kinds, dtypes = columns.kind.tolist(), columns.dtype.tolist()
+    for row, at in zip(keep, position.tolist(), strict=True):
+        spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
+        stored = TensorSpec(spec.name, dtypes[at], columns.shape_of(at), kinds[at])
+        if spec.kind == OBJECT == stored.kind:
+            assert isinstance(memory, BytesMemory)
+            # The length comes from the file, and may be forged.
+            with bounded_memory(f"The object {spec.name!r} of {request.store.url}"):
+                memory.resize(stored.shape[0])
+            wanted.add(spec._replace(shape=stored.shape), whole(stored.shape), (0, 1), True, memory)
+            continue
+        fitted, part, target = _fit(spec, box, memory, stored, of_row[row])
+        if part is not box:
+            blank.append(memory.tensor)  # type: ignore[attr-defined]
+        wanted.add(fitted, part, (0, 1), False, target)
+    reads = plan_read(wanted, position, columns, index.where, index.fetched_for)
+    check_filled(wanted, reads)
+    return LoadPlan(
+        wanted,
+        [owners[row] for row in keep],
+        blank,
+        found,
+        columns,
+        reads,
+        lazy,
+        (*lazy.missing, *missing),
+        rows_asked,
+        index.tensors,
+        index.about.get("step"),
+    )
+
+
+def _check_missing(
+    request: LoadRequest, index: Source, table: ShardTable, of_row: list[Leaf], gone: list[int]
+) -> tuple[list[str], int]:
+    """Refuse rows that the checkpoint lacks, unless they are optional. Return the names of those that are
+    left out, and how many rows ask for something."""
+    gone = [row for row in gone if not of_row[row].optional]
+    empty = [table.specs[row].name for row in gone if of_row[row].is_empty()]
+    refuse_empty(request.store.url, empty, index)
+    names = list(dict.fromkeys(table.specs[row].name for row in gone if not of_row[row].is_empty()))
+    if names and request.strict:
+        # All names are read for this error only, to show the nearest one to each.
+        have = index.names()
+
+        def say(name: str) -> str:
+            near = nearest(name, have)
+            return f"{name!r}" + (f" (nearest: {near!r})" if near else "")
+
+        raise MissingTensors(
+            f"{request.store.url} does not hold {len(names)} of the names in the state: "
+            f"{listed(names, say)}.",
+            hint=f"It holds {index.tensors} names; leave these out of the load, or pass "
+            f"{request.lenient} to load the others.",
+            details={"missing": names[:100]},
+        )
+    return names, len(table) - len(empty)
+
+
+def _fit(
+    spec: TensorSpec, box: Box, memory: Memory, stored: TensorSpec, leaf: Leaf
+) -> tuple[TensorSpec, Box, Memory]:
+    """Return the row that a stored tensor fills. Raises ShapeMismatch if it does not fit."""
+    if spec.kind == TENSOR == stored.kind and (leaf.converts or leaf.fits):
+        assert isinstance(memory, TensorMemory)
+        if leaf.converts and spec.dtype != stored.dtype:
+            # Read as it is stored and converted on the way in, so never directly into its memory.
+            memory = TensorMemory(memory.tensor, torch_dtype(stored.dtype))
+            spec = spec._replace(dtype=stored.dtype)
+        if leaf.fits and spec.shape != stored.shape and len(spec.shape) == len(stored.shape):
+            spec, box, memory = _overlap(spec, box, memory, stored.shape)
+    if spec != stored:
+        raise ShapeMismatch(
+            f"{spec.name!r}: the checkpoint holds {what(stored.kind, stored.dtype, stored.shape)}, the state "
+            f"wants {describe(spec)}.",
+            hint=f"{KINDS[stored.kind]} and {KINDS[spec.kind]} can't be exchanged."
+            if spec.kind != stored.kind
+            else "Build the model as it was saved, or leave this name out of the load.",
+            details={"tensor": spec.name},
+        )
+    return spec, box, memory
+
+
+def _overlap(
+    spec: TensorSpec, box: Box, memory: TensorMemory, shape: Dims
+) -> tuple[TensorSpec, Box, TensorMemory]:
+    """Return the part of a shard that a stored tensor of another shape fills; the rest is zeroed."""
+    nothing = Box((0,) * len(shape), (0,) * len(shape))
+    # A row without elements stays: the name counts as found, and nothing is read for it.
+    common = box.intersect(whole(shape)) or nothing
+    part = memory.tensor.detach()
+    if common.volume:
+        part = part[common.relative_to(box.offset).slices()]
+    return spec._replace(shape=shape), common, TensorMemory(part, memory.stored)

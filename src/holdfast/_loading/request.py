@@ -1,0 +1,65 @@
+"""The arguments of a load, checked once, and its report: the same for plain, DCP and Megatron loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast._layout.tensor import Patterns
+from holdfast._options import Options
+from holdfast._protocol.call import Call, check_names
+from holdfast._state.leaf import Flat
+from holdfast._store.base import Store
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did on this rank."""
+
+    path: str
+    step: int | None
+    tensors: int
+    """Names that were filled, objects included."""
+    bytes_needed: int
+    """Bytes of the checkpoint's tensors that this rank needs."""
+    bytes_read: int
+    """Bytes that this rank read, the index included."""
+    seconds: float
+    missing: tuple[str, ...] = ()
+    """Names that the state has and the checkpoint does not: they kept their values (strict=False), or an
+    optimizer still has no state under them."""
+    unasked: tuple[str, ...] = ()
+    """Weights of a published model that no rank has asked for; they are also logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What a load of this rank was asked for.
+
+    collect: returns the leaves of the state for a rank. What it raises is reported to the other ranks.
+    signature: what else distinguishes this call from others on the same folder; the same on all ranks.
+    left_out: names of a published model's weights that this rank does not ask for on purpose.
+    may_be_left: whether another weight may be asked for by no rank, the same on all; others fail the load.
+    lenient: how the caller's function is told to load what is there, for an error about names that are not.
+    The other fields are the arguments of `holdfast.load`.
+    """
+
+    store: Store
+    collect: Callable[[int], Flat]
+    call: Call
+    include: Sequence[str] | None = None
+    exclude: Sequence[str] | None = None
+    strict: bool = True
+    options: Options = field(default_factory=Options)
+    signature: object = None
+    left_out: frozenset[str] = frozenset()
+    may_be_left: Callable[[str], bool] = lambda name: True
+    lenient: str = "strict=False"
+
+    def __post_init__(self) -> None:
+        check_names(include=self.include, exclude=self.exclude)
+
+    @property
+    def patterns(self) -> Patterns:
+        return self.include, self.exclude

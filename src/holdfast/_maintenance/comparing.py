@@ -1,0 +1,101 @@
+"""What `same` and `diff` have in common: data files are checked, elements are compared slab by slab, so that
+memory stays bounded whatever the size of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast._format.columns import Array, runs
+from holdfast._io.raw_read import slabs
+from holdfast._layout.box import Box
+from holdfast._maintenance.reindex import LeftOut, look
+from holdfast._store.base import NotFound, Store
+from holdfast.errors import CorruptCheckpoint
+
+
+class Elements(NamedTuple):
+    """The elements of a box in the dtype of a comparison."""
+
+    data: Array
+    """Their bytes."""
+    lost: Array | None = None
+    """By element, whether the cast to that dtype made it infinite or zero; None if it did so to none."""
+
+
+class Difference(NamedTuple):
+    """A box in which two places differ."""
+
+    box: Box
+    a: Elements
+    b: Elements
+
+    def by_element(self) -> Array:
+        """Return for each element, row-major, whether it differs."""
+        # By bytes, so that NaN equals itself, and -0.0 differs from 0.0.
+        rows = self.box.volume
+        differ: Array = (self.a.data.reshape(rows, -1) != self.b.data.reshape(rows, -1)).any(axis=1)
+        for lost in (self.a.lost, self.b.lost):
+            differ = differ if lost is None else differ | lost
+        return differ
+
+
+def differences(box: Box, itemsize: int, *reads: Callable[[Box], Elements]) -> Iterator[Difference]:
+    """Compare a box, which `reads` read from either place. Yield the slabs that differ."""
+    for part in slabs(box, itemsize):
+        a, b = (read(part) for read in reads)
+        if a.lost is not None or b.lost is not None or not np.array_equal(a.data, b.data):
+            yield Difference(part, a, b)
+
+
+def check_files(store: Store, files: Iterable[tuple[str, int]], embedded: bool = False) -> None:
+    """Raise CorruptCheckpoint unless the data files of an index are there, of these sizes: what an index says
+    of its data is true only of these files.
+
+    embedded: read their embedded indexes too, which tell whether they are of the same save as the index.
+    """
+    for name, size in files:
+        problem = ""
+        try:
+            with closing(store.open(name)) as reader:
+                actual = reader.size
+            if actual != size:
+                problem = f"has {actual} bytes, but was written with {size}"
+            elif embedded and isinstance(file := look(store, name), LeftOut):
+                problem = f"is not the file that the fingerprints are of: {file.why}"
+        except NotFound:
+            problem = "is missing"
+        if problem:
+            raise CorruptCheckpoint(
+                f"{store.url} can't be compared: its data file {name} {problem}.",
+                hint=f"`holdfast verify {store.url}` shows all that is damaged.",
+                details={"file": name},
+            )
+
+
+def differing_boxes(differ: Array, box: Box) -> Iterator[Box]:
+    """Return boxes that hold every element that differs.
+
+    For each index of the leading axes these are runs of rows, from the first column that differs to the last.
+
+    differ: for each element of `box`, row-major, whether it differs.
+    """
+    if not box.shape:
+        if differ.any():
+            yield box
+        return
+    *lead, rows, width = (1, *box.shape) if len(box.shape) == 1 else box.shape
+    differ = differ.reshape(-1, rows, width)
+    for number in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
+        place = tuple(int(index) for index in np.unravel_index(number, lead)) if lead else ()
+        part = differ[number]
+        for first, last in runs(np.flatnonzero(part.any(axis=1)).tolist()):
+            columns = np.flatnonzero(part[first : last + 1].any(axis=0))
+            low, high = int(columns[0]), int(columns[-1]) + 1
+            offset, shape = (*place, first, low), (*(1,) * len(place), last + 1 - first, high - low)
+            if len(box.shape) == 1:
+                offset, shape = (low,), (high - low,)
+            yield Box(tuple(a + b for a, b in zip(offset, box.offset, strict=True)), shape)

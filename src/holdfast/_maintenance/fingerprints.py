@@ -1,0 +1,226 @@
+"""Take fingerprints of a live state from sums that each rank makes of its shards, without a gather.
+
+If several ranks have declared copies of a shard, the first of them sums it. Undeclared rows, such as plain
+tensors of data-parallel ranks, are summed by every rank that has them, and must be the same on all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from holdfast._format.digest import digest, hex_digest
+from holdfast._format.fingerprint import box_sums, nothing, text_of
+from holdfast._format.names import is_weight
+from holdfast._io.raw_read import slabs
+from holdfast._layout.box import Box
+from holdfast._layout.coverage import first_problem
+from holdfast._layout.tensor import DTYPES, OBJECT, Dims
+from holdfast._plan.agreement import what
+from holdfast._plan.shard_table import ShardTable, contiguous_at
+from holdfast._protocol.call import Call, begin_call
+from holdfast._protocol.job import Job
+from holdfast._protocol.messages import from_roster
+from holdfast._protocol.operation import read_state
+from holdfast._protocol.task import CollectiveTask
+from holdfast._state.flatten import build_shard_table, flatten, select
+from holdfast._state.leaf import Flat
+from holdfast._state.memory import CallerStreams
+from holdfast._values import Buffer, Message
+from holdfast.errors import BadInput, CoverageError, ReplicaMismatch
+
+_SLAB = 16 << 20
+"""Bytes that are copied from a device, or made row-major, at a time."""
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """128 bits of a tensor that do not depend on its layout over ranks."""
+
+    dtype: str
+    shape: Dims
+    """Of the whole tensor."""
+    value: str
+    """32 hex digits."""
+
+
+def fingerprint(
+    state_dict: Mapping[str, object],
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    job: Job | None = None,
+) -> dict[str, Fingerprint]:
+    """Take the fingerprints of all weights of a state, in any layout over ranks.
+
+    All participants call it, and all get the same result. It issues no collective, and gathers no weights.
+    Equal weights have equal fingerprints on any number of ranks. A save with `Options(fingerprint=True)`
+    stores the same fingerprints in the index.
+
+    state_dict: nested dict, as `holdfast.save` takes it. Optimizer state and objects are left out.
+    include, exclude: shell patterns of names; `model` means everything under it.
+    job: who takes part, and deadlines (`holdfast.Job`).
+
+    Raises BadInput for arguments and state, ReplicaMismatch where ranks hold different things under one name,
+    CoverageError for a tensor of which a part is on no rank, RankFailed and DeadlineExceeded for other ranks.
+    """
+    return fingerprint_leaves(lambda rank: flatten(state_dict, rank), begin_call(job), include, exclude)
+
+
+def fingerprint_leaves(
+    collect: Callable[[int], Flat],
+    call: Call,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+) -> dict[str, Fingerprint]:
+    """Take the fingerprints of the leaves that `collect` returns for a rank."""
+    task = _Task(call)
+
+    def read() -> None:
+        leaves = select(collect(call.rank).leaves, include, exclude)
+        task.take(build_shard_table(leaves, call.rank, call.participants)[0])
+
+    task.collect_error = read_state(read, call.rank)
+    return msgspec.convert(task.run(), dict[str, Fingerprint])
+
+
+_Row = tuple[str, Dims, Dims, int, int]
+"""Name, box, both sums."""
+
+
+class _RankSums(msgspec.Struct):
+    specs: dict[str, tuple[int, Dims]]
+    """Dtype and shape of what it holds, by name."""
+    rows: list[_Row]
+
+
+class _Task(CollectiveTask):
+    kind = "fingerprint"
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("fingerprint of the state", "memory:fingerprint", call)
+        self._report = _RankSums({}, [])
+        self._undeclared: list[_Row] = []
+
+    def take(self, table: ShardTable) -> None:
+        if any(late is not None for late in table.deferred):
+            raise BadInput(
+                "The offsets of some shards are known to all ranks together only; such a state has no "
+                "fingerprint."
+            )
+        self._table = table
+        self._streams = CallerStreams(table)  # on the caller's thread, whose streams these are
+
+    # -- calls of the protocol ----------------------------------------------------------------------
+
+    def contribute(self) -> Message:
+        self._streams.wait()
+        for row, (spec, box) in enumerate(zip(self._table.specs, self._table.boxes, strict=True)):
+            if spec.kind == OBJECT or not is_weight(spec.name):
+                continue
+            self._report.specs[spec.name] = (spec.dtype, spec.shape)
+            replica = self._table.replicas[row]
+            if replica is None:
+                self._undeclared.append((spec.name, box.offset, box.shape, *self._sums(row)))
+            elif replica[0] == 0:
+                self._report.rows.append((spec.name, box.offset, box.shape, *self._sums(row)))
+        # A digest in place of the rows, because mostly all ranks have the same rows.
+        return {"undeclared": hex_digest(digest(msgspec.json.encode(self._undeclared)))}
+
+    def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
+        first: dict[str, int] = {}
+        for rank, message in contributions.items():
+            first.setdefault(message["undeclared"], rank)
+        wanted = set(first.values())
+        return {rank: {"wanted": rank in wanted} for rank in contributions}
+
+    def execute(self, answer: Message) -> Message:
+        if answer["wanted"]:
+            self._report.rows += self._undeclared
+        message: Message = msgspec.to_builtins(self._report)
+        return message
+
+    def finish(self, reports: dict[int, Message]) -> Message:
+        whole = _Whole()
+        for rank, message in reports.items():
+            whole.add(rank, from_roster(message, _RankSums, rank))
+        answer: Message = msgspec.to_builtins(whole.result())
+        return answer
+
+    def _sums(self, row: int) -> tuple[int, int]:
+        spec, box, memory = self._table.specs[row], self._table.boxes[row], self._table.memory[row]
+        itemsize = DTYPES[spec.dtype].size
+        sums = nothing()
+        for part in slabs(box, itemsize, _SLAB):
+            inside = part.relative_to(box.offset)
+            start = contiguous_at(box.shape, inside) if memory.address else None
+            if start is not None:  # without a copy
+                size = part.volume * itemsize
+                data: Buffer = (ctypes.c_ubyte * size).from_address(memory.address + start * itemsize)
+            else:
+                data = memoryview(bytearray(part.volume * itemsize))
+                memory.gather(inside, data)
+            sums += box_sums(data, itemsize, part)
+            self.operation.tick()
+        first, second = sums.tolist()
+        return first, second
+
+
+class _Whole:
+    """The sums of all ranks."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, tuple[int, tuple[int, Dims]]] = {}
+        """By name: the first rank that has it, and its dtype and shape there."""
+        self._sums: dict[str, dict[Box, tuple[int, tuple[int, int]]]] = {}
+        """By name and box: the first rank that has it, and its sums."""
+
+    def add(self, rank: int, rows: _RankSums) -> None:
+        for name, spec in rows.specs.items():
+            first, known = self._specs.setdefault(name, (rank, spec))
+            if known != spec:
+                raise ReplicaMismatch(
+                    f"Ranks disagree on {name!r}: rank {first} holds {what(0, *known)}, rank {rank} "
+                    f"{what(0, *spec)}.",
+                    rank=rank,
+                    details={"tensor": name, "ranks": [first, rank]},
+                )
+        for name, offset, shape, a, b in rows.rows:
+            first, sums = self._sums.setdefault(name, {}).setdefault(Box(offset, shape), (rank, (a, b)))
+            if sums != (a, b):
+                raise ReplicaMismatch(
+                    f"Ranks {first} and {rank} hold different elements of {name!r}.",
+                    rank=rank,
+                    hint="If every rank has its own value, give it a name of its own.",
+                    details={"tensor": name, "ranks": [first, rank]},
+                )
+
+    def result(self) -> dict[str, Fingerprint]:
+        fingerprints = {}
+        for name in sorted(self._specs):
+            rank, (dtype, shape) = self._specs[name]
+            boxes = self._sums.get(name, {})
+            self._check_covered(name, shape, [box for box in boxes if box.volume], rank)
+            sums = np.asarray([sums for _, sums in boxes.values()], np.uint64).reshape(-1, 2)
+            value = text_of(sums.sum(axis=0, dtype=np.uint64))
+            fingerprints[name] = Fingerprint(DTYPES[dtype].name, shape, value)
+        return fingerprints
+
+    def _check_covered(self, name: str, shape: Dims, boxes: list[Box], rank: int) -> None:
+        dims = max(len(shape), 1)
+        problem = first_problem(
+            np.asarray([shape or (1,)], np.int64),
+            np.zeros(len(boxes), np.int64),
+            np.asarray([box.offset or (0,) for box in boxes], np.int64).reshape(-1, dims),
+            np.asarray([box.shape or (1,) for box in boxes], np.int64).reshape(-1, dims),
+        )
+        if problem is not None:
+            raise CoverageError(
+                f"The ranks together do not hold {name!r} of shape {list(shape)} just once: {problem.kind} "
+                f"from index {list(problem.place)} on.",
+                rank=rank,
+                hint="Every rank that holds a part must take part, and declare what it holds.",
+                details={"tensor": name},
+            )

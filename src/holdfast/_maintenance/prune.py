@@ -1,0 +1,215 @@
+"""Remove files that no index names, and old steps if asked; never what may still be needed.
+
+These rules keep it safe:
+- A folder is listed before its index is read, so the index names a file that is committed in between.
+- Files that no index names are removed only if the youngest of their folder is old enough. Ranks of a running
+  save finish at different times, and all its files must stay.
+- A step whose index can't be read is not touched, because its files may be all that is left of it. Nor does
+  it count as one of the newest steps.
+- Links are not followed. Only files with names that Holdfast makes are removed, and only folders with the
+  names that it gives to steps.
+- The folder of another format's checkpoint stays.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast._format.names import DATA, INDEX, METADATA, is_named_by_save
+from holdfast._io.index_file import open_index
+from holdfast._store.base import FOLDERS, Folder, Store
+from holdfast._store.local import open_store
+from holdfast._store.publishing import HIDDEN
+from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step, surplus
+from holdfast.errors import BadInput, HoldfastError, NotCommitted
+
+HOUR = 3600.0
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """A file or step that was removed, or would be in a dry run."""
+
+    path: str
+    """Relative to the run folder."""
+    why: str
+    bytes: int
+
+
+class Skipped(msgspec.Struct, frozen=True):
+    """What was not removed although no index names it, or although it is old."""
+
+    path: str
+    why: str
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What `prune` did, or would do in a dry run."""
+
+    path: str
+    dry_run: bool
+    removed: tuple[Removed, ...]
+    skipped: tuple[Skipped, ...]
+    bytes_freed: int
+    kept: tuple[int, ...]
+    """Committed steps that stay."""
+
+
+class _Left(NamedTuple):
+    """A file that no index names."""
+
+    path: str
+    size: int
+    modified: float
+
+
+class _Sweep:
+    def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
+        self.store, self.dry_run = store, dry_run
+        # Only here are file times compared with a clock of this host (docs/failure-model.md, Clocks).
+        self.before = time.time() - older_than
+        self.removed: list[Removed] = []
+        self.skipped: list[Skipped] = []
+        self.good: dict[str, int] = {}
+        """Folders of the committed steps whose index can be read, with their step."""
+        self.busy: set[str] = set()
+        """Folders into which a save may be writing."""
+
+    def top(self) -> None:
+        """Remove files of the run folder itself that were never renamed into place."""
+        for name in self.store.list():
+            entry = self._stat(name) if name.startswith(HIDDEN) and not name.endswith("/") else None
+            if entry is not None and entry.modified <= self.before:
+                self._remove(entry, "it was never put in place")
+
+    def step(self, step: int, folder: str) -> None:
+        """Remove the left-overs of one step folder."""
+        if is_linked(self.store, folder):
+            self.skipped.append(Skipped(folder, "it is a link; what it leads to is not this run's to delete"))
+            return
+        # Listed before the index is read: otherwise a file that is committed in between would look like a
+        # left-over.
+        names = self._ours(folder)
+        try:
+            with open_index(self.store.child(folder)) as index:
+                named = {f"{folder}/{name}" for name in index.file_names()}
+                index.select()  # a step counts as committed only if all of its index can be read
+            self.good[folder] = step
+            why = "no index names it"
+        # Also raised for a checkpoint of torch DCP, of which only files with our names are considered.
+        except NotCommitted:
+            named, why = set(), "the step was never committed"
+        # The files may be all that is left of the step, and `reindex` may restore it.
+        except HoldfastError as error:
+            self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
+            return
+        left = [entry for name in names if name not in named and (entry := self._stat(name)) is not None]
+        # All or none: ranks of a running save finish at different times, so its first files may be old.
+        if any(entry.modified > self.before for entry in left):
+            self.busy.add(folder)
+            self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
+            return
+        for entry in left:
+            self._remove(entry, why)
+        if folder not in self.good:
+            self._remove_folder(folder, not left)
+
+    def _ours(self, folder: str) -> list[str]:
+        """List the files of a step folder that Holdfast made, without the index."""
+        names = [
+            f"{folder}/{DATA}/{name}"
+            for name in self.store.list(f"{folder}/{DATA}")
+            if is_named_by_save(name)
+        ]
+        top = [name for name in self.store.list(folder) if name.startswith(HIDDEN)]
+        return names + [f"{folder}/{name}" for name in top if not name.endswith("/")]
+
+    def _stat(self, path: str) -> _Left | None:
+        entry = self.store.stat(path)
+        return None if entry is None else _Left(path, entry.size, entry.modified)
+
+    def _remove(self, entry: _Left, why: str) -> None:
+        if not self.dry_run:
+            self.store.delete(entry.path)
+        self.removed.append(Removed(entry.path, why, entry.size))
+
+    def _remove_folder(self, folder: str, was_empty: bool) -> None:
+        """Remove a step folder that has no index and no other files; a new save creates it again."""
+        # An empty, young folder may be of a save that has just begun. A removal in it would have renewed its
+        # time, so the time counts only if nothing was removed here.
+        entry = self._stat(folder)
+        if was_empty and entry is not None and entry.modified > self.before:
+            self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
+            return
+        # In a dry run files that would be removed are still there, so they are subtracted by name.
+        foreign = set(self.store.list(folder)) - {f"{DATA}/"}
+        foreign |= set(self.store.list(f"{folder}/{DATA}"))
+        gone = {os.path.basename(item.path) for item in self.removed if item.path.startswith(folder + "/")}
+        if METADATA in foreign:
+            self.skipped.append(Skipped(folder, "it is a checkpoint of another format"))
+            return
+        if foreign - gone:
+            self.skipped.append(Skipped(folder, "it holds files that are not Holdfast's"))
+            return
+        if not is_spelled_as_ours(folder):
+            return
+        self.removed.append(Removed(folder, "the step was never committed", 0))
+        if not self.dry_run:
+            with suppress(HoldfastError):  # fails if a save begins right now, which keeps its folder
+                self.store.delete(f"{folder}/{DATA}")
+                self.store.delete(folder)
+
+    def old(self, keep: int) -> None:
+        """Remove committed steps beyond the newest `keep` that can be read."""
+        # `good` ascends by step, in the order of the visits. It has only steps that can be read, so a damaged
+        # newest step never displaces the last good one.
+        for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
+            if folder in self.busy:
+                continue  # reported already
+            size = sum(entry.size for name in self._all(folder) if (entry := self._stat(name)) is not None)
+            if not self.dry_run:
+                remove_step(self.store, folder)
+                if self.store.stat(f"{folder}/{INDEX}") is not None:
+                    self.skipped.append(Skipped(folder, "it is being read"))
+                    continue
+            # Also in a dry run: `kept` is what would be left.
+            del self.good[folder]
+            self.removed.append(Removed(folder, f"older than the newest {keep} committed", size))
+
+    def _all(self, folder: str) -> list[str]:
+        # Left-overs of the same folder were removed, and counted, before.
+        gone = {item.path for item in self.removed}
+        inside = self.store.list(f"{folder}/{DATA}")
+        names = [f"{folder}/{DATA}/{name}" for name in inside if not name.endswith("/")]
+        return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
+
+
+def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_run: bool = False) -> Pruned:
+    """Remove the left-overs of a run folder.
+
+    keep: also remove all but the newest `keep` committed steps. older_than: seconds; younger left-overs stay.
+    """
+    store = open_store(run)
+    entry = store.stat()
+    if entry is None or entry.kind not in FOLDERS:
+        raise BadInput(f"{store.url} " + ("does not exist." if entry is None else "is a file, not a folder."))
+    if INDEX in store.list():
+        raise BadInput(
+            f"{store.url} is a checkpoint, not a run folder.", hint="Give the folder that its steps lie in."
+        )
+    sweep = _Sweep(store, older_than, dry_run)
+    sweep.top()
+    for step, folder in all_step_folders(store):
+        try:
+            sweep.step(step, folder)
+        except HoldfastError as error:
+            sweep.skipped.append(Skipped(folder, error.message))
+    if keep is not None:
+        sweep.old(keep)
+    freed = sum(item.bytes for item in sweep.removed)
+    kept = tuple(dict.fromkeys(sweep.good.values()))
+    return Pruned(store.url, dry_run, tuple(sweep.removed), tuple(sweep.skipped), freed, kept)

@@ -1,0 +1,377 @@
+"""Compare the weights of two places, each a checkpoint in any layout, a published model, or a live state.
+
+If both places have fingerprints of a tensor, nothing is read but the indexes and the ends of data files,
+which tell whether these are the files of that index. Otherwise it is read slab by slab, with the name and
+shape that it has in the place that is no published model.
+
+Tensors of two floating-point dtypes are the same if the more exact one, cast to the other dtype, has the same
+bits, and the cast has lost no value: made none infinite, and none that is not zero zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from holdfast._format.columns import Array
+from holdfast._format.fingerprint import box_sums, nothing, text_of
+from holdfast._io.raw_read import slabs
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import (
+    CODE_OF,
+    DTYPES,
+    FLOATS,
+    TENSOR,
+    Dims,
+    TensorSpec,
+    is_selected,
+    less_exact,
+    refuse_text,
+)
+from holdfast._maintenance.comparing import Elements, differences, differing_boxes
+from holdfast._maintenance.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
+from holdfast._plan.agreement import what
+from holdfast._protocol.call import check_names
+from holdfast._state.memory import torch_dtype
+from holdfast._views import hub_format as hf
+from holdfast._views.published import published_regions
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+
+MOST_BOXES = 100
+"""Boxes that are reported per tensor, at most."""
+
+
+class Unlike(msgspec.Struct, frozen=True):
+    """A tensor that differs between the two places."""
+
+    name: str
+    a: str
+    """Its dtype and shape in that place, or why it can't be read; and whether values of the other place do
+    not fit into that dtype."""
+    b: str
+    boxes: tuple[tuple[Dims, Dims], ...] = ()
+    """Offset and shape of the first 100 boxes that differ; empty without `where=True`."""
+
+
+class Same(msgspec.Struct, frozen=True):
+    """The result of `same`."""
+
+    a: str
+    b: str
+    same: bool
+    """Whether every weight is in both places, and equal."""
+    equal: int
+    different: tuple[Unlike, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    converted: tuple[str, ...]
+    """Names whose dtypes differ; they were compared in the less exact dtype."""
+    rounded: dict[str, str]
+    """Names of `converted` whose more exact elements had to be rounded for this, and to which dtype."""
+    bytes_read: int
+    """Bytes of weights that were read; 0 if fingerprints were enough."""
+
+
+def same(
+    a: FolderOrFingerprints,
+    b: FolderOrFingerprints,
+    *,
+    where: bool = False,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    progress: Callable[[int], None] = lambda moved: None,
+) -> Same:
+    """Compare the weights in two places bit by bit. This process alone reads them.
+
+    Weights of two floating-point dtypes are compared in the less exact one. They are the same if only
+    rounding differs, which `rounded` tells; a value that became infinite, or zero, is a difference.
+
+    a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
+        the folder of a model that Hugging Face publishes, or the result of `fingerprint` on a live state.
+        If one is a published model, the other must have its names, megatron-core's or transformers'.
+    where: also find the boxes that differ.
+    include, exclude: shell patterns of names; `decoder.layers` means everything under it.
+    progress: called with the bytes read since the last call.
+
+    Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
+    Fingerprints stand for data files that are there, whole, and of the same save as the index; their data is
+    not read (`holdfast verify` does).
+
+    Raises BadInput if a place has no weights, or no table knows the model; NotCommitted, CorruptCheckpoint
+    and StorageError if a place can't be read.
+    """
+    check_names(include=include, exclude=exclude)
+    refuse_text(include=include, exclude=exclude)
+    with ExitStack() as opened:
+        first, second = (open_side(place, opened) for place in (a, b))
+        # A published model does not lead another kind of place, whose fused tensors have none of its names. A
+        # live state leads, because it determines what is read.
+        swapped = (first.published is not None and second.published is None) or (
+            isinstance(second, LiveSide) and not isinstance(first, LiveSide)
+        )
+        lead, other = (second, first) if swapped else (first, second)
+        work = _Comparison(lead, other, where, progress)
+        work.run(lambda name: is_selected(name, (include, exclude)))
+    only, unlike = work.only, work.unlike
+    if swapped:
+        only = only[::-1]
+        unlike = [Unlike(one.name, one.b, one.a, one.boxes) for one in unlike]
+    return Same(
+        first.where,
+        second.where,
+        not (only[0] or only[1] or unlike),
+        work.equal,
+        tuple(unlike),
+        tuple(sorted(only[0])),
+        tuple(sorted(only[1])),
+        tuple(work.converted),
+        work.rounded,
+        work.bytes_read,
+    )
+
+
+class _Region(NamedTuple):
+    box: Box
+    stored: tuple[int, int]
+    """Its dtype in each place."""
+    dtype: int
+    """Of the comparison."""
+
+
+class _Pair(NamedTuple):
+    """A tensor that is compared."""
+
+    specs: tuple[TensorSpec, TensorSpec]
+    """How it is read from each place."""
+    regions: tuple[_Region, ...]
+    """The boxes that are compared, all but padding."""
+    prints: tuple[str | None, str | None]
+    """Fingerprints of exactly these regions, where they are known."""
+
+
+class _Comparison:
+    """Compares the two sides, under the names of the side that leads."""
+
+    def __init__(self, lead: Side, other: Side, where: bool, progress: Callable[[int], None]) -> None:
+        self._lead, self._other = lead, other
+        self._where, self._progress = where, progress
+        self._view = other.published.view_if_known if other.published is not None else None
+        self.equal = self.bytes_read = 0
+        self.converted: list[str] = []
+        self.rounded: dict[str, str] = {}
+        self._lost: dict[str, None] = {}
+        """What the casts of the present tensor have made of values, in words."""
+        self.unlike: list[Unlike] = []
+        self.only: tuple[list[str], list[str]] = ([], [])
+
+    def run(self, keep: Callable[[str], bool]) -> None:
+        mine, theirs = self._lead.weights(), self._other.weights()
+        prints = self._lead.fingerprints(), self._other.fingerprints()
+        compared = 0
+        for name, spec in mine.items():
+            if not keep(name):
+                self._other.used |= self._parts(spec)  # these are excluded too
+                continue
+            compared += 1
+            if self._goes_with_its_tensor(name, mine, theirs):
+                continue
+            try:
+                pair = self._pair(spec, theirs.get(name), (prints[0].get(name), prints[1].get(name)))
+                if pair is not None:
+                    self._compare(pair)
+            except (BadInput, MissingTensors, ShapeMismatch) as error:  # from a published model
+                if isinstance(self._lead, LiveSide) and isinstance(error, BadInput):
+                    raise
+                self.unlike.append(Unlike(name, what(TENSOR, spec.dtype, spec.shape), error.message))
+                self._other.used |= self._parts(spec)  # reported already
+        left = [name for name in theirs if name not in mine and keep(name)]
+        if not compared and not left:
+            raise BadInput("Neither place has a weight that include= and exclude= leave.")
+        # Of a published model only tensors of which no tensor of the other side is made.
+        left = [name for name in left if name not in self._other.used and not self._is_scale(name)]
+        tied = self._other.published.tied if self._other.published is not None else None
+        if tied is not None and tied[0] in left:
+            left.remove(tied[0])
+            self._check_tie(theirs[tied[0]], theirs[tied[1]])
+        self.only[1].extend(left)
+
+    @staticmethod
+    def _goes_with_its_tensor(
+        name: str, mine: Mapping[str, TensorSpec], theirs: Mapping[str, TensorSpec]
+    ) -> bool:
+        """Return whether these are the scales of a tensor that the other place has without scales."""
+        base = name.removesuffix(hf.SCALES)
+        return base != name and name not in theirs and base in mine and base in theirs
+
+    def _is_scale(self, name: str) -> bool:
+        """Return whether these are the scales of a tensor that was compared."""
+        bases = (name.removesuffix(hf.SCALES), name.removesuffix("_scales") + "_blocks")
+        return any(base != name and base in self._other.used for base in bases)
+
+    def _check_tie(self, output: TensorSpec, embedding: TensorSpec) -> None:
+        """Check that the published output weight equals the embedding, in a model that ties them."""
+        if embedding[1:] == output[1:]:
+            region = _Region(whole(output.shape), (output.dtype, output.dtype), output.dtype)
+            pair = _Pair((embedding, output), (region,), (None, None))
+            if not self._elements(pair, self._other, self._other)[0]:
+                return
+        text = what(TENSOR, output.dtype, output.shape)
+        self.unlike.append(Unlike(output.name, "the embedding (tie_word_embeddings)", text))
+
+    def _parts(self, spec: TensorSpec) -> set[str]:
+        """Return the published tensors of which a tensor is made; none if its shape does not fit."""
+        if self._view is None or not self._view.knows(spec.name):
+            return set()
+        try:
+            segments = self._view.segments(spec.name, spec.shape, whole(spec.shape))
+            return {segment.name for segment in segments}
+        except (BadInput, ShapeMismatch):
+            return set()
+
+    def _pair(
+        self, spec: TensorSpec, theirs: TensorSpec | None, prints: tuple[str | None, str | None]
+    ) -> _Pair | None:
+        """Decide how to compare a tensor; None if it is already reported and needs no comparison."""
+        folder = self._other.published
+        if theirs is None and (folder is None or self._view is None or not self._view.knows(spec.name)):
+            self.only[0].append(spec.name)
+            return None
+        if theirs is not None:
+            mine, other = self._with_scales(spec, theirs)
+            stored = [(other.dtype, whole(other.shape))]
+        else:
+            assert folder is not None
+            mine, other, stored = spec, spec, published_regions(folder, spec)
+        dtypes = [less_exact(mine.dtype, dtype) for dtype, _ in stored]
+        if mine.shape != other.shape or None in dtypes:
+            texts = [what(TENSOR, one, two.shape) for one, two in ((mine.dtype, mine), (stored[0][0], other))]
+            self.unlike.append(Unlike(spec.name, texts[0], texts[1]))
+            return None
+        regions = [
+            _Region(box, (mine.dtype, had), dtype)
+            for dtype, (had, box) in zip(dtypes, stored, strict=True)
+            if dtype is not None
+        ]
+        if any(set(region.stored) != {region.dtype} for region in regions):
+            self.converted.append(spec.name)
+        if isinstance(self._lead, LiveSide):
+            if any(region.dtype != mine.dtype for region in regions):
+                raise _of_one_dtype(spec.name, mine.dtype, stored[0][0])
+            # A fingerprint of a live state includes its padding; zeros do not change it. Parts of several
+            # dtypes are read in the most exact of them.
+            had = min((had for had, _ in stored), key=(*FLOATS, *range(len(DTYPES))).index)
+            regions = [_Region(whole(mine.shape), (mine.dtype, had), mine.dtype)]
+        if theirs is None:
+            other = spec._replace(dtype=stored[0][0])
+        # A stored fingerprint covers the whole tensor in its stored dtype.
+        known = [
+            value
+            if as_read == as_stored
+            and [region[::2] for region in regions] == [(whole(as_read.shape), as_read.dtype)]
+            else None
+            for value, as_read, as_stored in zip(prints, (mine, other), (spec, theirs), strict=True)
+        ]
+        return _Pair((mine, other), tuple(regions), (known[0], known[1]))
+
+    def _with_scales(self, spec: TensorSpec, theirs: TensorSpec) -> tuple[TensorSpec, TensorSpec]:
+        """Return how both are read: as stored if their dtypes are equal, else scaled tensors as float32."""
+        if spec.dtype == theirs.dtype:
+            return spec, theirs
+        specs = [
+            one._replace(dtype=CODE_OF["float32"])
+            if side.published is not None and side.published.is_scaled(one.name)
+            else one
+            for side, one in ((self._lead, spec), (self._other, theirs))
+        ]
+        return specs[0], specs[1]
+
+    def _compare(self, pair: _Pair) -> None:
+        mine, theirs = pair.prints
+        differ, boxes = False, list[Box]()
+        self._lost.clear()
+        if mine is not None and theirs is not None:
+            differ = mine != theirs
+        elif mine is not None:
+            differ = self._sums(self._other, 1, pair) != mine
+        elif theirs is not None:
+            differ = self._sums(self._lead, 0, pair) != theirs
+        differ = differ or bool(self._lost)
+        if pair.prints == (None, None) or (differ and self._where):
+            differ, boxes = self._elements(pair, self._lead, self._other)
+        if not differ:
+            self.equal += 1
+            return
+        texts = [self._text(pair, place) for place in range(2)]
+        places = tuple((box.offset, box.shape) for box in boxes)
+        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], places))
+
+    def _text(self, pair: _Pair, place: int) -> str:
+        """Describe a tensor in one place, and which values of the other place it can't hold."""
+        spec = pair.specs[place]
+        text = what(TENSOR, spec.dtype, spec.shape)
+        if self._lost and all(region.stored[place] == region.dtype for region in pair.regions):
+            text += f", in which values of the other place {' or '.join(sorted(self._lost))}"
+        return text
+
+    def _sums(self, side: Side, place: int, pair: _Pair) -> str:
+        """Read a tensor of one side, and return its fingerprint."""
+        (region,) = pair.regions  # all of it, in one dtype
+        if isinstance(side, LiveSide):
+            raise _of_one_dtype(pair.specs[place].name, region.dtype, region.stored[place])
+        sums, itemsize = nothing(), DTYPES[region.dtype].size
+        for part in slabs(region.box, itemsize):
+            sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
+        return text_of(sums)
+
+    def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, list[Box]]:
+        """Return whether elements differ, and, if `where` was asked for, the boxes in which they do."""
+        folders = [side for side in sides if isinstance(side, FolderSide)]
+        if len(folders) < len(sides):  # of a live state only the fingerprint is known
+            return True, []
+        boxes: list[Box] = []
+        for region in pair.regions:
+            reads = [partial(self._read, side, place, pair, region) for place, side in enumerate(folders)]
+            for found in differences(region.box, DTYPES[region.dtype].size, *reads):
+                if self._where:
+                    boxes += islice(differing_boxes(found.by_element(), found.box), MOST_BOXES - len(boxes))
+                if not self._where or len(boxes) >= MOST_BOXES:
+                    return True, boxes
+        return bool(boxes), boxes
+
+    def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> Elements:
+        """Read a part of a region from a side, in the dtype of the comparison."""
+        stored = region.stored[place]
+        tensor = side.read(pair.specs[place], part, stored)
+        self.bytes_read += tensor.nbytes
+        self._progress(tensor.nbytes)
+        if stored == region.dtype:
+            return Elements(_bytes_of(tensor))
+        cast = tensor.to(torch_dtype(region.dtype))
+        infinite = cast.isinf() & ~tensor.isinf()
+        zero = (cast == 0) & (tensor != 0)
+        for mask, words in ((infinite, "become infinite"), (zero, "become zero")):
+            if mask.any():
+                self._lost[words] = None
+        if not (cast.to(tensor.dtype) == tensor)[~tensor.isnan()].all():
+            self.rounded[pair.specs[0].name] = DTYPES[region.dtype].name
+        lost = (infinite | zero).reshape(-1)
+        return Elements(_bytes_of(cast), lost.numpy() if lost.any() else None)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Array:
+    data: Array = tensor.reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def _of_one_dtype(name: str, live: int, other: int) -> BadInput:
+    return BadInput(
+        f"{name!r} is {DTYPES[live].name} in the live state, and {DTYPES[other].name} in the other place: "
+        f"fingerprints are of one dtype.",
+        hint="Save the state, and compare the checkpoint.",
+    )

@@ -1,0 +1,122 @@
+"""What `same` compares: a checkpoint, a published model, or the fingerprints of a live state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from holdfast._format.columns import Columns
+from holdfast._format.fingerprint import text_of
+from holdfast._format.index import Index
+from holdfast._format.names import is_weight
+from holdfast._io.open_checkpoint import open_source
+from holdfast._io.slice import Slice
+from holdfast._io.source import Source
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import CODE_OF, TENSOR, TensorSpec
+from holdfast._loading.boxes import Wanted, read_boxes
+from holdfast._maintenance.comparing import check_files
+from holdfast._maintenance.fingerprints import Fingerprint
+from holdfast._maintenance.target import checkpoint_at
+from holdfast._store.base import Folder, Store
+from holdfast._store.local import open_store
+from holdfast._views import hub_format as hf
+from holdfast._views.hugging_face import PublishedModel, weights_file
+from holdfast._views.sources import IndexedModel
+from holdfast.errors import BadInput, NotCommitted
+
+FolderOrFingerprints = Folder | Mapping[str, Fingerprint]
+
+
+class LiveSide:
+    """A state of which only fingerprints are known."""
+
+    where, published = "the live state", None
+
+    def __init__(self, known: Mapping[str, Fingerprint]) -> None:
+        self.used: set[str] = set()
+        self._known = known
+
+    def weights(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec(name, CODE_OF[one.dtype], one.shape) for name, one in self._known.items()}
+
+    def fingerprints(self) -> dict[str, str]:
+        return {name: one.value for name, one in self._known.items()}
+
+
+@dataclass
+class FolderSide:
+    """A checkpoint, or a published model."""
+
+    store: Store
+    source: Source
+    used: set[str] = field(default_factory=set)
+    """Names of stored tensors of which something was read."""
+
+    @property
+    def where(self) -> str:
+        return self.store.url
+
+    @property
+    def published(self) -> PublishedModel | None:
+        return self.source if isinstance(self.source, PublishedModel) else None
+
+    @cached_property
+    def _columns(self) -> Columns:
+        # With the scales of a published model, because elements mean nothing without them.
+        names = [name for name in self.source.names() if is_weight(name) and not hf.is_constant(name)]
+        return self.source.select(np.sort(self.source.find(names)))
+
+    def weights(self) -> dict[str, TensorSpec]:
+        """Return the specs of all weights, by name."""
+        columns = self._columns
+        specs = {
+            name: TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
+            for row, name in enumerate(columns.names)
+            if columns.kind[row] == TENSOR
+        }
+        if not specs:
+            raise BadInput(f"{self.store.url} holds no weights.")
+        return specs
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return the fingerprints that are known without reading, by name."""
+        index = self.source.index if isinstance(self.source, IndexedModel) else self.source
+        known = index.fingerprints() if isinstance(index, Index) else {}
+        if known:
+            columns = self._columns
+            used = np.unique(columns.file).tolist()
+            files = [(columns.file_names[file], int(columns.file_size[file])) for file in used]
+            check_files(self.store, files, embedded=True)
+        return {name: text_of(sums) for name, sums in known.items()}
+
+    def read(self, spec: TensorSpec, box: Box, dtype: int) -> torch.Tensor:
+        (tensor,), used = read_boxes(self.store, self.source, [Wanted(spec, box, dtype)])
+        self.used |= used
+        return tensor
+
+
+Side = LiveSide | FolderSide
+
+
+def open_side(place: FolderOrFingerprints, opened: ExitStack) -> Side:
+    if isinstance(place, Mapping):
+        if not all(isinstance(one, Fingerprint) for one in place.values()):
+            raise BadInput("A state is compared by what fingerprint(state) says of it.")
+        return LiveSide(place)
+    store: Store = open_store(place)
+    if weights_file(store) is None:
+        with suppress(NotCommitted):
+            store = checkpoint_at(place)  # of a run folder the newest step
+    source = opened.enter_context(open_source(store))
+    if isinstance(source, Slice):
+        raise BadInput(
+            f"{store.url} is what was fetched for {source.fetched_for}, a part of the weights.",
+            hint="Compare the folder that it was fetched from.",
+        )
+    return FolderSide(store, source)

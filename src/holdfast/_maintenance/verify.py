@@ -1,0 +1,163 @@
+"""Re-read a checkpoint and report all damage, not only the first.
+
+These are checked:
+
+- the index: every page against its digest, then that its rows are valid and tile every tensor;
+- each data file: that it exists, its size, and that its header lists exactly the chunks of the index;
+- each file's embedded index: its own digests, then that it agrees with the main index;
+- unless `quick`, every block of every chunk against its digest.
+
+These checks cover every byte of a checkpoint, so any flipped bit is reported. Damage of one file never hides
+that of another: what can't be read is a finding, and the check continues.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import msgspec
+import numpy as np
+
+from holdfast._format.columns import Columns, unpad
+from holdfast._format.container import read_header
+from holdfast._format.digest import digest
+from holdfast._format.index import PAGE, Index
+from holdfast._format.names import INDEX
+from holdfast._layout.coverage import first_problem
+from holdfast._maintenance.files_check import Damage, FilesCheck
+from holdfast._maintenance.target import checkpoint_or_run, number
+from holdfast._store.base import Folder, Reader, Store
+from holdfast._store.pins import Pin
+from holdfast._store.run_folder import own_steps
+from holdfast._values import ReportProgress
+from holdfast.errors import HoldfastError
+
+MOST_GAPS = 100
+"""Tensors that are not tiled are named up to this number."""
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """The findings of one checkpoint; it is whole if there are none."""
+
+    path: str
+    step: int | None
+    quick: bool
+    tensors: int
+    chunks: int
+    files: int
+    bytes_checked: int
+    """Bytes of data, without indexes and headers."""
+    seconds: float
+    whole: bool
+    damage: tuple[Damage, ...]
+
+
+class VerifiedRun(msgspec.Struct, frozen=True):
+    """The findings of the committed steps of a run."""
+
+    path: str
+    whole: bool
+    steps: tuple[Verified, ...]
+
+
+def verify(
+    path: Folder, quick: bool = False, threads: int = 1, progress: ReportProgress = lambda done, total: None
+) -> Verified | VerifiedRun:
+    """Check a checkpoint, or every committed step of a run folder."""
+    store, is_run = checkpoint_or_run(path)
+    steps: list[Verified] = []
+    # Without steps of other formats, because these have no digests.
+    for step in [store.child(folder) for folder in own_steps(store).values()] if is_run else [store]:
+        with closing(Pin(step)):
+            if not is_run or step.stat(INDEX) is not None:  # not removed as an old one since it was listed
+                steps.append(_verify(step, quick, threads, progress))
+    if not is_run:
+        return steps[0]
+    return VerifiedRun(store.url, all(step.whole for step in steps), tuple(steps))
+
+
+def _verify(store: Store, quick: bool, threads: int, progress: ReportProgress) -> Verified:
+    began, damage = time.monotonic(), list[Damage]()
+    opened = _open_index(store, damage)
+    if opened is None:
+        return Verified(store.url, None, quick, 0, 0, 0, 0, time.monotonic() - began, False, tuple(damage))
+    columns, step = opened
+    _coverage(columns, damage)
+    # Files before data, because `read` needs to know which files are missing or truncated.
+    check = FilesCheck(store, columns, step, damage)
+    for file in range(len(columns.file_names)):
+        check.file(file)
+    checked = 0 if quick else check.read(threads, progress)
+    return Verified(
+        store.url,
+        step,
+        quick,
+        len(columns.names),
+        len(columns.file),
+        len(columns.file_names),
+        checked,
+        time.monotonic() - began,
+        not damage,
+        tuple(damage),
+    )
+
+
+# -- the index ----------------------------------------------------------------------------
+
+
+def _open_index(store: Store, damage: list[Damage]) -> tuple[Columns, int | None] | None:
+    """Read all rows of the index, and its step. If it is damaged, add findings and return None."""
+    try:
+        with closing(store.open(INDEX)) as reader:
+            index = Index(reader.read, reader.size, f"{store.url}/{INDEX}")
+            # Lists all bad pages; `select` would raise at the first.
+            pages = list(_bad_pages(reader))
+            damage += pages
+            return None if pages else (index.select(), number(index.about.get("step")))
+    except HoldfastError as error:
+        damage.append(Damage(INDEX, error.message))
+        return None
+
+
+def _bad_pages(reader: Reader) -> Iterator[Damage]:
+    """Find the pages of an index that do not match their digest. The seal of the index was verified."""
+    header = read_header(reader.read, reader.size, INDEX)
+    start, stop = header.entries["pages"].data_offsets
+    digests = np.frombuffer(reader.read(header.data_start + start, stop - start), "<u8").tolist()
+    for page, wanted in enumerate(digests):
+        low, high = header.data_start + page * PAGE, header.data_start + min((page + 1) * PAGE, start)
+        if digest(reader.read(low, high - low)) != wanted:
+            yield Damage(INDEX, f"page {page} of the index does not match its digest", None, low, high)
+
+
+def _coverage(columns: Columns, damage: list[Damage]) -> None:
+    """Find tensors that are not tiled exactly once.
+
+    `first_problem` returns one tensor, so it is called again without that tensor.
+    """
+    kept = np.ones(len(columns.names), bool)
+    tensor = columns.tensor_of_chunk()
+    # Bounded, because each call checks all tensors that are left, and takes as long as in a commit.
+    while int((~kept).sum()) < MOST_GAPS:
+        rows, mine = np.flatnonzero(kept), kept[tensor]
+        renumber = np.cumsum(kept) - 1
+        problem = first_problem(
+            columns.shape[rows], renumber[tensor[mine]], columns.offset[mine], columns.size[mine]
+        )
+        if problem is None:
+            return
+        row = int(rows[problem.tensor])
+        place = list(unpad(np.asarray(problem.place), int(columns.ndim[row])))
+        damage.append(
+            Damage(
+                INDEX,
+                f"the chunks do not tile the tensor: {problem.kind} from {place} on",
+                columns.names[row],
+            )
+        )
+        kept[row] = False
+    damage.append(
+        Damage(INDEX, f"more than {MOST_GAPS} tensors are not tiled; the others were not looked at")
+    )

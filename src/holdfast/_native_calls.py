@@ -1,0 +1,61 @@
+"""Calls into torch's C++ on Holdfast's own threads.
+
+A thread that comes back from such a call while the interpreter is finalised aborts the process ("terminate
+called without an active exception"): pybind11 takes the GIL in a destructor, and the interpreter ends the
+thread there. So the end of the process waits until none is under way, and lets none begin after that. A call
+that does not return by then is left: it mostly waits for another host, and comes back when nothing is left.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LONGEST = 1.0
+"""Seconds that the end of the process waits for calls under way."""
+
+_changed = threading.Condition()
+_under_way = 0
+_closed = False
+
+
+@contextmanager
+def native_call() -> Iterator[None]:
+    """Wrap a call into torch's C++ that may be made beside the main thread. Raises RuntimeError once the
+    process is at its very end."""
+    global _under_way
+    if threading.current_thread() is threading.main_thread():
+        yield
+        return
+    with _changed:
+        if _closed:
+            raise RuntimeError("this process is at its end")
+        _under_way += 1
+    try:
+        yield
+    finally:
+        with _changed:
+            _under_way -= 1
+            _changed.notify_all()
+
+
+def _wait_for_calls() -> None:
+    """Wait for calls under way, and refuse later ones. An `atexit` handler, which runs after all that were
+    registered since this module was imported."""
+    global _closed
+    with _changed:
+        _closed = True
+        _changed.wait_for(lambda: not _under_way, LONGEST)
+
+
+def _forget() -> None:
+    """Reset in a fork, which has none of its parent's threads."""
+    global _changed, _under_way, _closed
+    _changed, _under_way, _closed = threading.Condition(), 0, False
+
+
+atexit.register(_wait_for_calls)
+os.register_at_fork(after_in_child=_forget)

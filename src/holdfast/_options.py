@@ -1,0 +1,148 @@
+"""Options with their defaults. The environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.errors import BadInput
+
+CHECKS = ("auto", "full", "sample", "off")
+MiB = 1 << 20
+INSTALL = "HOLDFAST_INSTALL"
+"""The variable by which `holdfast run` tells its processes to call `holdfast.install`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to write and read; the defaults suit a node with a few ranks a GPU or core."""
+
+    check_replicas: str = "auto"
+    """`full` hashes every replica (about 0.1 s a GB and core), `sample` one block of each tensor,
+    `off` none. `auto`: plain tensors in full, declared replicas (DTensor, Shard) by sample."""
+
+    writer_threads: int = 1
+    """Threads that hash and write (and read and verify) in this process."""
+
+    max_file_bytes: int = 64 << 30
+    """A rank's data file is continued in another one past this size."""
+
+    split_bytes: int = 1 * MiB
+    """Replicas share the writing of a shard in pieces of at least this size."""
+
+    columns: tuple[str, ...] = ()
+    """Patterns of names whose large matrices are stored as two to eight column panels, so that a
+    tensor-parallel slice along the last axis (Megatron's RowParallelLinear) reads only its own
+    bytes. It makes saving and loading those matrices unsliced about half as fast, so none by default."""
+
+    fingerprint: bool = False
+    """Note a fingerprint of every tensor in the index, which does not depend on the layout: `holdfast same`
+    then compares checkpoints without reading them. It is made of the bytes that are written, at 4 GB/s a
+    core."""
+
+    host_memory_budget: int | None = None
+    """Bytes of host memory that the copies of asynchronous saves may take together on this rank. A state
+    that is larger is copied in waves, each written before the next, and the call waits for the last copy; one
+    tensor that is larger is refused, with the numbers. None: no limit."""
+
+    retries: int = 0
+    """How often an asynchronous save that failed is tried again, on all ranks, before its deadline."""
+
+    keep_failed: bool = False
+    """Leave this rank's files of a failed save in place, for a post-mortem."""
+
+    def __post_init__(self) -> None:
+        if self.check_replicas not in CHECKS:
+            raise BadInput(f"check_replicas must be one of {CHECKS}, not {self.check_replicas!r}.")
+        if not isinstance(self.columns, tuple) or not all(
+            isinstance(pattern, str) for pattern in self.columns
+        ):
+            raise BadInput(f"columns must be a tuple of name patterns, not {self.columns!r}.")
+        least = {"writer_threads": 1, "max_file_bytes": 1, "split_bytes": 1, "retries": 0}
+        if self.host_memory_budget is not None:
+            least["host_memory_budget"] = 1
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            # bool is a subclass of int, but True is not a number of bytes.
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise BadInput(f"{name} must be a whole number of at least {smallest}, not {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the launcher tells this process, by torchrun's variables."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    """Differs between restarts of one job: torchrun keeps its store, and so old messages, across them."""
+    local_rank: int
+    store: tuple[str, int] | None
+    """Host and port of the message store."""
+    launcher_has_store: bool
+    """Does torchrun open that store, and not rank 0?"""
+    secret: str
+    """HOLDFAST_SECRET: the key that seals messages, for jobs whose message store strangers can reach."""
+    job: str
+    """A name that the launcher gives a job, which restarts of it keep; empty if it gives none."""
+    restarts: int
+    """How often the launcher has started this job again."""
+
+
+def read_environment() -> Environment:
+    """Read what torchrun says; without it, a world of one."""
+    try:
+        env = os.environ
+        run = f"{env.get('TORCHELASTIC_RUN_ID', '')}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # A variable may be set and empty.
+        host, port = env.get("MASTER_ADDR", ""), int(env.get("MASTER_PORT") or "0")
+        return Environment(
+            int(env.get("RANK", "0")),
+            int(env.get("WORLD_SIZE", "1")),
+            run,
+            int(env.get("LOCAL_RANK", env.get("RANK", "0"))),
+            (host, port) if host and port else None,
+            env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            env.get("HOLDFAST_SECRET", ""),
+            _job_of(env),
+            int(env.get("TORCHELASTIC_RESTART_COUNT") or env.get("SLURM_RESTART_COUNT") or "0"),
+        )
+    except ValueError as error:
+        raise BadInput(
+            "RANK, WORLD_SIZE, LOCAL_RANK and MASTER_PORT in the environment must be whole numbers "
+            f"({error})."
+        ) from None
+
+
+def _job_of(env: Mapping[str, str]) -> str:
+    """Return torchrun's run id or Slurm's job id, or "". torchrun's default run id, `none`, names no job."""
+    run = env.get("TORCHELASTIC_RUN_ID", "")
+    if run and run != "none":
+        return f"torchrun {run}"
+    return f"slurm {env['SLURM_JOB_ID']}" if env.get("SLURM_JOB_ID") else ""
+
+
+def read_install() -> dict[str, Any] | None:
+    """Read the arguments of `holdfast.install` that `holdfast run` gives its processes; None without it."""
+    text = os.environ.get(INSTALL, "")
+    if not text:
+        return None
+    with suppress(ValueError):
+        arguments = json.loads(text) if text != "1" else {}
+        if isinstance(arguments, dict):
+            return arguments
+    raise BadInput(f"{INSTALL} in the environment must be 1 or a JSON object of arguments, not {text!r}.")
+
+
+def encode_install(arguments: Mapping[str, object]) -> str:
+    """Encode arguments for `read_install`."""
+    return json.dumps(arguments)
+
+
+def all_variables() -> dict[str, str]:
+    """Return the whole environment, for checks that look for hazards in it."""
+    return dict(os.environ)

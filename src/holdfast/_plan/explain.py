@@ -1,0 +1,98 @@
+"""Explain which rank wrote which part of a tensor into which file, and which bytes a reader of a box needs.
+Pure.
+
+It follows the reader's rules: a block is read whole, because its digest covers all of it, and a block without
+wanted bytes is not read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from holdfast._format.columns import Columns, runs, unpad
+from holdfast._format.digest import hex_digest
+from holdfast._layout.box import Box
+from holdfast._plan.read import overlaps, touched_blocks
+
+
+class ChunkPart(msgspec.Struct, frozen=True):
+    """One chunk of a tensor, or the part of it that a reader needs."""
+
+    offset: tuple[int, ...]
+    """Offset of the chunk's box, or of the wanted part of it."""
+    shape: tuple[int, ...]
+    file: str
+    rank: int
+    start: int
+    """Bytes from the start of the file."""
+    stop: int
+    block: int
+    """Bytes that one digest covers."""
+    digests: tuple[str, ...]
+    ranges: tuple[tuple[int, int], ...]
+    """Byte ranges of the file to read: the whole chunk, or the blocks that a box touches."""
+
+
+def parts(columns: Columns, tensor: int) -> tuple[ChunkPart, ...]:
+    """Return all chunks of a tensor, in the order of the index."""
+    ndim = int(columns.ndim[tensor])
+    first = int(columns.chunk_end[tensor - 1]) if tensor else 0
+    nbytes = columns.chunk_bytes()
+    return tuple(
+        _part(columns, chunk, int(nbytes[chunk]), box, range(_blocks(columns, chunk)))
+        for chunk in range(first, int(columns.chunk_end[tensor]))
+        for box in [Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))]
+    )
+
+
+def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
+    """Return what a reader of `box` reads: one part per chunk that shares elements with it."""
+    ndim, dims = int(columns.ndim[tensor]), columns.dims
+    lead = dims - ndim
+    pairs = overlaps(
+        len(columns.names),
+        np.asarray([tensor]),
+        np.asarray([(0,) * lead + box.offset], np.int64).reshape(1, dims),
+        np.asarray([(1,) * lead + box.shape], np.int64).reshape(1, dims),
+        columns.tensor_of_chunk(),
+        columns.offset,
+        columns.size,
+    )
+    nbytes, itemsize = columns.chunk_bytes(), int(columns.itemsizes()[tensor])
+    out = []
+    for pair, chunk in enumerate(pairs.chunk.tolist()):
+        common = Box(unpad(pairs.offset[pair], ndim), unpad(pairs.size[pair], ndim))
+        inner = common.relative_to(unpad(columns.offset[chunk], ndim))
+        shape = unpad(columns.size[chunk], ndim)
+        blocks = touched_blocks(shape, inner, itemsize, int(columns.block[chunk])).tolist()
+        out.append(_part(columns, chunk, int(nbytes[chunk]), common, blocks))
+    return tuple(out)
+
+
+def _blocks(columns: Columns, chunk: int) -> int:
+    before = int(columns.digest_end[chunk - 1]) if chunk else 0
+    return int(columns.digest_end[chunk]) - before
+
+
+def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: range | list[int]) -> ChunkPart:
+    file, position, block = (
+        int(columns.file[chunk]),
+        int(columns.position[chunk]),
+        int(columns.block[chunk]),
+    )
+    base = int(columns.digest_end[chunk]) - _blocks(columns, chunk)
+    return ChunkPart(
+        offset=box.offset,
+        shape=box.shape,
+        file=columns.file_names[file],
+        rank=int(columns.file_rank[file]),
+        start=position,
+        stop=position + nbytes,
+        block=block,
+        digests=tuple(hex_digest(int(columns.digests[base + number])) for number in blocks),
+        ranges=tuple(
+            (position + first * block, position + min((last + 1) * block, nbytes))
+            for first, last in runs(blocks)
+        ),
+    )

@@ -1,0 +1,106 @@
+"""Plan which boxes one rank writes, and of which it only sends a digest, as a witness. Pure.
+
+Planning looks only at this rank's shards, so it costs O(own shards) in any world.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from holdfast._format.columns import Array, pad
+from holdfast._format.digest import block_sizes
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import matches
+from holdfast._options import Options
+from holdfast._plan.replicas import first_writer, shares
+from holdfast._plan.shard_table import PlannedRows, RowArrays, SavePlan, ShardTable
+
+PANELS = (8, 4, 2)
+PANEL_ROW = 256
+"""Minimum bytes per row of a column panel; shorter rows are not worth a scattered copy."""
+PANEL_CHUNK = 256 << 10
+"""Smaller chunks are not cut, because they are read whole anyway."""
+
+
+def first_axis_bytes(size: Array, nbytes: Array) -> Array:
+    """Return the bytes per row of each chunk, along its first axis longer than 1."""
+    first = np.argmax(size > 1, axis=1)
+    length = np.take_along_axis(size, first[:, None], axis=1)[:, 0]
+    return np.where(length > 0, nbytes // np.maximum(length, 1), 0)
+
+
+def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
+    """Plan a save from the rows and their agreed replicas, (index, count) each."""
+    arrays = table.arrays()
+    index, count = np.array(replicas, np.int64).reshape(-1, 2).T
+    unsharded = np.asarray(table.unsharded, bool)
+    check = options.check_replicas
+    # Empty boxes have no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, so no condition below selects
+    # it.
+    full = arrays.nbytes > 0
+    witness_all = np.full(len(table), check == "full") | ((check == "auto") & unsharded)
+    # Below twice `split_bytes`, `cut` returns one part.
+    in_one_piece = full & (count > 1) & (arrays.nbytes < 2 * options.split_bytes) & ~witness_all
+    # The rule of `plan.replicas.shares` again, as array code for rows of one piece: they are most rows of a
+    # mixture of experts, and a loop over them is too slow. Change both together.
+    whole = np.flatnonzero(in_one_piece)
+    first = [first_writer(table.specs[row].name, table.boxes[row], int(count[row])) for row in whole.tolist()]
+    distance = (index[whole] - np.asarray(first, np.int64)) % count[whole]
+    written: list[tuple[int, Box]] = []
+    seen: list[tuple[int, Box]] = []
+    for row in np.flatnonzero(full & (count > 1) & ~in_one_piece).tolist():
+        name, box, nbytes = table.specs[row].name, table.boxes[row], int(arrays.nbytes[row])
+        for part, writes in shares(
+            name, box, nbytes, replicas[row], options.split_bytes, bool(witness_all[row])
+        ):
+            if writes or check != "off":
+                (written if writes else seen).append((row, part))
+    patterns = options.columns
+    wide = np.asarray(
+        [any(matches(spec.name, one) for one in patterns) for spec in table.specs if patterns], bool
+    )
+    alone = np.concatenate([np.flatnonzero(full & (count == 1)), whole[distance == 0]])
+    chunks = _panels(*_boxes(arrays, alone, written), arrays.itemsize, wide)
+    # Distance 1: the replica after the writer, which `shares` would choose as witness.
+    beside = whole[distance == 1] if check != "off" else whole[:0]
+    # Cut like chunks, because a digest is compared with that of exactly the same box.
+    witnesses = _panels(*_boxes(arrays, beside, seen), arrays.itemsize, wide)
+    # File order: widest elements first, so that every chunk is aligned without gaps.
+    order = np.argsort(-arrays.itemsize[chunks.row], kind="stable")
+    in_order = PlannedRows(*(column[order] for column in chunks))
+    return SavePlan(arrays.dims, in_order, witnesses, witness_all[witnesses.row])
+
+
+def _boxes(arrays: RowArrays, whole: Array, parts: list[tuple[int, Box]]) -> tuple[Array, Array, Array]:
+    """Return the row, offset and size of whole rows and of parts of rows."""
+    return (
+        np.concatenate([whole, np.asarray([row for row, _ in parts], np.int64)]),
+        np.concatenate([arrays.offset[whole], pad([part.offset for _, part in parts], arrays.dims, 0)]),
+        np.concatenate([arrays.size[whole], pad([part.shape for _, part in parts], arrays.dims, 1)]),
+    )
+
+
+def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Array) -> PlannedRows:
+    """Cut the wide matrices among the rows in `to_cut` into column panels; everything else stays one
+    chunk."""
+    nbytes = np.prod(size, axis=1) * itemsize[row]
+    parts = np.ones(len(row), np.int64)
+    if len(to_cut) and len(row) and size.shape[1] >= 2:
+        width = size[:, -1]
+        # Cutting a vector gains nothing, because its pieces are contiguous anyway.
+        wide = to_cut[row] & (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
+        # In ascending order, so that the largest count that fits is assigned last.
+        for count in reversed(PANELS):
+            parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
+    if (parts > 1).any():
+        source = np.repeat(np.arange(len(row)), parts)
+        panel = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
+        row, offset, size, nbytes = (
+            row[source],
+            offset[source].copy(),
+            size[source].copy(),
+            nbytes[source] // parts[source],
+        )
+        size[:, -1] //= parts[source]
+        offset[:, -1] += panel * size[:, -1]
+    return PlannedRows(row, offset, size, nbytes, block_sizes(nbytes, first_axis_bytes(size, nbytes)))

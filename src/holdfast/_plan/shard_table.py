@@ -1,0 +1,166 @@
+"""The shard table: what one rank holds, as parallel lists. Planning starts from it. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from holdfast._format.columns import ITEMSIZE, Array, pad
+from holdfast._layout.box import Box
+from holdfast._layout.deferred_offset import DeferredOffset
+from holdfast._layout.tensor import DTYPES, OBJECT, Dims, Replica, TensorSpec
+from holdfast._values import Buffer
+from holdfast.errors import BadInput
+
+
+class Memory(Protocol):
+    """The bytes of one shard, row-major over its box."""
+
+    @property
+    def address(self) -> int:
+        """Address in host memory; 0 if the bytes are elsewhere, or not row-major."""
+        ...
+
+    def gather(self, box: Box, out: Buffer) -> None:
+        """Copy a sub-box (relative to the shard) into a buffer, row-major."""
+        ...
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        """Copy the sub-box `inside` of row-major data of `shape` into the sub-box `box` of the shard."""
+        ...
+
+
+@dataclass
+class ShardTable:
+    """One row per shard. A name may have several rows (several boxes)."""
+
+    rank: int = 0
+    specs: list[TensorSpec] = field(default_factory=list)
+    boxes: list[Box] = field(default_factory=list)
+    replicas: list[Replica | None] = field(default_factory=list)
+    """(index, count) of this copy; None: not declared, so the ranks must agree on it."""
+    unsharded: list[bool] = field(default_factory=list)
+    """A plain tensor or an object: no rank has declared that copies are equal, so all bytes are compared."""
+    memory: list[Memory] = field(default_factory=list)
+    deferred: list[DeferredOffset | None] = field(default_factory=list)
+    """The position of a shard whose offset depends on the lengths of the others on its shard line."""
+    _arrays: RowArrays | None = None
+
+    def add(
+        self,
+        spec: TensorSpec,
+        box: Box,
+        replica: Replica | None,
+        unsharded: bool,
+        memory: Memory,
+        deferred: DeferredOffset | None = None,
+    ) -> None:
+        self.specs.append(spec)
+        self.boxes.append(box)
+        self.replicas.append(replica)
+        self.unsharded.append(unsharded)
+        self.memory.append(memory)
+        self.deferred.append(deferred)
+
+    def extend(self, other: ShardTable) -> None:
+        self.specs += other.specs
+        self.boxes += other.boxes
+        self.replicas += other.replicas
+        self.unsharded += other.unsharded
+        self.memory += other.memory
+        self.deferred += other.deferred
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def check(self) -> None:
+        """Raise BadInput if one name stands for two tensors, or a box lies outside its tensor."""
+        seen: dict[str, TensorSpec] = {}
+        # Checked here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
+        for spec, box in zip(self.specs, self.boxes, strict=True):
+            first = seen.setdefault(spec.name, spec)
+            if first is not spec and first != spec:
+                raise BadInput(
+                    f"Rank {self.rank} holds two tensors under the name {spec.name!r}: {describe(first)} and "
+                    f"{describe(spec)}.",
+                    rank=self.rank,
+                )
+            if not box.within(spec.shape):
+                raise BadInput(
+                    f"Rank {self.rank} holds offset {box.offset} and shape {box.shape} of {spec.name!r}, "
+                    f"which does not lie inside its global shape {spec.shape}.",
+                    rank=self.rank,
+                )
+
+    def arrays(self) -> RowArrays:
+        """Return the numbers of all rows as arrays, padded with leading ones. They are cached."""
+        # `add` and `extend` do not invalidate the cache, so a changed number of rows does.
+        if self._arrays is not None and len(self._arrays.nbytes) == len(self):
+            return self._arrays
+        dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
+        dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
+        size = pad([box.shape for box in self.boxes], dims, 1)
+        self._arrays = RowArrays(
+            dims=dims,
+            shape=pad([spec.shape for spec in self.specs], dims, 1),
+            offset=pad([box.offset for box in self.boxes], dims, 0),
+            size=size,
+            itemsize=ITEMSIZE[dtype],
+            nbytes=np.prod(size, axis=1) * ITEMSIZE[dtype],
+        )
+        return self._arrays
+
+
+@dataclass
+class RowArrays:
+    dims: int
+    shape: Array
+    offset: Array
+    size: Array
+    itemsize: Array
+    nbytes: Array
+
+
+def describe(spec: TensorSpec) -> str:
+    """Return `float32[4, 8]`, or `an object`, for messages."""
+    if spec.kind == OBJECT:
+        return "an object"
+    return f"{DTYPES[spec.dtype].name}{list(spec.shape)}"
+
+
+def contiguous_at(shape: Dims, box: Box) -> int | None:
+    """Return the first element of a sub-box in a row-major tensor of `shape`; None if it is not
+    contiguous."""
+    start, stride, inner_full = 0, 1, True
+    # From the last axis outwards: once an axis is cut, all axes before it must have a single index.
+    for axis in range(len(shape) - 1, -1, -1):
+        size = box.shape[axis]
+        if not inner_full and size != 1:
+            return None
+        if size != shape[axis]:
+            inner_full = False
+        start += box.offset[axis] * stride
+        stride *= shape[axis]
+    return start
+
+
+class PlannedRows(NamedTuple):
+    """Rows of a plan: the row of the shard table, and the box in it (global indices)."""
+
+    row: Array
+    offset: Array
+    size: Array
+    nbytes: Array
+    block: Array
+
+
+class SavePlan(NamedTuple):
+    """What this rank writes, and what it witnesses. Boxes are padded to `dims` dimensions."""
+
+    dims: int
+    chunks: PlannedRows
+    witnesses: PlannedRows
+    witness_full: Array
+    """Per witness: whether all blocks are compared, not just one."""

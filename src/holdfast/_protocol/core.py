@@ -1,0 +1,306 @@
+"""How ranks agree in a call: the protocol, without any I/O.
+
+A call is rounds. In a round every rank contributes, the committer decides, and all act on its answer; the
+decision of the last round is the outcome of the call. `_call` drives every call on one rank, and ends it. The
+rounds of a save, a load, a choice and a task follow it; after its rounds, a save has a commit.
+
+A protocol is a generator. It yields effects (`Put`, `Get`, `Claim`, `Pause`, `Do`, `Look`) and is sent their
+results, so the same code runs over a TCPStore with real files (`protocol/runner.py`) and, thousands of times
+per second, in a simulation that kills ranks and delays and reorders messages (`tests.support.simulate`).
+
+Every operation has one key, `outcome`, and one atomic operation on it, `Claim`. The first rank that claims it
+decides: the committer claims `agreed` after it has checked that everything is there; any rank claims
+`abandoned`, with the error, when it fails, when its deadline passes, or when it sees that another rank has
+died or stalled. So "agreed" and "abandoned" can't both be true, and every rank raises the same error. A save
+has a second key, `final`, which the committer alone writes, after the index is durable. Only between `agreed`
+and `final` may a rank be unable to know the result: it looks into storage, and raises CommitUnconfirmed if
+the index is not there. Ranks other than the committer do not trust a message that says `committed`: each
+looks for the index of this attempt itself.
+
+Who waits for whom: the committer (lowest participant) waits for all ranks; every other rank waits for the
+outcome and monitors the committer. `liveness` says what ends a wait: a rank whose process is there is waited
+for until the deadline, however silent it is.
+
+Rejected: a barrier with a counter (it can't name who is missing), leader election (if the committer is dead
+the save is abandoned; the lowest participant of the next save is its committer), heartbeats from all to all
+(n^2), majority decisions (a checkpoint needs every rank's bytes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from holdfast._protocol.effects import (
+    Claim,
+    Context,
+    Do,
+    Get,
+    LoadActions,
+    Put,
+    SaveActions,
+    Steps,
+    TaskActions,
+)
+from holdfast._protocol.messages import (
+    Chosen,
+    Final,
+    Outcome,
+    Said,
+    abandoned_by,
+    from_roster,
+    to_message,
+)
+from holdfast._protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
+from holdfast._store.base import VISIBLE_WITHIN
+from holdfast._values import Json
+from holdfast.errors import CommitUnconfirmed, HoldfastError, RosterLost, from_message
+
+UNDISTURBED = 0.25
+"""Seconds before ranks look how a collective task goes: mostly it is over by then."""
+
+
+def save_steps(context: Context, job: SaveActions) -> Steps:
+    """Run the save of one rank."""
+
+    def rounds() -> Steps:
+        yield Do("enter", job.enter)
+        assigned = yield from agree_on_replicas(context, job)  # declared replicas need no answer
+        context.enter("writing")
+        written = yield Do("write", partial(job.write, assigned))
+        # From here on the others may commit what this rank has written, even if this rank fails.
+        context.enter("written")
+        yield from agree(context, "written", written, job.prepare)
+
+    return _call(context, rounds(), "committed", job)
+
+
+def load_steps(context: Context, job: LoadActions) -> Steps:
+    """Run the load of one rank. All ranks load the same version, and it succeeds on all ranks or on none."""
+
+    def rounds() -> Steps:
+        # Nobody contributes to the choice of a version, so the committer waits for nobody.
+        if context.is_committer:
+            chosen = yield Do("choose", job.choose)
+            yield Put(context.answer_key, to_message(chosen))
+        else:
+            chosen = yield from wait_for(context, context.answer_key, "name the checkpoint", Chosen)
+        context.enter("reading")
+        read = yield Do("read", partial(job.read, chosen))
+        context.enter("read")
+        yield from agree(context, "read", read, job.check)
+
+    return _call(context, rounds(), "loaded")
+
+
+def choice_steps(context: Context, choose: Callable[[dict[int, Json]], Json], mine: Json = None) -> Steps:
+    """Return the committer's answer on every rank, after every rank has sent its value."""
+
+    def decide(heard: dict[int, Said]) -> Json:
+        return choose({rank: said.value for rank, said in heard.items()})
+
+    return _call(context, agree(context, "asked", Said(mine), decide), "chosen")
+
+
+def task_steps(context: Context, job: TaskActions) -> Steps:
+    """Run a collective task on one rank. It succeeds on all ranks or on none.
+
+    The work of a rank may block for ever, so it runs on another thread, and a rank that waits monitors the
+    others.
+    """
+
+    def rounds() -> Steps:
+        mine = yield Do("contribute", job.contribute)
+        answer = yield from own_answer(context, "asked", mine, job.decide, context.participants)
+        context.enter("acting")
+        yield Do("begin", partial(job.begin, answer))
+        # Messages take CPU time from the threads that act, so look only if this takes longer than usual.
+        yield Do("rest", partial(job.wait, min(UNDISTURBED, context.deadline.left())))
+        heard = None
+        if context.is_committer:
+            # This rank's own part runs meanwhile on its thread; `poll` raises the error if it fails.
+            heard = yield from collect(context, "acted", {}, context.participants, job.poll)
+        report = yield from act(context, job)
+        context.enter("acted")
+        return (yield from agree(context, "acted", report, job.finish, heard))
+
+    return _call(context, rounds(), "done")
+
+
+def _call(context: Context, rounds: Steps, done: str, commit: SaveActions | None = None) -> Steps:
+    """Run a call on one rank: its rounds, then its commit if it is a save.
+
+    Returns the outcome's value in phase `done`, or raises the error that all ranks raise.
+    """
+    try:
+        learn(context, *(yield Get([context.outcome_key])))
+        if context.known_outcome is not None:
+            raise _not_ours(context)
+        if context.collect_error is not None:
+            raise context.collect_error  # not earlier: here it reaches the other ranks
+        value = yield from rounds
+        if commit is not None:
+            yield from (_publish if context.is_committer else _await_final)(context, commit)
+    except HoldfastError as error:
+        if context.phase in ("failed", "unconfirmed"):
+            raise  # this is the end, and the others have been told
+        value = yield from _fail(context, commit, error)
+    context.enter(done)
+    if commit is not None and context.is_committer:
+        with suppress(HoldfastError):  # the save has succeeded: an interruption changes nothing
+            yield Do("tidy", commit.tidy)
+    return value
+
+
+def _fail(context: Context, commit: SaveActions | None, error: HoldfastError) -> Steps:
+    """Tell the others of an error, and raise it or theirs. Returns the outcome's value if all had agreed
+    before: then the error came too late to change anything."""
+    if isinstance(error, CommitUnconfirmed):
+        context.enter("unconfirmed")
+        raise error
+    if isinstance(error, RosterLost):
+        error.step, error.phase = context.step, error.phase or context.phase
+        # Only storage can tell whether a save was committed. The committer alone commits, and it has not.
+        if commit is None or context.is_committer or not context.is_decidable:
+            context.enter("failed")
+            raise error
+        yield from _look(context, commit, 5.0, error)
+        return None
+    if context.explain is not None:
+        error = yield Do("explain", partial(context.explain, error))
+    abandoned = yield from _abandon(context, error)
+    if abandoned is None and not context.is_decidable:
+        abandoned = _not_ours(context)
+    # On another rank: the committer may have committed. On the committer: its claim was interrupted after it
+    # took effect, and nothing was published.
+    elif abandoned is None and commit is not None:
+        abandoned = _unconfirmed(context, error)
+    if abandoned is not None:
+        raise abandoned from error.__cause__
+    assert context.known_outcome is not None
+    return context.known_outcome.value
+
+
+# -- the commit of a save -------------------------------------------------------------------
+
+
+def _publish(context: Context, job: SaveActions) -> Steps:
+    """Put the index in place after `agreed`, and tell the others how it ended."""
+    try:
+        final = yield Do("publish", job.publish)
+    except RosterLost:
+        raise
+    except HoldfastError as error:
+        yield from _tell_final(context, Final(error=error.to_message()))
+        context.enter("unconfirmed" if isinstance(error, CommitUnconfirmed) else "failed")
+        raise
+    yield from _tell_final(context, final)
+
+
+def _tell_final(context: Context, final: Final) -> Steps:
+    """Tell the others how it ended. If the message store is lost, they look into storage."""
+    for _ in range(2):  # a Ctrl-C may be thrown in here, once
+        try:
+            yield Put(context.final_key, to_message(final))
+            return
+        except RosterLost:
+            return
+        except HoldfastError:
+            continue  # this rank was interrupted; the others must be told all the same
+
+
+def _await_final(context: Context, job: SaveActions) -> Steps:
+    try:
+        final = yield from wait_for(context, context.final_key, "put the index in place", Final)
+    except RosterLost:
+        raise
+    except HoldfastError as error:
+        # The committer is gone, or the deadline has passed. After `agreed` only storage can tell.
+        yield from _look(context, job, 0.0, error)
+        return
+    if final.error is not None:
+        raised = from_message(final.error)
+        context.enter("unconfirmed" if isinstance(raised, CommitUnconfirmed) else "failed")
+        raise raised
+    yield from _look(context, job, VISIBLE_WITHIN, f"rank {context.committer} says that it is committed")
+
+
+def _look(context: Context, job: SaveActions, seconds: float, cause: HoldfastError | str) -> Steps:
+    """Wait until the index of this attempt is in storage. Raises CommitUnconfirmed if it is not seen within
+    `seconds` or by the deadline."""
+    ends = context.clock.now() + min(context.deadline.left(), seconds)
+    pause = 0.01
+    while not (yield Do("look", job.is_committed)):
+        if context.clock.now() >= ends:
+            if isinstance(cause, str):
+                cause = HoldfastError(
+                    f"{cause}, but its index is not to be seen from here", rank=context.committer
+                )
+            raise _unconfirmed(context, cause) from None
+        # A network file system may show another host's file late; looking more often does not help.
+        yield Do("rest", partial(context.clock.sleep, pause))
+        pause = min(2 * pause, 1.0)
+
+
+def _unconfirmed(context: Context, cause: HoldfastError) -> CommitUnconfirmed:
+    phase = context.phase
+    context.enter("unconfirmed")
+    return CommitUnconfirmed(
+        f"{context.title}: all ranks had written, but this rank could not learn whether the index was put in "
+        f"place ({cause.message})",
+        step=context.step,
+        phase=phase,
+        rank=cause.rank,
+        missing=cause.missing,
+        hint="Once storage is reachable, `holdfast latest` tells; the checkpoint is whole or not there.",
+    )
+
+
+# -- the end of a call that fails -------------------------------------------------------------
+
+
+def _abandon(context: Context, error: HoldfastError) -> Steps:
+    """Claim `abandoned` with this error. The first error that is claimed is the error of all ranks.
+
+    Returns the error to raise, or None if all ranks had agreed before.
+    """
+    # In these phases the committer checks reports of others, so the fault need not be its own.
+    judging = context.is_committer and context.phase in ("assigning", "committing", "read")
+    if error.rank is None and not error.missing and not judging:
+        error.rank = context.rank
+    if error.rank == context.rank and not error.missing and not error.phase:
+        error.message = f"{context.title} failed on {context.who} in phase {context.phase!r}: {error.message}"
+    error.step = context.step if error.step is None else error.step
+    error.phase = error.phase or context.phase
+    context.on_wait(None)
+    try:
+        # All fields are set before the claim, because all ranks raise the error that is claimed.
+        mine = abandoned_by(context.rank, error)
+        message = yield Claim(context.outcome_key, mine)
+    except RosterLost:
+        if context.phase == "written" and not context.is_committer:  # the others may commit its files
+            return _unconfirmed(context, error)
+        context.enter("failed")
+        return error
+    standing = context.known_outcome = from_roster(message, Outcome)
+    if standing.state == "agreed":
+        return None
+    context.enter("failed")
+    # The rank does not tell: the heart of this one may have claimed before, for the end of another.
+    return error if message == mine else from_message(standing.error)
+
+
+def _not_ours(context: Context) -> HoldfastError:
+    """End in phase `failed`, and return the error: the store says `agreed`, but this rank has not reported,
+    so the store can't be trusted."""
+    if context.phase != "failed":
+        context.enter("failed")
+    return HoldfastError(
+        f"{context.title}: the message store says that all ranks agreed, but rank {context.rank} had not "
+        "done its part yet. Nothing that it says of this call can be believed.",
+        step=context.step,
+        rank=context.rank,
+        hint="Something else writes into the message store of this job, or ranks were restarted one by one; "
+        "see docs/security.md.",
+    )

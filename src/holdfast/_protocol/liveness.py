@@ -1,0 +1,415 @@
+"""What ends a wait for other ranks, and what is told of it meanwhile.
+
+Silence is not death. A rank that does not come may be late, hold the GIL, be stopped, or sit in storage; as
+long as its process is there, it is waited for until the deadline, and that is told. `TABLE` says what ends a
+wait; docs/failure-model.md prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast._deadline import StallTimer
+from holdfast._protocol.effects import Claim, Context, Late, Look, Steps, outcome_key
+from holdfast._protocol.messages import abandoned_by
+from holdfast._roster.presence import Seen, describe
+from holdfast._roster.whereabouts import ASK_BEFORE
+from holdfast._values import Message
+from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
+
+ASK = 64
+"""Keys read at once."""
+QUOTED = 8
+"""Ranks that an error or a presence message lists."""
+NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
+COURTESY = 0.5
+"""Seconds past the deadline that the other ranks wait for the committer, which knows best who is missing."""
+AWAY = 5.0
+"""Seconds more than planned between two looks, which are this process's own absence."""
+
+
+class WaitRule(NamedTuple):
+    """What is known of a rank that is waited for, and what follows."""
+
+    told: str
+    ends: str
+    """When the wait ends."""
+
+
+class PeerStatus(Enum):
+    """What is known of a rank that is waited for."""
+
+    GONE = "its process is gone"
+    SAID = "it said so itself: left this call by an error, ended its program, left the session"
+    CYCLE = "a cycle: it waits, in a wait that it has declared, for one who waits for it"
+    HOST_GONE = "its host is gone"
+    HELD = "stopped, or stuck in storage (state T, D)"
+    ALIVE = "alive: late, elsewhere, in user code, holding the GIL"
+    PROGRESS = "making progress (bytes, files, messages)"
+
+
+TABLE = {
+    PeerStatus.GONE: WaitRule("at once", "at once, everywhere, with its name and how it ended"),
+    PeerStatus.SAID: WaitRule("at once", "at once"),
+    PeerStatus.CYCLE: WaitRule("at once", "at once: that is proof, not silence"),
+    PeerStatus.HOST_GONE: WaitRule("after `lost_after` (120 s)", "then"),
+    PeerStatus.HELD: WaitRule("after `report_after` (30 s), then at doubling intervals", "at the deadline"),
+    PeerStatus.ALIVE: WaitRule(
+        "after `report_after` (30 s), then at doubling intervals",
+        "at the deadline, never sooner than stock: the larger of `timeout` and the group's own timeout",
+    ),
+    PeerStatus.PROGRESS: WaitRule(
+        "as progress",
+        "not by default: progress moves the deadline. A `timeout` that the caller gives is absolute",
+    ),
+}
+"""In the order of strength: the first that holds decides."""
+
+
+class PeerMonitor:
+    """One wait of this rank for others."""
+
+    LOOK_EVERY = 0.25
+    AT_LAST = 1.0
+    """Seconds between two looks, at first and in a long wait."""
+
+    def __init__(self, context: Context, what: str) -> None:
+        """what: what the others are to do, for errors."""
+        self.context, self.what = context, what
+        self.began = self.looked = context.clock.now()
+        # A store answers about a hundred thousand questions a second.
+        self.seldom = min(max(self.AT_LAST, len(context.participants) / 1000), 10.0)
+        if context.limits.stall_timeout is not None:
+            self.seldom = min(self.seldom, context.limits.stall_timeout / 4)
+        self.interval = min(self.LOOK_EVERY, self.seldom)
+        # Mostly the message comes before the first look, and then monitoring costs nothing.
+        self.next_look = self.began + self.interval / 2
+        self.next_report = self.began + context.limits.report_after
+        self.reports = 0
+        self.told: list[RankInfo] = []
+        """The ranks of the last report of this rank, until they come."""
+        self.pause = 0.01
+        self.turn = 0
+        self.marks: dict[int, object] = {}
+        self.timers: dict[int, StallTimer] = {}
+        self.suspects: set[int] = set()
+        """Ranks that will not come by what the last look has shown."""
+        self.circle: dict[int, int] = {}
+        """The ranks of a circle that was seen, and their beats then."""
+        self.broken: set[str] = set()
+        """The operations of others in the circle that ends this one."""
+
+    @property
+    def gives_up_at(self) -> float:
+        return self.context.deadline.at + (0.0 if self.context.is_committer else COURTESY)
+
+    def patience(self) -> float:
+        """Return how long to pause before the next look: short at first, longer in a long wait."""
+        self.pause = min(1.3 * self.pause, self.interval)
+        # The last pause ends 0.05 s past the deadline: the look after it must find that it has passed.
+        return max(0.001, min(self.pause, self.context.deadline.left() + 0.05))
+
+    def look(self, ranks: Sequence[int]) -> Steps:
+        """Look at the ranks that are still waited for. Raises RankFailed if one of them will not come, and
+        DeadlineExceeded."""
+        context = self.context
+        now = context.clock.now()
+        if now < self.next_look and not context.deadline.passed():
+            return
+        away = now - self.looked - self.interval
+        if away > AWAY:
+            for timer in self.timers.values():
+                timer.forgive(away)
+        self.interval = min(1.05 * self.interval, self.seldom)
+        self.looked, self.next_look = now, now + self.interval
+        everyone = len(ranks)
+        ranks = self._in_turn(list(ranks))
+        seen: dict[int, Seen] = yield Look(ranks)
+        goes_on = [self._goes_on(rank, one) for rank, one in seen.items()]
+        if any(goes_on) or context.limits.while_alive:
+            context.note_progress()
+        lost = [self._describe(rank, one, one.ended) for rank, one in seen.items() if self._is_lost(one)]
+        self.broken = set()
+        lost += [] if lost else (yield from self._in_a_circle(seen))
+        lost += [] if lost else self._stalled(seen)
+        if lost:
+            # Its message may have come after the caller has looked for it: only the second look counts.
+            names = {info.rank for info in lost}
+            if not names <= self.suspects:
+                self.suspects, self.next_look = names, now
+                return
+            error = self._failed(lost, seen, RankFailed, len(lost))
+            for key in self.broken:
+                # All of the circle end: with this operation over, the others would wait without being in one.
+                yield Claim(outcome_key(key), abandoned_by(context.rank, error))
+            raise error
+        self.suspects = set()
+        yield from self._ask_in_time(seen, now)
+        if now >= self.gives_up_at:
+            yield from self._give_up(seen, everyone)
+        yield from self._report(seen, now, everyone)
+
+    def over(self, came: Callable[[int], bool] = lambda rank: True) -> None:
+        """Tell that ranks which were reported have come."""
+        here = tuple(info for info in self.told if came(info.rank))
+        if here:
+            self.told = [info for info in self.told if info not in here]
+            self.context.on_late(self._late(here, came=True))
+
+    # -- what is known ------------------------------------------------------------------------------
+
+    def _in_turn(self, ranks: list[int]) -> list[int]:
+        """Return the ranks to look at now: 256 a look, in turns."""
+        if len(ranks) <= 4 * ASK:
+            return ranks
+        self.turn = (self.turn + 4 * ASK) % len(ranks)
+        return (ranks[self.turn :] + ranks[: self.turn])[: 4 * ASK]
+
+    def _is_lost(self, seen: Seen) -> bool:
+        """Return whether a rank will not come: its process is gone, or it says so itself."""
+        return bool(seen.ended) and not (self.context.limits.past_end and seen.there is not False)
+
+    def _goes_on(self, rank: int, seen: Seen) -> bool:
+        """Note the progress of a rank in this operation: its phase, and the bytes or messages that it has
+        moved. Return whether it has changed since the last look."""
+        inside = seen.vitals.operations.get(self.context.key) if seen.vitals is not None else None
+        mark = None
+        if inside is not None:
+            # What the committer passes on is not passed back to it: two that wait would see progress for
+            # ever.
+            others = 0 if self.context.is_committer else inside.get("others")
+            mark = (inside.get("phase"), inside.get("progress"), others)
+        before = self.marks.setdefault(rank, mark)
+        self.marks[rank] = mark
+        return before != mark
+
+    def _stalled(self, seen: dict[int, Seen]) -> list[RankInfo]:
+        """Return ranks without progress for `stall_timeout`, if the caller has asked for that."""
+        limit = self.context.limits.stall_timeout
+        if limit is None:
+            return []
+        stalled = []
+        for rank, one in seen.items():
+            # The stall time of a rank begins when this rank first waits for it.
+            timer = self.timers.setdefault(rank, StallTimer(limit, self.context.clock))
+            inside = one.vitals.operations.get(self.context.key) if one.vitals is not None else None
+            # A rank that itself waits makes no progress: its heartbeat is enough.
+            waits = inside is not None and inside.get("waiting_for") is not None
+            timer.see((self.marks.get(rank), one.vitals.beat if waits and one.vitals is not None else None))
+            if timer.stalled():
+                quiet = f"no progress for {timer.quiet_for():.1f} s (stall_timeout)"
+                stalled.append(self._describe(rank, one, self._where(one) or quiet))
+        return stalled
+
+    def _in_a_circle(self, seen: dict[int, Seen]) -> Steps:
+        """Return a rank that waits, in a wait that it has declared, for one who waits for it.
+
+        An operation is declared by the only thread of its rank that makes any: that thread comes to no other
+        operation before this one is over.
+        """
+        context = self.context
+        if not context.blocks:
+            return []
+        known, me = dict(seen), context.rank
+        # A rank, the operations on the way to it (it is waited for in the last one), and the ranks.
+        open_: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = [
+            (rank, (context.key,), (rank,)) for rank, one in seen.items() if not _is_in(one, context.key)
+        ]
+        for _ in range(2 * QUOTED):
+            if not open_:
+                break
+            rank, keys, way = open_.pop(0)
+            if rank not in known:
+                known |= yield Look([rank])
+            wait, waited_for = _declared_wait(known[rank], keys[-1])
+            for other in waited_for:
+                # What this rank does there on another thread goes on.
+                if other == me and (wait == context.key or wait not in context.mine()):
+                    self.broken = {wait, *keys} - {context.key}
+                    return self._sure_of(way, known)
+                if other not in (me, *way) and len(way) < QUOTED:
+                    open_.append((other, (*keys, wait), (*way, other)))
+        self.circle = {}
+        return []
+
+    def _sure_of(self, way: tuple[int, ...], known: dict[int, Seen]) -> list[RankInfo]:
+        """Return the first rank of a circle, once all its ranks have shown the same waits at two more
+        beats: a message may be older than the end of its wait."""
+        beats = {rank: vitals.beat for rank in way if (vitals := known[rank].vitals) is not None}
+        if self.circle.keys() != beats.keys():
+            self.circle = beats
+        if any(beats[rank] < self.circle[rank] + 2 for rank in way):
+            return []
+        return [self._describe(way[0], known[way[0]], self._circle(way, known))]
+
+    def _circle(self, way: tuple[int, ...], known: dict[int, Seen]) -> str:
+        parts = []
+        for rank, after in zip(way, [*way[1:], self.context.rank], strict=True):
+            vitals = known[rank].vitals
+            titles = [
+                part.get("title", "")
+                for part in (vitals.operations.values() if vitals is not None else ())
+                if after in (part.get("waiting_for") or ())
+            ]
+            parts.append(f"rank {rank} waits for rank {after} in {titles[0] if titles else 'another call'}")
+        return f"a circle, which nothing can end: {', and '.join(parts)}"
+
+    # -- what is told ---------------------------------------------------------------------------------
+
+    def _ask_in_time(self, seen: dict[int, Seen], now: float) -> Steps:
+        """Ask ranks that are about to be given up where they are, so that the answer is there by then."""
+        limit = self.context.limits.stall_timeout
+        soon = 0.0 if limit is None else limit - min(ASK_BEFORE, limit / 2)
+        missed = [rank for rank in seen if limit is not None and self.timers[rank].quiet_for() >= soon]
+        if now >= self.gives_up_at - min(ASK_BEFORE, self.context.deadline.seconds / 2):
+            # At the deadline the ranks are named for which the committer waits.
+            waits_for = [] if self.context.is_committer else self._waits_for(seen.get(self.context.committer))
+            unseen = [rank for rank in waits_for if rank not in seen][:QUOTED]
+            seen = seen | ((yield Look(unseen)) if unseen else {})
+            missed += waits_for or list(seen)
+        if missed and self.context.inquiry is not None:
+            self.context.inquiry.ask(missed[:QUOTED], seen)
+
+    def _report(self, seen: dict[int, Seen], now: float, everyone: int) -> Steps:
+        """Tell on one rank who is late and where, and ask in time."""
+        context = self.context
+        if now < self.next_report - ASK_BEFORE or self._committer_reports(seen):
+            return
+        late = list(seen)[:QUOTED]
+        if context.inquiry is not None:
+            context.inquiry.ask(late, seen)
+        if now < self.next_report:
+            return
+        self.reports += 1
+        self.next_report = now + context.limits.report_after * 2**self.reports
+        key = f"{context.key}/told/{self.reports}"
+        context.own.add(key)
+        if (yield Claim(key, {"rank": context.rank})).get("rank") == context.rank:
+            infos = [self._describe(rank, seen[rank], self._state(seen[rank])) for rank in late]
+            self.told = self._with_places(infos, seen, 0.0)
+            context.on_late(self._late(tuple(self.told), everyone))
+        if context.inquiry is not None:
+            context.inquiry.again()
+
+    def _committer_reports(self, seen: dict[int, Seen]) -> bool:
+        """Return whether the committer waits for others in this operation: then it tells of them."""
+        return not self.context.is_committer and bool(self._waits_for(seen.get(self.context.committer)))
+
+    def _late(self, infos: tuple[RankInfo, ...], everyone: int = 0, came: bool = False) -> Late:
+        clock = self.context.clock
+        left = self.context.deadline.left()
+        return Late(infos, max(everyone, len(infos)), self.what, clock.now() - self.began, left, came)
+
+    def _state(self, seen: Seen) -> str:
+        """Say what a late rank does, as far as it shows."""
+        held = seen.held()
+        return "; ".join(
+            filter(None, (self._where(seen), f"it is {held} (state {seen.state})" if held else ""))
+        )
+
+    # -- the end --------------------------------------------------------------------------------------
+
+    def _give_up(self, seen: dict[int, Seen], everyone: int) -> Steps:
+        context, what = self.context, self.what
+        waits_for = self._waits_for(seen.get(context.committer)) if not context.is_committer else []
+        if waits_for:  # the committer itself only waits, so name the ranks that it waits for
+            seen = yield Look(waits_for)
+            what = f"let rank {context.committer} go on"
+        out = [self._describe(rank, one, self._state(one)) for rank, one in seen.items()]
+        raise self._failed(out, seen, DeadlineExceeded, len(out) if waits_for else everyone, what)
+
+    def _describe(self, rank: int, seen: Seen, note: str) -> RankInfo:
+        return describe(rank, seen, self.context.clock.wall(), note, self.context.key)
+
+    def _waits_for(self, seen: Seen | None) -> list[int]:
+        """Return the ranks that a rank waits for in this operation, by its own message."""
+        vitals = seen.vitals if seen is not None else None
+        inside = (vitals.operations.get(self.context.key) if vitals is not None else None) or {}
+        return [
+            rank
+            for rank in inside.get("waiting_for") or ()
+            if rank in self.context.participants and rank != self.context.rank
+        ]
+
+    def _where(self, seen: Seen) -> str:
+        """Return why a rank is not in this call, as far as its message tells; empty if it is."""
+        context, vitals = self.context, seen.vitals
+        if vitals is None:
+            return f"it never entered {context.title}"
+        if context.key in vitals.operations:
+            return ""
+        for key, part in [*vitals.operations.items(), (str(vitals.last.get("key")), vitals.last)]:
+            reason = self._other_call(key, part, key in vitals.operations)
+            if reason:
+                return reason
+        return f"it has not entered {context.title}"
+
+    def _other_call(self, key: str, part: Message, now: bool) -> str:
+        """Describe how another call of a rank relates to this one; empty if kind or place differ."""
+        context = self.context
+        # A key is `<signature>/<generation>.<number>` (`rendezvous.History.begin`).
+        site, _, number = context.key.rpartition(".")
+        other, _, its = key.rpartition(".")
+        if other == site and its.isdecimal() and its != number:
+            return (
+                f"it is {'behind' if int(its) < int(number) else 'ahead'}: its last call of this kind is its "
+                f"number {int(its) + 1} of {context.title}, this one is number {int(number) + 1}"
+            )
+        if part.get("site") is not None and part["site"] == context.about.get("site") and other != site:
+            return (
+                f"{'it is in another call' if now else 'its last call was another one'} of {context.title}, "
+                f"with arguments {part.get('arguments')} where rank {context.rank} has "
+                f"{context.about.get('arguments')}"
+            )
+        return ""
+
+    def _with_places(self, infos: list[RankInfo], seen: dict[int, Seen], patience: float) -> list[RankInfo]:
+        """Add to ranks where their code is."""
+        inquiry = self.context.inquiry
+        quoted = [info.rank for info in infos[:QUOTED] if not seen[info.rank].ended]
+        where = inquiry.answers(quoted, seen, patience) if inquiry is not None and quoted else {}
+        return [msgspec.structs.replace(info, at=where.get(info.rank, "")) for info in infos]
+
+    def _failed(
+        self, infos: list[RankInfo], seen: dict[int, Seen], kind: type[RankFailed], count: int, what: str = ""
+    ) -> RankFailed:
+        """Return the error about these ranks. `count` is the number of missing ranks: a large world is looked
+        at in turns."""
+        context = self.context
+        # Past the deadline wait 1/8 s more for answers, no longer: the call must return.
+        infos = self._with_places(infos, seen, max(0.0, self.gives_up_at - context.clock.now()) + 0.125)
+        shown = "; ".join(str(info) for info in infos[:QUOTED]) + (
+            f"; and {count - QUOTED} more" if count > QUOTED else ""
+        )
+        entered = any(_is_in(seen[info.rank], context.key) or seen[info.rank].ended for info in infos)
+        why = "the deadline passed" if kind is DeadlineExceeded else "a rank was given up"
+        whom = f"rank {infos[0].rank}" if count == 1 else f"{count} ranks"
+        return kind(
+            f"{context.title} failed after {context.deadline.elapsed():.1f} s, {why} while rank "
+            f"{context.rank} waited for {whom} to {what or self.what}: {shown}.",
+            step=context.step,
+            phase=context.phase,
+            rank=infos[0].rank,
+            missing=tuple(infos),
+            hint=context.hint if entered else f"{context.hint} {NO_PART}".lstrip(),
+        )
+
+
+def _is_in(seen: Seen, key: str) -> bool:
+    return seen.vitals is not None and key in seen.vitals.operations
+
+
+def _declared_wait(seen: Seen, key: str) -> tuple[str, list[int]]:
+    """Return the operation on which a rank depends for the one of this key, and the ranks that it waits for
+    there; none if it goes on."""
+    operations = seen.vitals.operations if seen.vitals is not None else {}
+    # In that operation itself or, if it has not come to it, in the one that its only thread is in.
+    inside = {key: operations[key]} if key in operations else operations
+    for name, part in inside.items():
+        if (name == key or part.get("blocks")) and part.get("waiting_for") and not part.get("decided"):
+            return name, list(part["waiting_for"])
+    return "", []

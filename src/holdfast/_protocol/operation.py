@@ -1,0 +1,254 @@
+"""One call of one rank: its rendezvous, its presence, its context, and how it runs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from itertools import pairwise
+from typing import Any
+
+from holdfast import events
+from holdfast._collector import collector_paused
+from holdfast._protocol.call import Call
+from holdfast._protocol.core import choice_steps
+from holdfast._protocol.effects import Context, Late, Steps
+from holdfast._protocol.messages import abandoned_by
+from holdfast._protocol.phases import CHOICE_TRANSITIONS, Transitions
+from holdfast._protocol.rendezvous import CallSignature, history_of, leave, meet
+from holdfast._protocol.runner import CallSteps, Cancel, run
+from holdfast._roster.base import Roster
+from holdfast._roster.beacon import Presence
+from holdfast._roster.memory import MemoryRoster
+from holdfast._roster.presence import Gone, Seen, describe, see
+from holdfast._roster.whereabouts import Inquiry, note_caller
+from holdfast._values import Json
+from holdfast.errors import HoldfastError, RankFailed, RosterLost, Unplaced
+
+log = logging.getLogger("holdfast")
+_HINTS = {
+    "save": "Nothing was committed; what was committed before is untouched.",
+    "load": "The state may be partly overwritten; what is in storage is untouched.",
+}
+
+
+_other_callers = threading.Event()
+"""Set once a thread of the program that is not its main thread has made a call."""
+
+
+def _is_only_caller() -> bool:
+    """Return whether the calls of this process come from its main thread, and this one does."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread():
+        return not _other_callers.is_set()
+    if not thread.name.startswith("holdfast-"):
+        _other_callers.set()
+    return False
+
+
+class Operation:
+    """A save, load or choice that this rank enters with the other participants of a call.
+
+    kind, place, arguments: identify the call; ranks with different ones never meet. title: its name in
+        errors.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        title: str,
+        place: str,
+        call: Call,
+        transitions: Transitions,
+        step: int | None = None,
+        arguments: Mapping[str, object] | None = None,
+    ) -> None:
+        self.kind, self.place, self.step, self.call = kind, place, step, call
+        self.begun = time.monotonic()
+        self.cancel = Cancel()
+        self.attempt = ""
+        """A name of this attempt that all its ranks share and no other attempt has."""
+        self.bytes_total = 0
+        """Bytes that `progress` will have noted at the end; 0 until that is known."""
+        self.alone = len(call.participants) == 1
+        # A call of one rank needs no message store, and leaves nothing in it.
+        self.roster: Roster = MemoryRoster(call.rank, call.roster.world_size) if self.alone else call.roster
+        self._signature = CallSignature(kind, place, {"step": step, **(arguments or {})}, call.participants)
+        self._history = history_of(self.roster, call.participants)
+        self.presence = Presence(call.roster, title, call.participants)
+        self.presence.about = self._signature.about | {"blocks": _is_only_caller()}
+        self.presence.look, self.presence.on_gone = self._look, self._on_gone
+        me = self.presence.beacon.who
+        self.clocks = {"entered": self.begun}
+        self.context = Context(
+            call.rank,
+            call.participants,
+            "",
+            title,
+            call.deadline,
+            call.limits,
+            transitions=transitions,
+            step=step,
+            on_phase=self._on_phase,
+            on_wait=self.presence.wait_for,
+            on_progress=self.presence.pass_on_progress,
+            on_late=self._on_late,
+            inquiry=None if self.alone else Inquiry(self.roster),
+            blocks=self.presence.about["blocks"],
+            mine=self._keys,
+            who=f"rank {me.rank} (host {me.host}, pid {me.pid})",
+            hint=_HINTS.get(kind, ""),
+            about=self._signature.about,
+        )
+        if not self.alone:
+            self.presence.beacon.answering.caller = note_caller(self.roster)
+            self.presence.beacon.watch.lost_after = call.limits.lost_after
+        self.emit("entered")
+
+    def emit(self, name: str, **fields: object) -> None:
+        events.emit(f"{self.kind}.{name}", rank=self.roster.rank, step=self.step, path=self.place, **fields)
+
+    def _keys(self) -> list[str]:
+        return [presence.operation for presence in self.presence.beacon.operations]
+
+    def _on_late(self, late: Late) -> None:
+        """Tell people of a wait that takes long, or that is over."""
+        names = "; ".join(map(str, late.ranks)) + (
+            f"; and {late.everyone - len(late.ranks)} more" if late.everyone > len(late.ranks) else ""
+        )
+        fields = {"ranks": [info.rank for info in late.ranks], "waited": late.waited}
+        if late.came:
+            came = ", ".join(f"rank {info.rank}" for info in late.ranks)
+            log.warning("%s: %s came after %.0f s.", self.context.title, came, late.waited)
+            self.emit("came", **fields)
+            return
+        until = " without progress" if self.context.deadline.moves else ""
+        log.warning(
+            "%s: rank %d has waited %.0f s for %s to %s. It waits on, for up to %.0f s%s.",
+            *(self.context.title, self.call.rank, late.waited, names, late.what, late.left, until),
+        )
+        self.emit("late", what=late.what, left=late.left, **fields)
+
+    def _look(self, roster: Roster) -> None:
+        """Look for the outcome, on the heart's thread: this call's own thread may be stuck."""
+        if self.presence.outcome is None and self.context.key and not self.alone:
+            lane = self.roster.bounded()
+            self.presence.outcome = lane.get([self.context.outcome_key])[0]
+
+    def _on_gone(self, rank: int, gone: Gone) -> None:
+        """Abandon the call for all, if the one that decides it has ended; on the heart's thread.
+
+        If another has ended, the committer sees what that one has done before, and decides.
+        """
+        if rank != self.context.committer or not self.context.key:
+            return
+        seen = Seen(ended=gone.how)
+        with suppress(RosterLost):
+            seen = see(self.roster.bounded(), [rank])[rank]
+            error = RankFailed(
+                f"{self.context.title} failed after {self.context.deadline.elapsed():.1f} s: "
+                f"{describe(rank, seen, time.time(), gone.how, self.context.key)}.",
+                step=self.step,
+                rank=rank,
+                missing=(describe(rank, seen, time.time(), gone.how, self.context.key),),
+                hint=self.context.hint,
+            )
+            self.roster.bounded().claim(self.context.outcome_key, abandoned_by(self.call.rank, error))
+
+    def _on_phase(self, phase: str) -> None:
+        self.clocks[phase] = time.monotonic()
+        self.presence.phase = phase
+        with suppress(HoldfastError):  # a late beat is no reason to fail
+            self.presence.beacon.send()
+        # Subscribers are user code. If one hangs, the error must not blame the message store
+        # (`runner._stuck`).
+        with self.presence.working():
+            self.emit(phase)
+
+    def progress(self, moved: int) -> None:
+        """Note `moved` more bytes. Raises if the operation was given up meanwhile."""
+        self.cancel.check()
+        self.presence.progress += moved
+        self.call.deadline.note_progress()
+        self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
+
+    def tick(self) -> None:
+        """Note progress that is not bytes."""
+        self.cancel.check()
+        self.presence.progress += 1
+        self.call.deadline.note_progress()
+
+    def _meet(self) -> Steps:
+        """Find the other ranks, and show this rank to them."""
+        self.attempt = yield from meet(self.context, self._signature, self._history)
+        try:
+            self.presence.begin(self.context.key, beats=not self.alone)
+        except RosterLost:
+            # A call of one rank needs no store, so a lost store is no reason to fail.
+            if not self.alone:
+                raise
+        except HoldfastError as error:  # no thread for the beat: the protocol tells the others
+            self.cancel.set(error)
+
+    def run(
+        self, steps: Steps, collect_error: HoldfastError | None = None, pause_collector: bool = True
+    ) -> Any:
+        """Run the protocol to its end. Returns or raises by the deadline.
+
+        collect_error: what collecting the state has raised. The protocol tells it to the others. If its cause
+            is Ctrl-C, that is raised here.
+        pause_collector: pause the garbage collector meanwhile; False if the process trains at the same time.
+        """
+        self.context.collect_error = collect_error
+        try:
+            with self.roster.hold(), collector_paused() if pause_collector else nullcontext():
+                whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
+                return run(whole, self.context, self.roster, self.presence, self.cancel)
+        except HoldfastError as error:
+            if not isinstance(error, Unplaced):  # not a failure: the load begins again, with lengths
+                self.emit("raised", error=type(error).__name__, message=str(error))
+            cause = collect_error.__cause__ if collect_error is not None else None
+            if cause is not None and not isinstance(cause, Exception):
+                raise cause from None
+            raise
+        finally:
+            # A thread that was left behind has not run `leave`. The next call then determines how this one
+            # ended.
+            if self.context.known_outcome is None:
+                self._history.give_up(self.context.key)
+
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    def phases(self) -> dict[str, float]:
+        """Return the seconds spent in each phase so far."""
+        marks = [*self.clocks.items(), ("", time.monotonic())]
+        return {name: round(after - start, 6) for (name, start), (_, after) in pairwise(marks)}
+
+
+def read_state(read: Callable[[], None], rank: int) -> HoldfastError | None:
+    """Call user code on the caller's thread. What it raises is returned as an error for all ranks."""
+    try:
+        with collector_paused():
+            read()
+    except HoldfastError as error:
+        return error
+    # Not raised here: this rank must still enter the call, or the others would wait for it in vain.
+    except BaseException as error:  # also Ctrl-C: the others are told, and then it is raised again
+        collect_error = HoldfastError(
+            f"The state could not be read: {type(error).__name__}: {error}", rank=rank
+        )
+        collect_error.__cause__ = error
+        return collect_error
+    return None
+
+
+def agree(
+    title: str, place: str, choose: Callable[[dict[int, Json]], Json], call: Call, mine: Json = None
+) -> Json:
+    """Return on every participant the JSON value that the lowest one chooses from the values of all
+    (`mine`)."""
+    operation = Operation("choice", title, place, call, CHOICE_TRANSITIONS)
+    return operation.run(choice_steps(operation.context, choose, mine))

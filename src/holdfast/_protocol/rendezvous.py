@@ -1,0 +1,203 @@
+"""The key under which the ranks of one call meet, and when the keys of a call are deleted.
+
+All ranks of a job make the same calls in the same order; but a rank may be late for a call that the others
+have given up, or skip one that the others made. So every rank counts its calls of each kind, place and
+arguments, and the n-th call of one rank meets the n-th call of the others, never another: a rank that comes
+late gets the error of its own call, and its next call meets the next call of the others. So an abandoned call
+is never joined with a newer one, and a checkpoint holds the states of one call.
+
+A rank that skipped a call counts one less from then on. The counters are made equal by the next call, of any
+kind on that lane, that all ranks complete: with its first message a rank sends which of its calls were
+abandoned since the last such call, the outcome contains the highest count of each, and all ranks continue
+from there. Until then its next call of the same kind gets the error of the call that it skipped.
+
+If a rank does not know the outcome of a call (it gave up while stuck), it determines it before its next call,
+by the same atomic claim.
+
+Each rank deletes its own keys when it leaves a call, and the last rank to leave deletes the shared ones. A
+call that some rank never entered leaves a few keys, which are deleted after a later call that all ranks
+complete.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from weakref import WeakKeyDictionary
+
+from holdfast._format.digest import digest, hex_digest
+from holdfast._protocol.effects import Claim, Context, Count, Delete, Steps
+from holdfast._protocol.messages import Generation, Opened, Outcome, abandoned_by, from_roster, to_message
+from holdfast._roster.base import Roster
+from holdfast._values import Message
+from holdfast.errors import HoldfastError
+
+_REMEMBERED = 1024
+"""Number of different calls whose counters are kept. A call that is forgotten counts from 0 again; its keys
+are long gone by then."""
+SWEEP_AFTER = 60.0
+"""Seconds after which a later completed call deletes the keys of an abandoned one: a rank that uses this lane
+on a second thread may still look for its outcome, every quarter of a second."""
+SHARED = ("open", "outcome", "final", "answer", "left")
+"""Keys of a call that all its ranks read."""
+
+
+class CallSignature:
+    """Identifies a call by kind, place, arguments and participants. Ranks with equal signatures meet."""
+
+    def __init__(
+        self, kind: str, place: str, arguments: Mapping[str, object], participants: tuple[int, ...]
+    ) -> None:
+        local = "://" not in place and not place.startswith("memory:")
+        # Ranks may give the same path as a relative and as an absolute one. Other places are compared as they
+        # are.
+        place = os.path.abspath(place) if local else place
+        arguments_text = ", ".join(f"{name}={_plain(value)!r}" for name, value in arguments.items())
+        self.key = f"{kind}/{_hash(f'{kind}|{place}|{arguments_text}|{participants}')}"
+        self.about: Message = {"site": _hash(f"{kind}|{place}|{participants}"), "arguments": arguments_text}
+        """For presence messages: calls of the same site with different arguments never meet."""
+
+
+def _plain(value: object) -> object:
+    """Turn lists into tuples: a list and a tuple with the same elements are the same argument."""
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
+
+
+def _hash(text: str) -> str:
+    return hex_digest(digest(text.encode(errors="surrogatepass")))
+
+
+class History:
+    """Counters of this rank's calls with one set of participants, one counter per signature.
+
+    The counter is a part of the call's key: the n-th call of one rank meets the n-th of the others.
+    """
+
+    def __init__(self) -> None:
+        self.generation: int | None = None
+        """How often these ranks began on this lane of this message store, which may outlive a process
+        group."""
+        self.token = secrets.token_hex(6)
+        self._lock = threading.Lock()
+        self._next: OrderedDict[str, int] = OrderedDict()
+        self._abandoned: OrderedDict[str, int] = OrderedDict()
+        """Calls that were abandoned since the last completed one: by signature, the number of the next."""
+        self._open: dict[str, tuple[str, bool]] = {}
+        """By key, each call that has not ended here: its signature, and whether this rank gave it up."""
+        self._left_over: list[tuple[float, str]] = []
+        """The time and key of each abandoned call."""
+
+    def begin(self, site: str) -> tuple[str, dict[str, int]]:
+        """Return the key of this call, and the calls that were abandoned since the last completed one."""
+        with self._lock:
+            number = self._next.pop(site, 0)  # inserted again at the end, so that the oldest is dropped first
+            self._next[site] = number + 1
+            if len(self._next) > _REMEMBERED:
+                self._next.popitem(last=False)
+            key = f"{site}/{self.generation}.{number}"
+            self._open[key] = site, False
+            return key, dict(self._abandoned)
+
+    def give_up(self, key: str) -> None:
+        """Note that this rank went on although the call has not ended here: a thread of it is stuck."""
+        with self._lock:
+            if key in self._open:
+                self._open[key] = self._open[key][0], True
+
+    def given_up(self) -> list[str]:
+        with self._lock:
+            return [key for key, (_, gone) in self._open.items() if gone]
+
+    def end(self, key: str, outcome: Outcome, now: float) -> list[str] | None:
+        """Note how a call ended. Returns keys of abandoned calls that can be deleted; None if its end was
+        noted before."""
+        with self._lock:
+            site, _ = self._open.pop(key, ("", False))
+            if not site:
+                return None
+            if outcome.state == "abandoned":
+                self._abandoned[site] = self._next.get(site, 0)
+                self._left_over.append((now, key))
+                if len(self._abandoned) > _REMEMBERED:
+                    self._abandoned.popitem(last=False)
+                return []
+            # All ranks take the committer's numbers, so one that skipped a call is level with them again.
+            for other, number in outcome.abandoned.items():
+                self._next[other] = max(self._next.get(other, 0), number)
+                # Another thread may have seen a later call abandoned meanwhile. That one is still to be sent.
+                if self._abandoned.get(other, 0) <= number:
+                    self._abandoned.pop(other, None)
+            old = [left for since, left in self._left_over if now - since >= SWEEP_AFTER]
+            self._left_over = [entry for entry in self._left_over if now - entry[0] < SWEEP_AFTER]
+            return [f"{left}/{name}" for left in old for name in SHARED]
+
+
+# A lane is a roster of its own, so calls on different lanes are counted apart.
+_histories: WeakKeyDictionary[Roster, dict[tuple[int, ...], History]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def history_of(roster: Roster, participants: tuple[int, ...]) -> History:
+    with _lock:
+        known = _histories.setdefault(roster, {})
+        if participants not in known:
+            known[participants] = History()
+        return known[participants]
+
+
+def meet(context: Context, signature: CallSignature, history: History) -> Steps:
+    """Derive the key of this call and open it. Returns the name of the attempt, which all its ranks share."""
+    # First, because these outcomes may change the number of this call.
+    for key in history.given_up():
+        yield from _learn_outcome(context, history, key)
+    # Claim the first free generation number. All ranks get the same one, because they begin together. Two
+    # threads may both see None; they claim with the same token, so both get the same number.
+    if history.generation is None:
+        lives, number = f"life/{_hash(str(context.participants))}/{context.rank}", 0
+        mine = Generation(history.token)
+        # These keys are never deleted: later generations on this store skip the numbers that are taken.
+        while from_roster((yield Claim(f"{lives}/{number}", to_message(mine))), Generation) != mine:
+            number += 1
+        history.generation = number
+    key, context.abandoned = history.begin(signature.key)
+    context.set_key(key)
+    opened = to_message(Opened(context.rank, secrets.token_hex(6)))
+    return from_roster((yield Claim(f"{context.key}/open", opened)), Opened).attempt
+
+
+def leave(context: Context, history: History) -> Steps:
+    """Close this call on this rank: note its outcome, and delete messages that nobody reads any more."""
+    if context.known_outcome is None:
+        history.give_up(context.key)
+        return  # its outcome is open: others may still wait for this rank's messages
+    old = history.end(context.key, context.known_outcome, context.clock.now())
+    if old is None:
+        return
+    # After an abandoned call nobody reads answers any more; after a completed one each reader has deleted its
+    # own.
+    mine = context.own | context.answers if context.known_outcome.state == "abandoned" else context.own
+    if mine:
+        yield Delete(sorted(mine))
+    yield from _one_less(context, context.key)
+    if old and context.is_committer:
+        yield Delete(old)
+
+
+def _one_less(context: Context, key: str) -> Steps:
+    # The counter is atomic, so exactly one rank is the last. If a rank never comes none is, and a later
+    # completed call deletes these keys (SWEEP_AFTER).
+    if (yield Count(f"{key}/left")) >= len(context.participants):
+        yield Delete([f"{key}/{name}" for name in SHARED])
+
+
+def _learn_outcome(context: Context, history: History, key: str) -> Steps:
+    """Determine the outcome of a call that this rank gave up: claim `abandoned`, or find what was claimed
+    before."""
+    gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
+    message = yield Claim(f"{key}/outcome", abandoned_by(context.rank, gave_up))
+    outcome = from_roster(message, Outcome)
+    if history.end(key, outcome, context.clock.now()) is not None:
+        yield from _one_less(context, key)

@@ -1,0 +1,207 @@
+"""The rounds of a call: every rank contributes, the committer decides, all act on its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+
+from holdfast._protocol.effects import Claim, Context, Do, Get, Pause, Put, SaveActions, Steps, TaskActions
+from holdfast._protocol.liveness import ASK, QUOTED, PeerMonitor
+from holdfast._protocol.messages import Assigned, Before, Outcome, RowDigest, RowList, from_roster, to_message
+from holdfast._values import Message
+from holdfast.errors import DeadlineExceeded, from_message
+
+Report = Message | Struct
+MessageType = type[Struct]
+OF_ALL_CALLS = Before.__struct_fields__
+"""Fields of the protocol in a message of a task."""
+Decide = Callable[[dict[int, Any]], Any]
+"""What the committer makes of the reports of ranks."""
+_DUTIES = {
+    "row_digest": ("enter the save", "say who writes replicated tensors"),
+    "rows": ("list its replicated tensors", "say who writes replicated tensors"),
+    "written": ("write its part", "commit"),
+    "read": ("read its part", "say that every rank has read"),
+    "asked": ("enter", "answer"),
+    "acted": ("do its part", "say that every rank has done its part"),
+}
+"""By topic of a round, what a rank that is waited for has not done yet, and what the committer then has not;
+for errors."""
+
+
+def own_answer(
+    context: Context,
+    topic: str,
+    mine: Report,
+    decide: Decide,
+    ranks: Sequence[int],
+    kind: MessageType | None = None,
+) -> Steps:
+    """A round of these ranks in which each gets an answer of its own: return that of this rank, None if it is
+    not one of them."""
+    if not context.is_committer:
+        yield context.report(topic, mine)
+        key = context.key_of("answer", context.rank)
+        context.own.add(key)
+        return (yield from wait_for(context, key, _DUTIES[topic][1], kind))
+    heard = yield from collect(context, topic, mine, ranks)
+    answers = yield Do("decide", partial(decide, {rank: heard[rank] for rank in ranks}))
+    for rank, answer in answers.items():
+        if rank != context.rank:
+            yield context.answer(rank, answer)
+    return answers.get(context.rank)
+
+
+def agree(
+    context: Context, topic: str, mine: Report, decide: Decide, heard: dict[int, Any] | None = None
+) -> Steps:
+    """The last round of a call: what the committer decides is the outcome. Return its value on every rank.
+
+    heard: committer: the reports of the others, if it has heard them already.
+    """
+    if not context.is_committer:
+        context.is_decidable = True
+        yield context.report(topic, mine)
+        outcome = yield from wait_for(context, context.outcome_key, _DUTIES[topic][1], Outcome)
+        return outcome.value
+    if heard is None:
+        heard = yield from collect(context, topic, mine, context.participants)
+    if "committing" in context.transitions:
+        context.enter("committing")
+    value = yield Do("prepare", partial(decide, {**heard, context.rank: mine}))
+    # The point of no return: nothing can abandon the call after this claim. Of a save, only this rank acts.
+    context.is_decidable = True
+    yield from _claim_agreed(context, value)
+    return value
+
+
+def agree_on_replicas(context: Context, job: SaveActions) -> Steps:
+    """Return which replica this rank holds of each row whose replica nobody declared.
+
+    Mostly every rank holds the same names, and one round of digests shows it. Only where they differ
+    does every rank send its list. Ranks without such rows report that and go on.
+    """
+    mine = yield Do("row_digest", job.row_digest)
+    holders = list(context.participants)
+    if context.is_committer:
+        # A rank without such rows reports that, because the committer can't know who has none.
+        if mine is not None:
+            context.enter("assigning")
+        heard = yield from collect(context, "row_digest", RowDigest(mine), context.participants)
+        holders = [rank for rank in context.participants if heard[rank].digest is not None]
+        if not holders:
+            return None
+        # The usual case: one digest per rank, however many tensors it has. Lists are longer, so they come
+        # second.
+        differ = len({heard[rank].digest for rank in holders}) > 1
+        assigned = Assigned(lists_wanted=True) if differ else Assigned(holders)
+        if len(context.participants) > 1:
+            yield Put(context.answer_key, to_message(assigned))
+    else:
+        yield context.report("row_digest", RowDigest(mine))
+        if mine is None:
+            return None
+        context.enter("assigning")
+        assigned = yield from wait_for(context, context.answer_key, _DUTIES["row_digest"][1], Assigned)
+    if not assigned.lists_wanted:
+        return assigned if mine is not None else None
+    own = RowList([], []) if mine is None else (yield Do("list_rows", job.list_rows))
+    return (yield from own_answer(context, "rows", own, job.assign, holders, Assigned))
+
+
+def act(context: Context, job: TaskActions) -> Steps:
+    """Wait until this rank has done its part; return its report."""
+    watch = PeerMonitor(context, "do its part")
+    context.on_wait([])  # its work may wait for any of the others
+    while True:
+        report = yield Do("poll", job.poll)
+        if report is not None:
+            context.on_wait(None)
+            return report
+        learn(context, *(yield Get([context.outcome_key])))
+        # The committer comes here after all others have acted (`collect`), so it waits only for itself.
+        if not context.is_committer:
+            yield from watch.look([context.committer])
+        elif context.deadline.passed():
+            raise DeadlineExceeded(
+                f"{context.who} did not do its part in {context.deadline}.", rank=context.rank
+            )
+        yield Do("rest", partial(job.wait, watch.patience()))
+
+
+def collect(
+    context: Context,
+    topic: str,
+    mine: Report,
+    ranks: Sequence[int],
+    poll: Callable[[], object] = lambda: None,
+) -> Steps:
+    """Committer: return the report of every rank on a topic, of the type of this rank's own. Raises an error
+    that names the missing ranks.
+
+    `poll` raises errors of this rank's own work meanwhile.
+    """
+    reports: dict[int, Any] = {context.rank: mine}
+    missing = sorted(rank for rank in ranks if rank != context.rank)
+    if not missing:
+        return reports
+    watch = PeerMonitor(context, _DUTIES[topic][0])
+    while missing:
+        context.on_wait(missing[:QUOTED])
+        yield Do("poll", poll)
+        # Ranks that have reported are not asked again: one read per rank, not one per rank and look.
+        some = missing[:ASK]  # a bounded request, however large the world
+        keys = [context.key_of(topic, rank) for rank in some]
+        outcome, *messages = yield Get([context.outcome_key, *keys])
+        learn(context, outcome)
+        heard = {rank: message for rank, message in zip(some, messages, strict=True) if message is not None}
+        for rank, message in heard.items():
+            context.note_abandoned(from_roster(message, Before, rank).abandoned)
+            if isinstance(mine, Struct):
+                reports[rank] = from_roster(message, type(mine), rank)
+            else:
+                reports[rank] = {name: value for name, value in message.items() if name not in OF_ALL_CALLS}
+        missing = [rank for rank in missing if rank not in heard]
+        if heard:
+            context.note_progress()
+            watch.over(heard.__contains__)
+        if len(heard) == len(some):
+            continue  # all of these were there, so the next ones may be there as well: no pause
+        if missing:
+            yield from watch.look(missing)
+            yield Pause(context.key_of(topic, missing[0]), watch.patience())
+    context.on_wait(None)
+    return reports
+
+
+def wait_for(context: Context, key: str, what: str, kind: MessageType | None = None) -> Steps:
+    """Return the message that the committer puts under a key; raise the error if the call is abandoned."""
+    watch = PeerMonitor(context, what)
+    context.on_wait([context.committer])
+    while True:
+        message, outcome = yield Get([key, context.outcome_key])
+        if message is None or key == context.outcome_key:
+            learn(context, outcome)
+        if message is not None:
+            context.on_wait(None)
+            watch.over()
+            return message if kind is None else from_roster(message, kind, context.committer)
+        yield from watch.look([context.committer])
+        yield Pause(key, watch.patience())
+
+
+def _claim_agreed(context: Context, value: object = None) -> Steps:
+    agreed = Outcome("agreed", context.rank, abandoned=context.abandoned, value=value)
+    # It raises if another rank has abandoned the call first: then nothing may be put in place.
+    learn(context, (yield Claim(context.outcome_key, to_message(agreed))))
+
+
+def learn(context: Context, outcome: Message | None) -> None:
+    """Note the outcome of this call, if there is one yet. Raises the error of one that is `abandoned`."""
+    if outcome is not None:
+        context.known_outcome = from_roster(outcome, Outcome)
+        if context.known_outcome.state == "abandoned":
+            raise from_message(context.known_outcome.error)

@@ -1,0 +1,243 @@
+"""The presence message of this rank, and what renews it: one beacon for all operations and sessions of a
+rank.
+
+At every beat the heart sends the message, looks how the operations go, watches the neighbours, and answers
+where this rank is.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from weakref import WeakKeyDictionary, ref
+
+import msgspec
+
+from holdfast._deadline import Limits
+from holdfast._heart import heart
+from holdfast._roster.base import Roster
+from holdfast._roster.neighbours import Watch
+from holdfast._roster.presence import Gone, Vitals, at_key
+from holdfast._roster.process import stack_dump, this_process
+from holdfast._roster.whereabouts import Answering
+from holdfast._values import Message
+from holdfast.errors import RosterLost
+
+BEAT = 1.0
+"""Seconds between two beats; more in a large world, whose store answers a hundred thousand questions a
+second."""
+
+
+class Presence:
+    """One operation of this rank, as the rank's message shows it."""
+
+    def __init__(self, roster: Roster, title: str, participants: Sequence[int] = ()) -> None:
+        self.beacon = beacon_of(roster)
+        self.operation, self.title, self.participants = "", title, participants
+        self.about: Message = {}
+        """Identifies the call, beside `key` (`protocol.rendezvous.CallSignature`)."""
+        self.phase, self.progress = "entered", 0
+        self.others = 0
+        """Counts the progress of ranks that this one waits for."""
+        self.waiting_for: list[int] | None = None
+        self.is_working = False
+        self.outcome: Message | None = None
+        """How the operation was decided, once the heart has seen that."""
+        self.more: Callable[[], Message] = dict
+        """Returns more of the message: `doing`, which errors quote, and values for programs."""
+        self.look: Callable[[Roster], None] = lambda roster: None
+        """Called at every beat: looks how the operation goes, because its own thread may be stuck."""
+        self.on_gone: Callable[[int, Gone], None] = lambda rank, gone: None
+        """Called on the heart's thread if a neighbour among the participants has ended."""
+        self.on_lost: Callable[[RosterLost], None] = lambda error: None
+        """Called on the heart's thread at every beat at which the message store does not answer."""
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Mark the code inside as this rank's own work or a callback; code outside talks to the message
+        store."""
+        self.is_working = True
+        try:
+            yield
+        finally:
+            self.is_working = False
+
+    def wait_for(self, ranks: Sequence[int] | None) -> None:
+        """Note the ranks that this rank waits for; None if it works."""
+        self.waiting_for = None if ranks is None else list(ranks)
+
+    def pass_on_progress(self) -> None:
+        """Show that a rank for which this one waits goes on."""
+        self.others += 1
+
+    def record(self) -> Message:
+        """Return this operation's part of the rank's message."""
+        return {
+            **self.about,
+            "title": self.title,
+            "phase": self.phase,
+            "waiting_for": self.waiting_for,
+            "progress": self.progress,
+            "others": self.others,
+            "decided": self.outcome is not None,
+            **self.more(),
+        }
+
+    def begin(self, operation: str, beats: bool) -> None:
+        """Show this rank in an operation; renew that from now on if it `beats`."""
+        self.operation = operation
+        self.beacon.add(self, beats)
+        self.beacon.send()
+
+    def leave(self) -> None:
+        """Show that the operation is over on this rank, so that errors of others can quote how it ended."""
+        if self.operation:
+            self.beacon.remove(self)
+            with suppress(RosterLost):
+                self.beacon.send()
+
+    def stop(self) -> None:
+        """Stop the beat, unless another operation needs it."""
+        self.beacon.remove(self)
+
+
+class Beacon:
+    """This rank's message: its identity, and all operations that it is in, on all lanes.
+
+    Several threads begin and end operations; one message contains all of them, so that none hides another.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.who = this_process(roster.rank)
+        self.interval = max(BEAT, roster.world_size / 1000)
+        self.watch = Watch(self.who, self._listens_at, lambda: heart.hurry(self))
+        self.answering = Answering(roster.rank)
+        self.report_after = Limits().report_after
+        self.ended = ""
+        """How the program has ended, once it has."""
+        self._roster = ref(roster)  # which keeps this
+        self._operations: dict[tuple[int, str], Presence] = {}
+        self._beating: set[object] = set()
+        self._last: Message = {}
+        self._beats = 0
+        self._lock = threading.Lock()
+        self._held = ExitStack()
+
+    def set_limits(self, limits: Limits) -> None:
+        """Tell waits and lost hosts after these seconds."""
+        self.report_after, self.watch.lost_after = limits.report_after, limits.lost_after
+
+    def end(self, how: str) -> None:
+        """Say that the program of this rank has ended: nobody is to wait for it any more."""
+        self.ended = how
+        with suppress(RosterLost):
+            self.send(self._bounded())
+
+    def _bounded(self) -> Roster | None:
+        roster = self._roster()
+        return roster.bounded() if roster is not None else None
+
+    @property
+    def operations(self) -> list[Presence]:
+        with self._lock:
+            return list(self._operations.values())
+
+    def message(self) -> Message:
+        who = msgspec.structs.replace(self.who, dump_signal=stack_dump.signal, dump_file=stack_dump.file)
+        with self._lock:
+            operations, last = dict(self._operations), self._last
+            self._beats += 1
+            beat = self._beats
+        records = {key: presence.record() for (_, key), presence in operations.items()}
+        return msgspec.to_builtins(  # type: ignore[no-any-return]
+            Vitals(who, records, last, beat, time.time(), self.ended)
+        )
+
+    def send(self, roster: Roster | None = None) -> None:
+        roster = roster or self._roster()
+        if roster is not None:
+            # Not under the lock: the store may not answer, and `remove` must not wait for it.
+            roster.put(at_key(self.who.rank), self.message())
+
+    def add(self, presence: Presence, beats: bool) -> None:
+        with self._lock:
+            self._operations[id(presence), presence.operation] = presence
+        if beats:
+            self.watch.begin(presence, presence.participants, presence.on_gone)
+            self.keep(presence)
+
+    def remove(self, presence: Presence) -> None:
+        with self._lock:
+            if self._operations.pop((id(presence), presence.operation), None) is not None:
+                # Kept in the message: an error can say how this rank's last call ended.
+                self._last = {"key": presence.operation, **presence.record()}
+        self.watch.end(presence)
+        self.let_go(presence)
+
+    def keep(self, user: object) -> None:
+        """Beat for as long as `user` needs it. Raises HoldfastError if no thread can be started."""
+        roster = self._roster()
+        with self._lock:
+            first = not self._beating
+            self._beating.add(user)
+            if first and roster is not None:
+                self._held.enter_context(roster.hold())
+        if first:
+            heart.begin(self)
+
+    def let_go(self, user: object) -> None:
+        with self._lock:
+            known = user in self._beating
+            self._beating.discard(user)
+            last = known and not self._beating
+        if last:
+            heart.end(self)
+
+    def beat(self) -> None:
+        """Renew the message, and look at what others depend on; on the heart's thread."""
+        bounded = self._bounded()
+        if bounded is None:
+            self._stop()
+            return
+        try:
+            self.send(bounded)
+            for presence in self.operations:
+                presence.look(bounded)
+        except RosterLost as error:  # the operations themselves meet it, too, and raise it
+            if error.details.get("destroyed"):
+                self._stop()
+            for presence in self.operations:
+                presence.on_lost(error)
+        self.watch.beat(bounded)
+        self.answering.beat(bounded, self.watch.near_here())
+
+    def _stop(self) -> None:
+        """Stop for good: the process group was destroyed, and its messages are gone."""
+        with self._lock:
+            self._beating.clear()
+        heart.end(self)
+
+    def close(self) -> None:
+        """Stop listening; on the heart's thread."""
+        self.watch.close()
+        self._held.close()
+
+    def _listens_at(self, address: str, port: int) -> None:
+        self.who = msgspec.structs.replace(self.who, address=address, port=port)
+
+
+_beacons: WeakKeyDictionary[Roster, Beacon] = WeakKeyDictionary()
+_beacons_lock = threading.Lock()
+
+
+def beacon_of(roster: Roster) -> Beacon:
+    """Return this rank's beacon. A forked process gets its own."""
+    base = roster.base()
+    with _beacons_lock:
+        known = _beacons.get(base)
+        if known is None or known.who.pid != os.getpid():
+            known = _beacons[base] = Beacon(base)
+        return known

@@ -1,0 +1,167 @@
+"""Connections that are held open between ranks of different hosts, so that the kernel tells when a process
+ends.
+
+A rank listens on a port. Another connects, and reads the token that this rank has published in the message
+store; nothing is sent back, so there is nothing to parse. The kernel accepts connections and answers probes
+also while the process holds the GIL or is stopped, and ends them when the process has ended, however it did.
+An end or a refusal counts only on a path over which the token has come before: a port that a firewall closes
+looks just like one that nobody listens on.
+
+All of this runs on the heart's thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from enum import Enum, auto
+
+from holdfast._heart import heart
+
+BACKLOG = 128
+"""Connections that the kernel accepts while the process does not."""
+HELD = 64
+"""Connections that are held open; for more, which strangers make, the oldest are closed."""
+CONNECT_WITHIN = 1.0
+"""Seconds for a connection; a host that is there answers in milliseconds."""
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""After 10 s without data the kernel probes a connection every 5 s; after four probes it is broken."""
+_NO_ANSWER = {None, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
+"""What a connection raises if the other host does not answer; None: `TimeoutError` of Python's own."""
+_BYE = b"!"
+"""Sent by a process that stops listening and goes on; no token has this character."""
+
+
+class Listener:
+    """The port at which the kernel answers for this process.
+
+    address: that of this host. on_knock: called when somebody has connected.
+    """
+
+    def __init__(self, address: str, token: str, on_knock: Callable[[], None]) -> None:
+        self._token, self._on_knock = token.encode(), on_knock
+        self._held: dict[socket.socket, None] = {}
+        """The oldest first."""
+        self._socket = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=BACKLOG
+        )
+        self._socket.setblocking(False)
+        self.port = int(self._socket.getsockname()[1])
+        heart.on_readable(self._socket, self.accept)
+
+    def close(self) -> None:
+        for connection in list(self._held):
+            with suppress(OSError):
+                connection.send(_BYE)
+            self._let_go(connection)
+        heart.forget(self._socket)
+        self._socket.close()
+
+    def accept(self) -> None:
+        """Hold connections that were made. To be called now and then, too: with no descriptor left, the heart
+        looks here no more."""
+        try:
+            while True:
+                connection, _ = self._socket.accept()
+                self._hold(connection)
+                self._on_knock()
+        except BlockingIOError:
+            heart.on_readable(self._socket, self.accept)
+        except OSError:
+            # The connection waits on, and would wake the heart again and again.
+            heart.forget(self._socket)
+
+    def _hold(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._held[connection] = None
+        if len(self._held) > HELD:
+            self._let_go(next(iter(self._held)))
+        # The other side sends nothing: what can be read is its end.
+        heart.on_readable(connection, lambda: self._let_go(connection))
+        with suppress(OSError):
+            connection.send(self._token)
+
+    def _let_go(self, connection: socket.socket) -> None:
+        self._held.pop(connection, None)
+        heart.forget(connection)
+        connection.close()
+
+
+class Path(Enum):
+    """What the kernel says of a process at the other end."""
+
+    OPEN = auto()
+    """It is there."""
+    ENDED = auto()
+    """It has ended: the connection did, and its port refuses another."""
+    UNREACHABLE = auto()
+    """Its host does not answer."""
+    UNKNOWN = auto()
+    """Its token has not come over this path, or it does not listen any more."""
+
+
+class Link:
+    """A connection to one rank's process, held open. on_end: called when the connection has ended."""
+
+    def __init__(self, address: str, port: int, token: str, on_end: Callable[[], None]) -> None:
+        self._place, self._token, self._on_end = (address, port), token.encode(), on_end
+        self._socket: socket.socket | None = None
+        self._received = b""
+        self._verified = False
+        """Whether the token has come."""
+        self._over = False
+
+    def look(self) -> Path:
+        """Return what is known now; connects first, if there is no connection."""
+        if self._over:
+            return Path.UNKNOWN
+        path = self._connect() if self._socket is None else Path.OPEN
+        return path if self._verified else Path.UNKNOWN
+
+    def close(self) -> None:
+        if self._socket is not None:
+            heart.forget(self._socket)
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self) -> Path:
+        try:
+            made = socket.create_connection(self._place, CONNECT_WITHIN)
+        except ConnectionRefusedError:
+            return Path.ENDED
+        except OSError as error:
+            # Any other is of this process: it has no descriptor or port left, or may not connect.
+            return Path.UNREACHABLE if error.errno in _NO_ANSWER else Path.UNKNOWN
+        made.setblocking(False)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            if hasattr(socket, name):
+                made.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket, self._received = made, b""
+        heart.on_readable(made, self._read)
+        return Path.OPEN
+
+    def _read(self) -> None:
+        assert self._socket is not None
+        try:
+            data = self._socket.recv(256)
+        except BlockingIOError:
+            return
+        except OSError:  # reset, or the probes were not answered
+            data = b""
+        self._received += data
+        came = self._received.removesuffix(_BYE) == self._token
+        self._verified = self._verified or came
+        self._over = came and self._received.endswith(_BYE)
+        if not data or self._over or len(self._received) > len(self._token) + 1:
+            self.close()
+            if came:  # else whoever listens there now is a stranger: the next beat is soon enough
+                self._on_end()
+
+
+def knock(address: str, port: int) -> None:
+    """Wake a process that listens there."""
+    with suppress(OSError):
+        socket.create_connection((address, port), CONNECT_WITHIN / 5).close()

@@ -1,0 +1,127 @@
+"""Presence: what each rank shows of itself in the message store, and what can be known of it besides.
+
+`at/<rank>` says who the process is, and for each operation of the rank its phase, the bytes moved so far, and
+the ranks that it waits for, if it does not work. Errors quote it about a missing rank. The heart renews it
+while the rank is in an operation or in a session, also while the rank is deep in a system call.
+
+A message that is not renewed proves nothing: the process may hold the GIL, or be stopped. Whether it is
+there, the kernel says: of a process of this machine directly, of others by `gone/<rank>`, which a neighbour
+writes that can see it (`neighbours`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from holdfast._roster.base import Roster
+from holdfast._roster.process import HELD, Identity
+from holdfast._values import Message
+from holdfast.errors import RankInfo
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def at_key(rank: int) -> str:
+    return f"at/{rank}"
+
+
+def gone_key(rank: int) -> str:
+    return f"gone/{rank}"
+
+
+class Vitals(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The presence message of one rank."""
+
+    who: Identity
+    operations: dict[str, Message] = {}
+    """By key, what it is in (`beacon.Presence.record`)."""
+    last: Message = {}
+    """The operation that it was in last."""
+    beat: int = 0
+    """Others compare this count, never `wall`: clocks of hosts differ."""
+    wall: float = 0.0
+    ended: str = ""
+    """How its program has ended, in its own words; "" while it runs."""
+
+
+class Gone(msgspec.Struct, frozen=True):
+    """`gone/<rank>`: the word of a rank that has seen the end of another."""
+
+    token: str
+    """Of the process that has ended: the rank may have another one by now."""
+    how: str
+    clean: bool = False
+    """Was its exit code 0?"""
+
+
+class Seen(NamedTuple):
+    """What a rank knows of another one now."""
+
+    vitals: Vitals | None = None
+    """None if it has never shown itself."""
+    ended: str = ""
+    """Why it will not come any more: the kernel says so, or the rank itself; "" if it may come."""
+    gone: Gone | None = None
+    """What a neighbour of it has seen."""
+    there: bool | None = None
+    """Is its process there? None: that can't be seen from here."""
+    state: str = ""
+    """The state letter of its process, if that can be seen from here."""
+
+    def held(self) -> str:
+        """Say what keeps its process from doing anything; "" if nothing does."""
+        return HELD.get(self.state, "")
+
+
+def see(roster: Roster, ranks: Sequence[int]) -> dict[int, Seen]:
+    """Look at ranks: at what they show, and at their processes."""
+    messages = roster.base().get([key for rank in ranks for key in (at_key(rank), gone_key(rank))])
+    pairs = zip(messages[::2], messages[1::2], strict=True)
+    return {rank: judge(*pair) for rank, pair in zip(ranks, pairs, strict=True)}
+
+
+def judge(at: Message | None, gone: Message | None) -> Seen:
+    """Return what is known of a rank by its messages, and by a look at its process, if it is of this
+    machine."""
+    vitals, witness = read(at, Vitals), read(gone, Gone)
+    if vitals is None:
+        return Seen()
+    ended, there, state = vitals.ended, None, ""
+    if witness is not None and witness.token == vitals.who.token:
+        ended, there = ended or witness.how, False
+    elif vitals.who.is_of_this_machine():
+        state = vitals.who.state()
+        ended, there = ended or ("" if state else vitals.who.how_it_ended()), bool(state)
+        witness = None
+    return Seen(vitals, ended, witness, there, state)
+
+
+def read(message: Message | None, kind: type[T]) -> T | None:
+    """Convert a message to its type; None if it does not fit."""
+    with suppress(msgspec.ValidationError):
+        return None if message is None else msgspec.convert(message, kind)
+    return None
+
+
+def describe(rank: int, seen: Seen, wall: float, note: str = "", key: str = "") -> RankInfo:
+    """Describe a rank for an error at the time `wall`: what it says of the operation `key`, or else of its
+    last one."""
+    vitals = seen.vitals
+    if vitals is None:
+        return RankInfo(rank, note=note)
+    # If the rank is not in `key`, quote the operation that it began last.
+    doing = vitals.operations.get(key) or next(reversed(vitals.operations.values()), None)
+    operation = doing or vitals.last
+    phase = f"{operation.get('title', '')}: {operation.get('phase', '')}" if operation else "idle"
+    return RankInfo(
+        rank,
+        vitals.who.host,
+        vitals.who.pid,
+        phase if doing or not operation else f"idle since {phase}",
+        round(max(0.0, wall - vitals.wall), 2),
+        "; ".join(part for part in (note, str((doing or {}).get("doing", ""))) if part),
+    )

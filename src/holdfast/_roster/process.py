@@ -1,0 +1,302 @@
+"""What the kernel says of a process: whether it is there, how it ended, what it does.
+
+Nothing here depends on a Python thread of that process: it may hold the GIL for minutes, or be stopped.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import secrets
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cache
+from stat import S_ISSOCK
+from typing import NamedTuple
+from weakref import WeakSet
+
+import msgspec
+
+GONE = "ZX"
+"""State letters of a process that has ended; its parent may not have asked for its exit code yet."""
+HELD = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in a system call, mostly of storage"}
+"""What the state letters of processes mean that can't do anything now."""
+UNSEEN = "?"
+"""In place of a state letter that could not be read; nobody has ended for that."""
+DUMP_WITHIN = 0.5
+"""Seconds to wait for the stacks of another process."""
+_SIGNALS = range(57, 49, -1)
+"""Real-time signals that are tried for `StackDump`; few programs use them."""
+_DUMP = "holdfast-stacks"
+"""Name of the files in memory that stacks are written to."""
+
+
+class Stat(NamedTuple):
+    """From /proc/PID/stat."""
+
+    state: str
+    cpu: float
+    """Seconds of CPU time, all threads."""
+    started: str
+    """Its start in clock ticks: tells a pid that was used again from the old process."""
+    exit_status: int
+    """As `os.waitstatus_to_exitcode` takes it; only of a process that has ended."""
+
+
+def _read(path: str) -> str:
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+        return file.read().strip()
+    return ""
+
+
+def stat(pid: int) -> Stat | None:
+    """Return what /proc says of a process; None if there is none.
+
+    Raises OSError if that can't be read here, such as for want of descriptors: no sign of anything.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # The process name, in parentheses, may contain blanks and parentheses itself. So fields are
+            # counted from the last one; the state is field 3 of proc(5).
+            fields = file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    if len(fields) < 50:
+        raise OSError(f"/proc/{pid}/stat has {len(fields)} fields")
+    ticks = os.sysconf("SC_CLK_TCK")
+    return Stat(fields[0], (int(fields[11]) + int(fields[12])) / ticks, fields[19], int(fields[49]))
+
+
+@cache
+def _of_this_process(pid: int) -> tuple[str, str, str]:
+    """Return host, machine and start time of this process. The pid is an argument because a fork has
+    another."""
+    # Two processes with the same machine can see each other's pids. The host name would not do: a container
+    # has its own pid namespace, in which pids mean other processes.
+    namespace = ""
+    with suppress(OSError):
+        namespace = os.readlink("/proc/self/ns/pid")
+    machine = f"{_read('/proc/sys/kernel/random/boot_id')}/{namespace}"
+    started = ""
+    with suppress(OSError):  # no /proc
+        me = stat(pid)
+        started = me.started if me is not None else ""
+    return socket.gethostname(), machine, started
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """What does not change while a process lives; a part of its presence message."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    machine: str = ""
+    started: str = ""
+    token: str = ""
+    """Random; what listens at `port` says it first."""
+    address: str = ""
+    port: int = 0
+    """Where the kernel answers for this process; 0: nowhere."""
+    main_thread: int = 0
+    dump_signal: int = 0
+    dump_file: int = 0
+    """The signal on which it writes its stacks, and its descriptor that they go to; 0: it does not."""
+
+    def is_of_this_machine(self) -> bool:
+        """Return whether /proc here shows that process."""
+        return bool(self.started) and self.machine == _of_this_process(os.getpid())[1]
+
+    def stat(self) -> Stat | None:
+        """Return what /proc says of it; None if nothing is left. Only for a process of this machine."""
+        try:
+            now = stat(self.pid)
+        except OSError:
+            return Stat(UNSEEN, 0.0, self.started, 0)
+        return now if now is not None and now.started == self.started else None
+
+    def state(self) -> str:
+        """Return its state letter; "" if it has ended."""
+        now = self.stat()
+        return now.state if now is not None and now.state not in GONE else ""
+
+    def how_it_ended(self) -> str:
+        """Say that it has ended and, while the kernel still knows, how."""
+        last = self.stat()
+        if last is None or last.state not in GONE:
+            return "its process has ended"
+        code = os.waitstatus_to_exitcode(last.exit_status)
+        if code >= 0:
+            return f"its process has ended with exit code {code}"
+        with suppress(ValueError):
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process was killed by signal {-code}"
+
+    def exited_with_0(self) -> bool:
+        """Return whether it has ended well, as far as the kernel still knows."""
+        last = self.stat()
+        return last is not None and last.state in GONE and last.exit_status == 0
+
+    def stacks(self) -> str:
+        """Have a process of this machine write the stacks of its threads; "" if it does not.
+
+        faulthandler's signal handler writes them, which needs no GIL.
+        """
+        if not self.dump_signal or not self.state():
+            return ""
+        # By its default a signal ends a process: send it only to one that catches it.
+        caught = _status(self.pid, "SigCgt")
+        if not caught or not int(caught, 16) >> (self.dump_signal - 1) & 1:
+            return ""
+        # The message that names this descriptor may be old, and the descriptor another file by now.
+        path = f"/proc/{self.pid}/fd/{self.dump_file}"
+        try:
+            if not _is_dump(path):
+                return ""
+            with open(path, "r+b") as file:
+                if not _is_dump(f"/proc/self/fd/{file.fileno()}"):
+                    return ""
+                file.truncate(0)
+                os.kill(self.pid, self.dump_signal)
+                ends, size = time.monotonic() + DUMP_WITHIN, -1
+                while time.monotonic() < ends and (size <= 0 or os.fstat(file.fileno()).st_size != size):
+                    size = os.fstat(file.fileno()).st_size
+                    time.sleep(0.02)
+                return file.read(1 << 20).decode(errors="replace")
+        except OSError:  # it has ended meanwhile, or belongs to another user
+            return ""
+
+
+def _is_dump(path: str) -> bool:
+    return os.readlink(path).startswith(f"/memfd:{_DUMP}")
+
+
+def _status(pid: int, field: str) -> str:
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(field + ":"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
+own_sockets: WeakSet[socket.socket] = WeakSet()
+"""Connections of Holdfast, whose beat is no work of the program."""
+
+
+def sockets() -> Iterator[socket.socket]:
+    """Yield every socket of this process that is not one of `own_sockets`, to be looked at only."""
+    own = {one.fileno() for one in own_sockets}
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if number not in own and S_ISSOCK(os.fstat(number).st_mode):
+                # With this flag Python changes nothing; else `socket.setdefaulttimeout` of the program would
+                # make every socket return at once.
+                one = socket.socket(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK, fileno=number)
+                try:
+                    yield one
+                finally:
+                    one.detach()
+
+
+def listens(port: int) -> bool:
+    """Return whether this process listens on a TCP port."""
+    with suppress(OSError):  # no /proc
+        for one in sockets():
+            with suppress(OSError, IndexError):
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and one.getsockname()[1] == port:
+                    return True
+    return False
+
+
+def this_process(rank: int) -> Identity:
+    """Return the identity of this process, which listens nowhere."""
+    pid = os.getpid()
+    host, machine, started = _of_this_process(pid)
+    main = threading.main_thread().ident or 0
+    return Identity(rank, host, pid, machine, started, secrets.token_hex(8), main_thread=main)
+
+
+class StackDump:
+    """Lets other processes of this host have the stacks of this one written (`Identity.stacks`), while
+    anybody wants that: it sets the handler of a signal."""
+
+    def __init__(self) -> None:
+        self.signal = self.file = 0
+        self._users: set[object] = set()
+
+    def begin(self, user: object) -> None:
+        if not self._users:
+            self._register()
+        self._users.add(user)
+
+    def end(self, user: object) -> None:
+        self._users.discard(user)
+        if not self._users and self.signal:
+            faulthandler.unregister(self.signal)
+            os.close(self.file)
+            self.signal = self.file = 0
+
+    def _register(self) -> None:
+        # Of handlers in C, `faulthandler.register` of the program among them, only the kernel knows.
+        masks = [int(_status(os.getpid(), field) or "0", 16) for field in ("SigCgt", "SigIgn")]
+        free = [number for number in _SIGNALS if not any(mask >> (number - 1) & 1 for mask in masks)]
+        if not free:
+            return
+        with suppress(OSError, AttributeError):  # another system than Linux
+            file = os.memfd_create(_DUMP)
+            # The reader cuts it to nothing first.
+            fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+            faulthandler.register(free[0], file, all_threads=True)
+            self.signal, self.file = free[0], file
+
+
+stack_dump = StackDump()
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the child processes of a process."""
+    children: list[int] = []
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, _read(f"/proc/{pid}/task/{task}/children").split())
+    return children
+
+
+def activity() -> tuple[dict[int, float], list[int]]:
+    """Return seconds of CPU time, by the id of each thread of this process and of each child, with 0 for
+    threads that have ended; and counts of the bytes that they have moved so far, in files and over TCP
+    connections of this process that are not Holdfast's."""
+    family = [os.getpid()]
+    for pid in family:
+        family += children_of(pid)
+    cpu, total = {}, time.process_time()
+    for thread in os.listdir("/proc/self/task"):
+        # In nanoseconds: `stat` counts in hundredths, which many threads together would blur.
+        ran = _read(f"/proc/self/task/{thread}/schedstat").split()
+        cpu[int(thread)] = int(ran[0]) / 1e9 if ran else 0.0
+    cpu[0] = total - sum(cpu.values())
+    for pid in family[1:]:
+        with suppress(OSError):
+            now = stat(pid)
+            cpu[pid] = now.cpu if now is not None else 0.0
+    return cpu, [*family, *map(_bytes_of, family), sum(map(_bytes_over, sockets()))]
+
+
+def _bytes_of(pid: int) -> int:
+    # Without `rchar`: it counts what is read of /proc, too.
+    counted = ("wchar", "read_bytes", "write_bytes")
+    lines = (line.partition(": ") for line in _read(f"/proc/{pid}/io").splitlines())
+    return sum(int(value) for name, _, value in lines if name in counted)
+
+
+def _bytes_over(connection: socket.socket) -> int:
+    """Return the bytes that a TCP connection has received, and sent with success."""
+    with suppress(OSError, struct.error):
+        # struct tcp_info of linux/tcp.h: bytes_acked and bytes_received, since Linux 4.1.
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+        return sum(struct.unpack_from("=2Q", info, 120))
+    return 0

@@ -1,0 +1,315 @@
+"""The roster over `torch.distributed`'s own key-value store: TCPStore under any launcher.
+
+The store is the one that the default process group was started with, so there is nothing to set up; our keys
+have a prefix. We use clients of our own, because one client runs its calls one after the other, and a wait
+would block the training's own calls. They are kept as long as somebody holds the roster (`hold`), and closed
+after that: a save leaves no connection.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+from weakref import ref
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast._native_calls import native_call
+from holdfast._options import read_environment
+from holdfast._roster.base import decode
+from holdfast._roster.process import listens
+from holdfast._roster.seal import Seal
+from holdfast._roster.tcp_client import PATIENCE, TcpClient, agrees_with
+from holdfast._torch_private import clone_store, default_store, tcp_store
+from holdfast._values import Message
+from holdfast.errors import RosterLost
+
+_NOTHING = "\0"
+"""Never a message. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for a
+key that is not there."""
+
+
+class _Client(Protocol):
+    """Keys and values of one store; `tcp_client.TcpClient` says what each method does."""
+
+    def set(self, name: str, value: bytes) -> None: ...
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]: ...
+
+    def claim(self, name: str, value: bytes) -> bytes: ...
+
+    def add(self, name: str) -> int: ...
+
+    def delete(self, names: Sequence[str]) -> None: ...
+
+    def wait(self, name: str, seconds: float) -> bool: ...
+
+    def way(self) -> tuple[str, str]: ...
+
+    def close(self) -> None: ...
+
+
+class _TorchClient:
+    """torch's own client, for stores other than a TCPStore."""
+
+    def __init__(self, store: Any) -> None:
+        self._store: Any = clone_store(store)
+
+    def way(self) -> tuple[str, str]:
+        return "", ""
+
+    def close(self) -> None:
+        """Nothing: the connection is closed with the last reference."""
+
+    def set(self, name: str, value: bytes) -> None:
+        with native_call():
+            self._store.set(name, value)
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        with native_call():
+            values = [self._store.compare_set(name, _NOTHING, _NOTHING) for name in names]
+        return [None if value == _NOTHING.encode() else value for value in values]
+
+    def claim(self, name: str, value: bytes) -> bytes:
+        with native_call():
+            # Expecting "" writes only if the key is absent, atomically, and returns the value that is there.
+            return bytes(self._store.compare_set(name, "", value.decode()))
+
+    def add(self, name: str) -> int:
+        with native_call():
+            return int(self._store.add(name, 1))
+
+    def delete(self, names: Sequence[str]) -> None:
+        with suppress(Exception), native_call():  # a store that can't delete keeps a few hundred bytes
+            for name in names:
+                self._store.delete_key(name)
+
+    def wait(self, name: str, seconds: float) -> bool:
+        # Polled, because this client writes a warning to the terminal each time that its wait ends without
+        # the key.
+        ends = time.monotonic() + seconds
+        pause = 0.001
+        while True:
+            with native_call():
+                if self._store.check([name]):
+                    return True
+            left = ends - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, 0.05)
+
+
+class _Connections:
+    """This process's clients of one store, created at first use, and the secret that seals messages.
+
+    It does not keep the store alive: after `destroy_process_group` the server of the default process group's
+    store must end with it, or the next process group on that port would see the messages of the last.
+    """
+
+    def __init__(self, store: object) -> None:
+        self.parent: Callable[[], Any] = ref(store)
+        self._pid = os.getpid()
+        self._idle: dict[float | None, list[_Client]] = {}
+        self._holders = 0
+        self._lock = threading.Lock()
+        self._seal: Seal | None = None
+        self.prefix = ""
+        """Of our keys: other worlds may use the same server."""
+        self._speaks_tcp: bool | None = None
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep connections open inside."""
+        with self._lock:
+            self._holders += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._holders -= 1
+                unused = [] if self._holders else [one for some in self._idle.values() for one in some]
+                if unused:
+                    self._idle.clear()
+            for client in unused:
+                client.close()
+
+    @contextmanager
+    def client(self, patience: float | None) -> Iterator[_Client]:
+        """Lend a client to one call; that of a call that fails is closed. It may have to connect first."""
+        if self._pid != os.getpid():  # a fork must not speak on connections of its parent
+            self._pid, self._idle, self._holders, self._lock = os.getpid(), {}, 0, threading.Lock()
+        with self._lock:
+            idle = self._idle.get(patience)
+            client = idle.pop() if idle else None
+        if client is None:
+            client = self._connect(patience)
+        try:
+            yield client
+        except BaseException:
+            client.close()
+            raise
+        with self._lock:
+            if self._holders:
+                self._idle.setdefault(patience, []).append(client)
+                return
+        client.close()
+
+    def _connect(self, patience: float | None) -> _Client:
+        store = self.store()
+        tcp: Any = tcp_store(store)
+        if tcp is None or self._speaks_tcp is False:
+            return _TorchClient(store)
+        client = TcpClient(tcp.host, tcp.port, patience)
+        if self._speaks_tcp is None:
+            with native_call():
+                self._speaks_tcp = agrees_with(client, tcp)
+            if not self._speaks_tcp:
+                client.close()
+                return _TorchClient(store)
+        return client
+
+    def seal(self) -> Seal:
+        """Return the seal of this job. The first rank draws its secret, the others read it."""
+        if self._seal is None:
+            # Through the store itself: worlds that share a server are told apart by the prefixes of their
+            # stores.
+            with _reachable("reading the job's secret"), native_call():
+                key = f"holdfast/{read_environment().incarnation}/secret"
+                drawn = self.store().compare_set(key, "", secrets.token_hex(16)).decode()
+            self.prefix = f"holdfast/{Seal(drawn).job}/"
+            # The second secret is never sent, so a stranger who can read the store does not have it.
+            self._seal = Seal(drawn, read_environment().secret)
+        return self._seal
+
+    def store(self) -> Any:
+        store = self.parent()
+        if store is None:
+            raise RosterLost(
+                "The default process group that this roster belongs to was destroyed.",
+                hint="Call Checkpoints.close(), or committed() of what a save returned, before "
+                "torch.distributed.destroy_process_group().",
+                details={"destroyed": True},
+            )
+        return store
+
+
+class TorchRoster:
+    """One rank's view of a `torch.distributed.Store`.
+
+    store: None for that of the default process group, which must be initialised then. rank, world_size:
+        default to those of the default process group.
+    """
+
+    def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
+        self.rank = dist.get_rank() if rank is None else rank
+        self.world_size = dist.get_world_size() if world_size is None else world_size
+        self._connections = _Connections(default_store() if store is None else store)
+        self._given = store
+        """A reference to the store that a caller gave, which keeps that one alive."""
+        self._lane, self._patience = "", None
+        self._family: dict[tuple[str, float | None], TorchRoster] = {("", None): self}
+        """All rosters over these connections, by lane and patience."""
+
+    def _member(self, lane: str, patience: float | None) -> TorchRoster:
+        if (lane, patience) not in self._family:
+            made = TorchRoster.__new__(TorchRoster)
+            vars(made).update(vars(self), _lane=lane, _patience=patience)
+            self._family.setdefault((lane, patience), made)
+        return self._family[lane, patience]
+
+    def _name(self, key: str) -> str:
+        self._connections.seal()  # which finds the prefix
+        return f"{self._connections.prefix}{self._lane}{key}"
+
+    def _signed(self, name: str, message: Message) -> bytes:
+        return self._connections.seal().sign(name, msgspec.json.encode(message))
+
+    def _read(self, name: str, sealed: bytes) -> Message:
+        return decode(self._connections.seal().check(name, sealed), name)
+
+    @contextmanager
+    def _client(self, doing: str) -> Iterator[_Client]:
+        with _reachable(doing), self._connections.client(self._patience) as client:
+            yield client
+
+    def put(self, key: str, message: Message) -> None:
+        name = self._name(key)
+        data = self._signed(name, message)
+        with self._client(f"writing {key!r}") as client:
+            client.set(name, data)
+
+    def get(self, keys: Sequence[str]) -> list[Message | None]:
+        names = list(map(self._name, keys))
+        with self._client("reading") as client:
+            sealed = client.get(names)
+        return [
+            None if data is None else self._read(name, data) for name, data in zip(names, sealed, strict=True)
+        ]
+
+    def claim(self, key: str, message: Message) -> Message:
+        name = self._name(key)
+        data = self._signed(name, message)
+        with self._client(f"claiming {key!r}") as client:
+            standing = client.claim(name, data)
+        return self._read(name, standing)
+
+    def count(self, key: str) -> int:
+        with self._client(f"counting {key!r}") as client:
+            return client.add(self._name(key))
+
+    def wait(self, key: str, seconds: float) -> bool:
+        with self._client(f"waiting for {key!r}") as client:
+            return client.wait(self._name(key), seconds)
+
+    def delete(self, keys: Sequence[str]) -> None:
+        with suppress(RosterLost), self._client("tidying up") as client:
+            client.delete(list(map(self._name, keys)))
+
+    def job(self) -> str:
+        return self._connections.seal().job
+
+    def lane(self, name: str) -> TorchRoster:
+        return self._member(f"{self._lane}lane-{name}/", self._patience)
+
+    def base(self) -> TorchRoster:
+        return self._member("", self._patience)
+
+    def bounded(self) -> TorchRoster:
+        return self._member(self._lane, PATIENCE)
+
+    def way(self) -> tuple[str, str]:
+        with suppress(RosterLost), self._client("asking for the way") as client:
+            return client.way()
+        return "", ""
+
+    def serves(self) -> bool:
+        tcp: Any = tcp_store(self._connections.store())
+        return tcp is not None and listens(tcp.port)
+
+    def hold(self) -> AbstractContextManager[None]:
+        return self._connections.hold()
+
+
+@contextmanager
+def _reachable(doing: str) -> Iterator[None]:
+    """Turn the exceptions of a store and of sockets into RosterLost."""
+    try:
+        yield
+    except RosterLost:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        # torch may append a C++ stack trace to the first line.
+        text = str(error).split("\n")[0]
+        raise RosterLost(
+            f"The message store can't be reached ({doing}: {text[:200]}).",
+            hint="Its host, mostly rank 0's process or the launcher, has ended; look there for the first "
+            "error.",
+            details={"refused": isinstance(error, ConnectionRefusedError)},
+        ) from None

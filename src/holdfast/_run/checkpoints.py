@@ -1,0 +1,134 @@
+"""`Checkpoints`: a run folder with numbered steps, for a training loop."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from msgspec.structs import replace
+
+from holdfast._background.pending import Pending
+from holdfast._loading.job import run_load_once
+from holdfast._loading.request import LoadReport, LoadRequest
+from holdfast._protocol.call import Call, whole_step
+from holdfast._run.folder import RunFolder
+from holdfast._saving.job import SaveJob
+from holdfast._saving.request import PREVIOUS, SaveRequest
+from holdfast._state.flatten import flatten
+from holdfast._store.base import Store
+from holdfast._values import Json
+
+log = logging.getLogger("holdfast")
+
+
+class Checkpoints(RunFolder):
+    """The steps of one run, `run/step-00000100/` and so on.
+
+    A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time.
+    `keep` is how many committed steps stay (None: all); older ones are removed after a newer one is
+    committed, never before. Use it as a context manager, or call `close()`, before the process group is
+    destroyed: both wait for the saves under way.
+
+    asynchronous, in_flight, on_busy, on_failure, takeover, job: see `holdfast._run.folder.RunFolder`.
+    """
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        expected: str | Iterable[str] | None = PREVIOUS,
+        notes: Json = None,
+    ) -> Pending | None:
+        """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
+        step is durable.
+
+        While `in_flight` saves are under way, `on_busy` says what this does (it returns None for a save that
+        was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
+        nothing. `expected="previous"` compares names with those of the newest committed step.
+        """
+
+        step = whole_step(step)
+
+        # Called once a slot is free: the state is read then, and the deadline begins then.
+        def make(call: Call) -> SaveJob:
+            request = SaveRequest(
+                store=self._folder(step),
+                collect=lambda rank: flatten(state, rank),
+                call=call,
+                step=step,
+                include=include,
+                exclude=exclude,
+                expected=expected,
+                # A function, because only the committer needs it, and it lists the run folder.
+                previous=lambda: self._newest_but(step),
+                overwrite=True,
+                grid=self._job.grid,
+                notes=notes,
+                options=self._job.options,
+                # The committer calls it twice: before it begins, and right before it commits.
+                permit=partial(self._permit, call),
+                after=lambda: self._retire(step),
+            )
+            return SaveJob(request)
+
+        return self._save(make, step)
+
+    def restore(
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        strict: bool = True,
+        fallback: bool = True,
+    ) -> int | None:
+        """Load the newest committed step (or `step`) in place; returns its number, None if there is no
+        checkpoint at all. Which of both is also logged, at INFO.
+
+        A step may be a checkpoint of torch DCP or megatron-core. If the folder has only checkpoints that are
+        no steps, or can't be loaded, that is a BadInput, never None. All ranks load the same step. If a step
+        is damaged, the one before it is loaded, with a warning, unless `fallback=False` or `step` is given.
+        """
+        report = self.restore_report(
+            state, step, include=include, exclude=exclude, strict=strict, fallback=fallback
+        )
+        return None if report is None else report.step
+
+    def restore_report(
+        self,
+        state: Mapping[str, object],
+        step: int | None = None,
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        strict: bool = True,
+        fallback: bool = True,
+    ) -> LoadReport | None:
+        """Do what `restore` does, and return the whole report; None if there is no checkpoint at all."""
+
+        def load(store: Store, number: int, call: Call) -> LoadReport:
+            request = LoadRequest(
+                store=store,
+                collect=lambda rank: flatten(state, rank),
+                call=call,
+                include=include,
+                exclude=exclude,
+                strict=strict,
+                options=self._job.options,
+            )
+            report = run_load_once(request)
+            if report.step is not None and report.step != number:
+                log.warning(
+                    "%s holds a checkpoint of step %s: it was copied or renamed. It counts as step %s.",
+                    store.url,
+                    report.step,
+                    number,
+                )
+            return replace(report, step=number)  # it may have been saved without a step, or by torch DCP
+
+        return self._load(load, step, fallback)

@@ -1,0 +1,274 @@
+"""The numbered steps of a run: find the newest, remove old ones, load an older one if the newest is damaged;
+and keep track of the saves under way."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+from holdfast import events
+from holdfast._background.pending import Pending, finished
+from holdfast._background.queue import EXIT_GRACE, LANE, SaveQueue
+from holdfast._format.digest import digest, hex_digest
+from holdfast._protocol.call import Call, begin_call, whole_step
+from holdfast._protocol.job import Job, job_of
+from holdfast._protocol.operation import agree
+from holdfast._run.owner import lease_of
+from holdfast._saving.job import SaveJob
+from holdfast._store.absence import explain_fresh_start
+from holdfast._store.base import Folder, Store
+from holdfast._store.local import open_store
+from holdfast._store.run_folder import (
+    committed_folder,
+    committed_steps,
+    own_steps,
+    refuse_other_checkpoints,
+    retire,
+    step_folder,
+)
+from holdfast._values import Json
+from holdfast.errors import (
+    BadInput,
+    CorruptCheckpoint,
+    HoldfastError,
+    NotCommitted,
+    Replaced,
+)
+
+log = logging.getLogger("holdfast")
+_RETRY = re.compile(r"retry\((\d+)\)")
+TRIES = 10
+"""How often a load begins again because its checkpoint was replaced or retired meanwhile."""
+T = TypeVar("T")
+
+
+class RunFolder:
+    """A run folder as its ranks use it. Subclasses define what a state is made of.
+
+    keep: how many committed steps stay (None: all); older ones are removed after a newer one is committed,
+        never before, and not while somebody reads them.
+    asynchronous: `save` returns once the state is copied; else once it is committed.
+    in_flight: how many saves may be under way at once. Each has its own copy of the state and its own writer
+        process.
+    on_busy: what `save` does while that many are under way: "wait" for the oldest, or "skip" this one, on all
+        ranks.
+    on_failure: what a failed save in the background does: "raise" its error on all ranks at the next `save`
+        that waits for it (with one in flight: the next `save`), at `restore` or `close`; "warn" and go on;
+        "retry(3)": try three times more, then raise.
+    takeover: save even if another job saves into this folder that is at work, or is not known to have ended;
+        the saves of that job then fail.
+    job: who takes part in every call, its deadlines and options (`holdfast.Job`). Of `host_memory_budget`,
+        each save that may be under way has an equal part.
+    """
+
+    megatron = False
+    """Are folders named as Megatron-LM names them?"""
+
+    def __init__(
+        self,
+        run: Folder,
+        *,
+        keep: int | None = None,
+        asynchronous: bool = True,
+        in_flight: int = 1,
+        on_busy: str = "wait",
+        on_failure: str = "raise",
+        takeover: bool = False,
+        job: Job | None = None,
+    ) -> None:
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise BadInput(f"keep must be at least 1, or None to keep every step, not {keep!r}.")
+        if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+            raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
+        if on_busy not in ("wait", "skip"):
+            raise BadInput(f"on_busy must be 'wait' or 'skip', not {on_busy!r}.")
+        tries = _RETRY.fullmatch(on_failure) if isinstance(on_failure, str) else None
+        if on_failure not in ("raise", "warn") and tries is None:
+            raise BadInput(f"on_failure must be 'raise', 'warn' or 'retry(n)', not {on_failure!r}.")
+        self._job = job_of(job)
+        options = self._job.options
+        self.store: Store = open_store(run)
+        self.keep = keep
+        self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
+        self._retries = int(tries[1]) if tries else options.retries
+        budget = options.host_memory_budget
+        self._budget = None if budget is None else budget // in_flight
+        self._in_flight, self._begun = in_flight, 0
+        self._damaged: set[int] = set()
+        """Steps that a load found damaged."""
+        self._tidying = threading.Lock()
+        """Held while old steps are removed: for one commit at a time."""
+        self._takeover = takeover
+        # At the end of the process the folder is released after the saves.
+        self._lease = lease_of(self.store)
+        self._queue = SaveQueue(self, in_order=False)
+
+    # A TypeError names the class that users know.
+    __init__.__qualname__ = "Checkpoints.__init__"
+
+    def latest(self) -> int | None:
+        """Return the newest committed step as this rank sees it, or None."""
+        steps = self.steps()
+        if not steps:
+            refuse_other_checkpoints(self.store)
+        return steps[-1] if steps else None
+
+    def steps(self) -> list[int]:
+        """List all committed steps, ascending."""
+        return list(committed_steps(self.store))
+
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for the saves under way, and free memory, descriptors and writer processes. A later save makes
+        new ones.
+
+        timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a
+            save, on all ranks.
+        """
+        first: HoldfastError | None = None
+        for save in self._queue.settle(timeout=timeout):
+            try:
+                self._check(save)
+            except HoldfastError as error:
+                first = first or error
+        self._queue.release()
+        self._lease.leave(self)
+        if first is not None:
+            raise first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(EXIT_GRACE)  # the copied states are still worth saving
+        except Exception as failure:
+            log.warning("%s", failure)
+
+    def _settle(self, leave: int = 0) -> None:
+        """Wait for the oldest saves, and raise or log their errors, until at most `leave` are left."""
+        for save in self._queue.settle(leave):
+            self._check(save)
+
+    def _check(self, ended: Pending) -> None:
+        """Raise or log the error of a save, if it failed."""
+        error = ended.exception()
+        if error is not None and not self._warns:
+            raise error
+        if error is not None:
+            log.warning("A save in the background failed: %s", error)
+
+    def _save(self, make: Callable[[Call], SaveJob], step: int) -> Pending | None:
+        """Begin the save that `make` gives; None if it is skipped because a rank has too many under way."""
+        if self._skips and self._asynchronous and self._is_busy(step):
+            return None
+        self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
+        if self._asynchronous:
+            number = self._begun % self._in_flight  # that of the oldest, which has ended
+            self._begun += 1  # also if it fails here, so that ranks use the same lane the next time
+            # Other saves, also of other run folders, are under way, so each has its own messages.
+            lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{number}"
+            pending = self._queue.save(
+                lambda: make(begin_call(self._job).lane(lane)),
+                self._folder(step).url,
+                step,
+                self._in_flight,
+                self._budget,
+                self._retries,
+            )
+            pending.only_warns = self._warns
+            return pending
+        return finished(make(begin_call(self._job)).run(), step)
+
+    def _is_busy(self, step: int) -> bool:
+        """Return whether a save would have to wait on any rank. All must decide alike, so they agree."""
+        saves = self._queue.saves
+        mine = len(saves) == self._in_flight and not saves[0].done()
+        title = f"question whether to skip step {step} in {self.store.url}"
+        place = f"{self.store.url}|busy|{step}"
+        return bool(
+            agree(
+                title, place, lambda answers: any(answers.values()), begin_call(self._job).lane("busy"), mine
+            )
+        )
+
+    def _folder(self, step: int) -> Store:
+        return self.store.child(step_folder(step, self.megatron))
+
+    def _newest_but(self, step: int) -> Store | None:
+        older = [folder for other, folder in own_steps(self.store).items() if other != step]
+        return self.store.child(older[-1]) if older else None
+
+    def _permit(self, call: Call, tick: Callable[[], None]) -> None:
+        """Raise Conflict if the run folder is not this job's. Only the committer calls it."""
+        self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
+
+    def _retire(self, step: int) -> None:
+        """Remove steps beyond `keep`, the one just saved never among them."""
+        # Another job may have taken the folder over since the commit; this job must not remove its steps.
+        if self.keep is None or not self._lease.is_held():
+            return
+        with self._tidying:
+            self._damaged.discard(step)  # it was saved again
+            retire(self.store, self.keep, step, self._damaged)
+
+    def _load(self, load: Callable[[Store, int, Call], T], step: int | None, fallback: bool) -> T | None:
+        """Call `load` with the folder and number of a step, or of the newest undamaged one; None if there is
+        none."""
+        step = None if step is None else whole_step(step)
+        self._settle()
+        call = begin_call(self._job)  # one for all steps that are tried, so that they share its deadline
+        leads = call.rank == call.participants[0]  # one participant logs what all of them do
+        rejected: tuple[int, ...] = ()
+        tries = 0
+        while True:
+            chosen = step if step is not None else self._agree_on_newest(call, rejected)
+            if chosen is None:
+                if rejected:
+                    raise CorruptCheckpoint(
+                        f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
+                    )
+                return None
+            try:
+                own = step_folder(chosen, self.megatron)
+                store = self.store.child(committed_folder(self.store, chosen) or own)
+                loaded = load(store, chosen, call)
+                level = logging.INFO if leads else logging.DEBUG
+                log.log(level, "Step %d is restored, from %s.", chosen, store.url)
+                return loaded
+            # The job that saves here may replace or retire the step meanwhile: that is no damage.
+            except (Replaced, NotCommitted) as error:
+                tries += 1
+                if step is not None or tries > TRIES:
+                    raise
+                log.info("Step %d went while it was being loaded; choosing again: %s", chosen, error)
+            except CorruptCheckpoint as error:
+                if not fallback or step is not None:
+                    raise
+                level = logging.WARNING if leads else logging.DEBUG
+                log.log(level, "Step %d is damaged and passed over for the one before it: %s", chosen, error)
+                events.emit(
+                    "load.rejected", rank=call.rank, step=chosen, path=self.store.url, reason=str(error)
+                )
+                rejected = (*rejected, chosen)
+                self._damaged.add(chosen)
+
+    def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
+        """Return the newest committed step as the lowest participant sees it, on all ranks."""
+
+        def newest(answers: dict[int, Json]) -> int | None:
+            steps = self.steps()
+            if not steps:
+                refuse_other_checkpoints(self.store)
+                log.info("%s", explain_fresh_start(self.store))
+            whole = [step for step in steps if step not in rejected]
+            return whole[-1] if whole else None
+
+        # The place holds the rejected steps: ranks that have rejected different ones must not meet here.
+        title = f"choice of the newest step in {self.store.url}"
+        return agree(title, f"{self.store.url}|{rejected}", newest, call)  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""Preemption: after SIGTERM, or a request, on any rank, all ranks stop at the same step, in time to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+from holdfast._deadline import REAL_CLOCK, Deadline
+from holdfast._format.digest import digest, hex_digest
+from holdfast._protocol.call import begin_call, find_participants, find_roster
+from holdfast._protocol.consensus import StepConsensus
+from holdfast._protocol.job import Job, job_of
+from holdfast._roster.base import Roster
+from holdfast.errors import RosterLost
+
+LANE = "preemption"
+ASKED = "asked"
+POLL = 0.5
+"""Seconds between two checks whether another rank wants to stop."""
+
+
+_made: WeakKeyDictionary[Roster, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""How many `Preemption`s a roster had already, by participants: the same on all ranks."""
+
+
+class Preemption:
+    """Call `should_stop()` once a step, on all ranks; it is True on all of them at the same step.
+
+        with holdfast.Preemption(budget=60) as preemption:
+            for step in range(start, steps):
+                train(step)
+                if preemption.should_stop():
+                    checkpoints.save(step, state).committed(preemption.left())
+                    break
+
+    budget: seconds from the signal until the process should have ended; `left()` says what remains of it.
+    signals: which signals ask for a stop on this rank; `close` restores their handlers. On another thread
+        than the main one, pass `signals=()` and call `request()`.
+    """
+
+    def __init__(
+        self,
+        *,
+        budget: float = 60.0,
+        signals: Iterable[int] = (signal.SIGTERM,),
+        job: Job | None = None,
+    ) -> None:
+        job = job_of(job)
+        self._roster = find_roster(job).lane(LANE)
+        who = find_participants(self._roster, job.ranks())
+        self._budget = budget
+        self._deadline: Deadline | None = None
+        self._wanted = threading.Event()
+        self._closed = threading.Event()
+        made = _made.setdefault(self._roster, Counter())
+        made[who] += 1  # a stop that was asked for before is not this one's
+        some = digest("-".join(map(str, who)).encode())  # a list of thousands is too long for a key
+        here = hex_digest(some) if len(who) < self._roster.world_size else "all"
+        self._asked = f"preemption://{ASKED}/{here}/{made[who]}"
+        self.reason: str | None = None
+        """Which rank asked for the stop, and why; None: nobody did."""
+        begin = partial(begin_call, replace(job, roster=self._roster, participants=who, timeout=budget))
+        self._consensus = StepConsensus("choice of the step to stop at", self._asked, begin)
+        self._signalled: int | None = None
+        self._before: dict[int, Any] = {}
+        try:
+            for number in signals:
+                self._before[number] = signal.signal(number, self._on_signal)
+        except BaseException:
+            self._restore_handlers()
+            raise
+        self._thread = threading.Thread(target=self._watch, name="holdfast-preemption", daemon=True)
+        self._thread.start()
+
+    def should_stop(self) -> bool:
+        """Return whether all ranks stop at this step. Call it once a step, on every participant."""
+        return self._consensus.reached()
+
+    def request(self, why: str = "request()") -> None:
+        """Ask all ranks to stop, from this one."""
+        self._asked_at(why)
+        self._wanted.set()
+
+    def left(self) -> float:
+        """Return the seconds that are left of the budget; all of it if nobody asked for a stop."""
+        return self._budget if self._deadline is None else max(self._deadline.left(), 0.0)
+
+    def close(self) -> None:
+        """Restore signal handlers, and stop watching."""
+        self._restore_handlers()
+        self._closed.set()
+        self._wanted.set()
+        self._thread.join(timeout=1.0)
+
+    def _restore_handlers(self) -> None:
+        for number, handler in self._before.items():
+            # None stands for a handler that was not installed from Python, and can't be from here.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        # Take no lock here: the main thread, or a handler that this one has interrupted, may hold it. So set
+        # no event: the thread polls `_signalled`.
+        if self._signalled is None:
+            self._asked_at(signal.Signals(number).name)
+            self._signalled = number
+
+    def _asked_at(self, why: str) -> None:
+        """Note a reason to stop; the budget begins with the first one."""
+        if self._deadline is None:
+            self._deadline = Deadline(self._budget, REAL_CLOCK)
+            self.reason = f"{why} on rank {self._roster.rank}"
+
+    def _watch(self) -> None:
+        with suppress(RosterLost):  # the job is ending anyway; calls that wait for ranks report it
+            while not self._closed.is_set():
+                if self._wanted.wait(POLL) or self._signalled is not None:
+                    break
+                asked = self._roster.get([self._asked])[0]
+                if asked is not None:
+                    # The budget counts from now, up to POLL after the signal: hosts' clocks are not compared.
+                    self._deadline = Deadline(self._budget, REAL_CLOCK)
+                    self.reason = str(asked["reason"])
+                    break
+            if self._closed.is_set():
+                return
+            # First, because `propose` waits for ranks that learn of the stop by this key.
+            self._roster.claim(self._asked, {"reason": self.reason, "pid": os.getpid()})
+            self._consensus.propose()

@@ -1,0 +1,135 @@
+"""Where code is: the last calls of a thread or of an exception, in one line, innermost last.
+
+Only frames are looked at, or what faulthandler has written of them. A source file is never opened: it may lie
+on storage that does not answer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+CALLS = 4
+"""How many calls are shown."""
+_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_EXITS = _OWN + "_exits.py"
+_SYSTEM_EXIT = os.path.join(_OWN, "_groups", "ending", "system_exit.py")
+_ROSTER = os.path.join(_OWN, "_roster", "")
+"""A thread whose code is there waits for messages."""
+_THREAD = re.compile(r"(?:Current t|T)hread (0x[0-9a-f]+)")
+_FRAME = re.compile(r'\s+File "(.*)", line (\d+) in (.*)')
+
+
+class StackFrame(NamedTuple):
+    """One frame of a stack: a call, and the line that it is at."""
+
+    file: str
+    line: int | None
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line} {self.function}"
+
+
+def calls_of_frame(frame: FrameType | None) -> str:
+    """Return the last calls of a stack, as `train.py:12 main > model.py:30 forward`; "" for None."""
+    return _line(list(_stack(frame)))
+
+
+def calls_of_error(error: BaseException | None) -> str:
+    """Return the last calls of an exception's traceback; "" if it was never raised."""
+    return calls_of_traceback(error.__traceback__ if error is not None else None)
+
+
+def calls_of_traceback(trace: TracebackType | None) -> str:
+    """Return the last calls of a traceback."""
+    calls = [
+        StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(trace)
+    ]
+    if calls and calls[-1].file == _SYSTEM_EXIT:
+        calls.pop()  # our `sys.exit`
+    return _line(calls[::-1])
+
+
+def frame_of(thread: threading.Thread) -> FrameType | None:
+    """Return the innermost frame of a thread, if it is in Python code."""
+    # A snapshot: the thread goes on meanwhile, so the frame's line may be a later one.
+    return sys._current_frames().get(thread.ident or 0)
+
+
+def where_threads_are(caller: threading.Thread | None = None) -> str:
+    """Say where this process's main thread is, as a part of a sentence; `caller`, too, if it is another one.
+
+    Of a thread that waits in a call of Holdfast this shows where it called, and where the thread is that
+    works for it.
+    """
+    threads = [threading.main_thread()]
+    if caller is not None and caller is not threads[0] and caller.is_alive():
+        threads.append(caller)
+    return "; ".join(filter(None, map(where_thread_is, threads)))
+
+
+def where_thread_is(thread: threading.Thread) -> str:
+    """Say where one thread is, as `where_threads_are` does."""
+    name = "main thread" if thread is threading.main_thread() else f"thread {thread.name!r}"
+    workers = (frame_of(other) for other in threading.enumerate() if other.name == "holdfast-operation")
+    return _where(name, list(_stack(frame_of(thread))), [list(_stack(frame)) for frame in workers])
+
+
+def where_dumped(dump: str, main_thread: int) -> str:
+    """Say where the main thread of another process is, by what faulthandler has written of its threads."""
+    stacks: dict[int, list[StackFrame]] = {}
+    stack: list[StackFrame] = []
+    for line in dump.splitlines():
+        if (thread := _THREAD.match(line)) is not None:
+            stack = stacks.setdefault(int(thread[1], 16), [])
+        elif (frame := _FRAME.match(line)) is not None:
+            stack.append(StackFrame(frame[1], int(frame[2]), frame[3]))
+    return _where("main thread", stacks[main_thread], []) if main_thread in stacks else ""
+
+
+def _where(name: str, stack: list[StackFrame], workers: list[list[StackFrame]]) -> str:
+    """Say where a thread is. stack: its calls, innermost first. workers: the stacks of threads that may
+    work for it."""
+    entry = _entry_into_holdfast(stack)
+    if not stack:
+        return f"its {name} is in no Python code"
+    if entry is None:
+        return f"its {name} is at {_line(stack)}"
+    if stack[entry].file == _EXITS:
+        return ""  # Holdfast's end of the process, and nobody's code
+    # The thread that works for a waiting one tells more, unless it waits for messages, too.
+    at_work = next((work for work in workers if work and not work[0].file.startswith(_ROSTER)), None)
+    more = f", which does {_line(at_work)}" if at_work is not None else ""
+    return f"its {name} is at {_line(stack[entry:])}{more}"
+
+
+def _entry_into_holdfast(stack: list[StackFrame]) -> int | None:
+    """Return the number of the call where a thread entered Holdfast's code; None if it is in other code
+    now."""
+    entry = None
+    for number, call in enumerate(stack):
+        if call.file.startswith(_OWN):
+            entry = number
+        # Waiting goes through threading (Event, Condition): such frames belong to their caller.
+        elif call.file != threading.__file__:
+            break
+    return entry
+
+
+def _stack(frame: FrameType | None) -> Iterator[StackFrame]:
+    """Yield the calls of a stack, innermost first."""
+    while frame is not None:
+        yield StackFrame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        frame = frame.f_back
+
+
+def _line(stack: list[StackFrame]) -> str:
+    return " > ".join(map(str, stack[:CALLS][::-1]))

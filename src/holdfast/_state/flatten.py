@@ -1,0 +1,340 @@
+"""A user's nested state as named leaves, and loaded values back into it.
+
+Dicts are always walked, lists and tuples only if they contain tensors (as in torch DCP). The path, joined by
+dots, is the name. A value with `state_dict` and `load_state_dict` is walked as its state; a load gives that
+back. Everything that is not a tensor is an object.
+
+These methods are user code and may issue collectives. So they are called in the order of names, which is the
+same on all ranks even if the order of their dicts is not; torch DCP does so, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from functools import partial
+from operator import setitem
+
+import torch
+
+from holdfast._format import objects
+from holdfast._format.names import name_of_rank
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import OBJECT, Replica, is_selected, matches, refuse_text
+from holdfast._plan.shard_table import ShardTable
+from holdfast._state.dtensor import add_dtensor
+from holdfast._state.leaf import Flat, Leaf
+from holdfast._state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
+from holdfast._state.memory import Part, TensorMemory, add_tensor, spec_of
+from holdfast._state.meta import is_meta, materialize
+from holdfast._state.modules import load_module
+from holdfast._state.optimizer_state import load_optimizer, with_lazy_states
+from holdfast._state.sharded import add_checkpointable, add_sharded, is_checkpointable
+from holdfast._state.structure import (
+    STRUCTURE,
+    Stateful,
+    describe,
+    has_tensors,
+    is_empty,
+    is_nested,
+    is_stateful,
+    join,
+)
+from holdfast._state.subclasses import inner_tensors, is_dtensor, is_sharded_tensor, is_wrapper, settled
+from holdfast._state.tensors import PerRank, Shard
+from holdfast.errors import BadInput
+
+
+def flatten(state: StateDict, rank: int) -> Flat:
+    """Return all leaves, in the order of the state. Raises BadInput if two leaves have the same name."""
+    # A module or an optimizer without a dict around it: its names have no prefix.
+    if is_stateful(state):
+        state = {"": state}
+    if not isinstance(state, Mapping):
+        raise BadInput(f"The state must be a dict of names and values, not {type(state).__name__}.")
+    flat = Flat()
+    _walk(state, "", _fixed, flat, rank)
+    seen: dict[str, Leaf] = {}
+    for leaf in flat.leaves:
+        if isinstance(leaf.value, Rest):
+            continue
+        # Several Shards of one tensor share its name; anything else would overwrite the other.
+        if leaf.name in seen and not (
+            isinstance(leaf.value, Shard) and isinstance(seen[leaf.name].value, Shard)
+        ):
+            raise BadInput(
+                f"Two values of the state have the name {leaf.name!r} (path elements are joined by dots); "
+                "rename one."
+            )
+        seen[leaf.name] = leaf
+    return flat
+
+
+def _walk(
+    value: object, name: str, put: Callable[[object], None], flat: Flat, rank: int, private: bool = False
+) -> None:
+    leaves = flat.leaves
+    first = len(leaves)  # leaves from here on belong to this value
+    if isinstance(value, LiveDict | LiveList):
+        # First: it may have been built before the optimizer's first step (docs/decisions/0012).
+        value.look_again()
+    if isinstance(value, torch.Tensor):
+        _walk_tensor(value, name, put, flat, private)
+    # Before Mapping, which it is, too. The names in an empty one are not known yet, and a nested one needs a
+    # description of its structure. Both are one leaf here, and are split later.
+    elif isinstance(value, ParameterState) and (not value or is_nested(value, value.parameter)):
+        leaves.append(Leaf(name, value, value.fill, private=private))
+    elif isinstance(value, Mapping):
+        _walk_mapping(value, name, flat, rank, private)
+        if name and is_empty(value):
+            # An empty dict is a leaf, so that a load sees it: the checkpoint may have a subtree there.
+            leaves.append(Leaf(name, {}, _unless_empty(put), private=private))
+        if isinstance(value, LiveDict | OpenDict):
+            leaves += [
+                Leaf(join(name, key) if key else name, rest, rest.fill, private=private)
+                for key, rest in value.rest()
+            ]
+    elif isinstance(value, Shard):
+        leaves.append(Leaf(name, value, put))
+    elif isinstance(value, PerRank):
+        _walk(value.value, name_of_rank(name, rank), partial(setattr, value, "value"), flat, rank, True)
+        for leaf in leaves[first:]:
+            leaf.optional = value.optional
+    elif is_stateful(value):
+        _walk_stateful(value, name, flat, rank, private)
+    elif isinstance(value, list | tuple) and has_tensors(value):
+        _walk_items(value, name, flat, rank, private)
+    elif isinstance(value, LiveList):
+        leaves.append(Leaf(name, value.plain(), partial(setitem, value, slice(None)), private=private))
+    else:
+        leaves.append(Leaf(name, value, put, private=private))
+    if isinstance(value, LiveDict | LiveList) and value.source is not None:
+        for leaf in leaves[first:]:
+            leaf.source = value.source
+
+
+_CALLS_NOTHING = (torch.Tensor, str, int, float, bytes, type(None))
+_AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
+
+
+def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private: bool) -> None:
+    """Walk a dict. Its leaves keep its order, but values whose methods are called are visited in the order of
+    names."""
+    leaves, first = flat.leaves, len(flat.leaves)
+    items = [(key, mapping[key]) for key in [*mapping.keys()]]  # a TensorDict's items() wrap plain values
+    if not isinstance(mapping, dict) and any(
+        isinstance(item, torch.Tensor) and mapping[key] is not item for key, item in items
+    ):
+        raise BadInput(
+            f"{name!r} is a {type(mapping).__name__} that makes its tensors anew at each access, so a load "
+            "can't fill them.",
+            hint="Put the containers that hold the tensors into the state.",
+        )
+    # Sorting takes time, so it is done only if user code may be called.
+    by_name = not all(
+        isinstance(item, _CALLS_NOTHING)
+        or (type(item) is tuple and all(isinstance(part, _CALLS_NOTHING) for part in item))
+        for _, item in items
+    )
+    parts: dict[int, tuple[int, int]] = {}
+    names = [str(key) for key, _ in items] if by_name else []
+    for index in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
+        key, item = items[index]
+        begin = len(leaves) - first
+        if type(item) in _AS_IT_IS and type(key) is str:  # the hot path: no call of `_walk` per leaf
+            path = f"{name}.{key}" if name else key
+            leaves.append(Leaf(path, item, partial(setitem, mapping, key), private=private))
+        else:
+            _walk(item, join(name, key), partial(setitem, mapping, key), flat, rank, private)
+        if by_name:
+            parts[index] = begin, len(leaves) - first
+    if by_name:
+        # Back into the order of the dict: only the calls had to be in the order of names.
+        taken = leaves[first:]
+        leaves[first:] = [leaf for index in range(len(items)) for leaf in taken[slice(*parts[index])]]
+
+
+def _walk_tensor(
+    value: torch.Tensor, name: str, put: Callable[[object], None], flat: Flat, private: bool
+) -> None:
+    """Add a tensor. A wrapper is walked as the tensors that it consists of, which a load fills in place."""
+    # A tensor that a collective is still writing must not be copied.
+    value = settled(value)
+    if not is_wrapper(value):
+        flat.leaves.append(Leaf(name, value, put, private=private))
+        return
+    first = len(flat.leaves)
+    for attribute, inner in inner_tensors(value):
+        _walk_tensor(inner, join(name, attribute), _fixed, flat, private)
+    for leaf in flat.leaves[first:]:
+        leaf.outer = value
+
+
+def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: bool) -> None:
+    state = value.state_dict()
+    if isinstance(value, torch.optim.Optimizer):
+        state = with_lazy_states(value, state)
+    inner = [state]  # in a list, so that a load can replace a state that is not a dict
+    first = len(flat.leaves)
+    _walk(state, name, partial(setitem, inner, 0), flat, rank, private)
+    leaves = flat.leaves[first:]
+
+    def give_back() -> None:
+        if isinstance(value, torch.optim.Optimizer):
+            load_optimizer(value, inner[0])
+        # load_state_dict copies, which does nothing to a parameter on the meta device.
+        elif isinstance(value, torch.nn.Module) and any(leaf.made for leaf in leaves):
+            load_module(value, inner[0])
+        else:
+            value.load_state_dict(inner[0])
+
+    # Appended after those of inner values, so that inner values are loaded first.
+    flat.after.append(give_back)
+
+
+def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, private: bool) -> None:
+    items = list(value)
+    if all(isinstance(item, Shard) for item in items):
+        flat.leaves += [Leaf(name, item, _fixed) for item in items]
+        return
+    if isinstance(value, tuple) and not all(has_tensors(item) for item in items):
+        raise BadInput(
+            f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; "
+            "make it a list."
+        )
+    for position, item in enumerate(items):
+        put = _fixed if isinstance(value, tuple) else partial(setitem, value, position)
+        if isinstance(value, LiveList) and isinstance(item, dict):
+            # A parameter group may lack values that the checkpoint has: a count, the rate of a schedule.
+            rest = Rest(item.update)
+            flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
+        _walk(item, join(name, position), put, flat, rank, private)
+
+
+def _fixed(value: object) -> None:
+    """Ignore the value: this leaf is filled in place, and can't be replaced."""
+
+
+def _unless_empty(put: Callable[[object], None]) -> Callable[[object], None]:
+    """Make a setter that keeps the caller's container: an empty TensorDict has a batch size."""
+
+    def put_more(value: object) -> None:
+        if value != {}:
+            put(value)
+
+    return put_more
+
+
+def select(
+    leaves: Sequence[Leaf], include: Sequence[str] | None, exclude: Sequence[str] | None
+) -> list[Leaf]:
+    """Return the leaves whose names match some pattern of `include` and none of `exclude` (shell patterns).
+
+    A pattern that names a subtree selects all of it: `model` matches `model.layers.0.weight`.
+    """
+    refuse_text(include=include, exclude=exclude)
+    for what, patterns in (("include", include), ("exclude", exclude)):
+        for pattern in patterns or ():
+            # A mistyped `exclude` would save what should be left out, a mistyped `include` nothing.
+            if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
+                first = leaves[0].name if leaves else ""
+                raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
+    keep = []
+    for leaf in leaves:
+        # Lazy leaves match every `include`: only the checkpoint tells which of their names do.
+        lazy = isinstance(leaf.value, ParameterState | Rest)
+        if is_selected(leaf.name, (None if lazy else include, exclude)):
+            leaf.patterns = include, exclude
+            keep.append(leaf)
+    return keep
+
+
+def _may_match(leaf: Leaf, pattern: str) -> bool:
+    """Return whether a pattern may match a name in an optimizer's state whose names are not known yet."""
+    if not isinstance(leaf.value, ParameterState):
+        return False
+    begin, name = re.split(r"[*?\[]", pattern, maxsplit=1)[0], f"{leaf.name}."
+    return begin.startswith(name) or (begin != pattern and name.startswith(begin))
+
+
+def leaves_of(leaf: Leaf, rank: int) -> list[Leaf]:
+    """Return the leaves of a nested optimizer state, or zeros in its place, and the description of its
+    structure."""
+    content = dict(leaf.value) or leaf.value.zeros()
+    flat = Flat()
+    if content:
+        _walk(content, leaf.name, _fixed, flat, rank, leaf.private)
+    full = [inner for inner in flat.leaves if not is_empty(inner.value)]
+    selected = [inner for inner in full if is_selected(inner.name, leaf.patterns)]
+    if is_nested(content, leaf.value.parameter) and (selected or not full):
+        name = join(leaf.name, STRUCTURE)
+        selected.append(Leaf(name, describe(content, leaf.value.parameter), _fixed, private=leaf.private))
+    return selected
+
+
+def build_shard_table(
+    leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False
+) -> tuple[ShardTable, list[int]]:
+    """Return the leaves as shards, and for each row the index of its leaf."""
+    table, owner = ShardTable(rank), []
+    alone = len(everyone) == 1  # no other rank can have a copy
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf.value, Rest):
+            continue
+        if isinstance(leaf.value, ParameterState):
+            # A load makes these rows after it has read the checkpoint's names (`_loading/lazy_state.py`).
+            part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
+            table.extend(part)
+            owner.extend([index] * len(part))
+            continue
+        before = len(table)
+        try:
+            if for_load:
+                _make_memory(leaf)
+            _add(table, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
+            leaf.name.encode()  # raises for half of a surrogate pair, which no file can name
+        except UnicodeEncodeError:
+            raise BadInput(f"The name {leaf.name!r} is not valid Unicode text.") from None
+        except BadInput as error:
+            error.rank = rank
+            raise
+        owner.extend([index] * (len(table) - before))
+    table.check()
+    return table, owner
+
+
+def _add(
+    table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], undeclared: Replica | None, for_load: bool
+) -> None:
+    name, value = leaf.name, leaf.value
+    if isinstance(value, torch.Tensor):
+        if is_dtensor(value):
+            add_dtensor(table, name, value, everyone, undeclared)
+        elif is_sharded_tensor(value):
+            add_sharded(table, name, value, everyone, undeclared)
+        elif is_checkpointable(value):
+            add_checkpointable(table, name, value, undeclared)
+        else:
+            add_tensor(table, name, value, undeclared)
+    elif isinstance(value, Shard):
+        spec = spec_of(name, value.tensor, value.global_shape)
+        box = Box(value.offset, tuple(value.tensor.shape))
+        table.add(spec, box, value.replica, False, TensorMemory(value.tensor), value.late)
+    elif isinstance(value, Part):
+        table.add(value.spec, value.box, value.replica, value.spec.kind == OBJECT, value.memory)
+    else:
+        # A load learns the length from the checkpoint, and makes room then.
+        part = Part.object(name, b"" if for_load else objects.encode(value, name))
+        table.add(part.spec, part.box, undeclared, True, part.memory)
+
+
+def _make_memory(leaf: Leaf) -> None:
+    """Replace a tensor on the meta device by one with memory, which takes its place once it is filled."""
+    value = leaf.value
+    if is_meta(value):
+        leaf.value, leaf.made = materialize(leaf.name, value, leaf.put is _fixed), True
+    elif isinstance(value, Shard) and is_meta(value.tensor):
+        leaf.value, leaf.made = copy(value), True
+        leaf.value.tensor = materialize(leaf.name, value.tensor)
+        leaf.put = lambda made: setattr(value, "tensor", made.tensor)

@@ -1,0 +1,49 @@
+"""A state taken apart: its leaves, each with a name and a way to replace its value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from holdfast._layout.tensor import Patterns
+from holdfast._state.live import LiveSource
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One value of the state: its name, and a function that replaces it."""
+
+    name: str
+    value: Any
+    put: Callable[[Any], None]
+    optional: bool = False
+    private: bool = False
+    """Whether it belongs to this rank (PerRank): no other rank holds the name."""
+    converts: bool = False
+    """Whether a load converts another dtype to this tensor's, as torch DCP and Megatron do."""
+    fits: bool = False
+    """Whether a load fills the overlap of the stored shape and this tensor's, and zeroes the rest: for a
+    vocabulary that is padded differently."""
+    source: LiveSource | None = None
+    """If its container is live: notified once a load has filled it."""
+    outer: torch.Tensor | None = None
+    """The wrapper tensor that this one is a part of."""
+    patterns: Patterns = (None, None)
+    """If it is an optimizer's state: which parts of it are selected."""
+    made: bool = False
+    """Whether a load has created its tensor, to replace one on the meta device."""
+
+    def is_empty(self) -> bool:
+        return type(self.value) is dict and not self.value
+
+
+@dataclass
+class Flat:
+    """A state as leaves."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    after: list[Callable[[], None]] = field(default_factory=list)
+    """To call after everything is loaded: load_state_dict of stateful values, innermost first."""

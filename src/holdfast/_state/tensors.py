@@ -1,0 +1,96 @@
+"""Declarations of a user about a value: `Shard` and `PerRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from holdfast._layout.deferred_offset import DeferredOffset
+from holdfast.errors import BadInput
+
+
+class Shard:
+    """A local tensor declared as a box of a global one.
+
+    `tensor` (any device) is the box that begins at `offset`, with the tensor's shape, of a tensor of shape
+    `global_shape`. `replica=(index, count)` says that `count` ranks hold this box and this is the index-th of
+    them; they share the writing. The default (0, 1) says that only this rank holds it. Put several Shards of
+    one global tensor into a list under one name.
+
+    One element of `offset` may be None: along that axis the shard begins where those of lower `position` end;
+    this rank need not know their lengths. Positions count from 0 among the shards with the same offsets along
+    the other axes; all of those have None there. Replicas have the same position.
+    """
+
+    __slots__ = ("global_shape", "late", "offset", "replica", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        global_shape: Sequence[int],
+        offset: Sequence[int | None],
+        replica: tuple[int, int] = (0, 1),
+        position: int | None = None,
+    ) -> None:
+        self.tensor: torch.Tensor = tensor
+        self.global_shape: tuple[int, ...] = tuple(int(s) for s in global_shape)
+        # None becomes 0: a deferred offset is relative to where the shard begins.
+        self.offset: tuple[int, ...] = tuple(int(o or 0) for o in offset)
+        self.replica: tuple[int, int] = (int(replica[0]), int(replica[1]))
+        if not isinstance(tensor, torch.Tensor):
+            raise BadInput(f"Shard takes a tensor, not {type(tensor).__name__}.")
+        if not len(self.global_shape) == len(self.offset) == tensor.dim():
+            raise BadInput(
+                f"Shard: the tensor has {tensor.dim()} dimensions, global_shape {len(self.global_shape)} and "
+                f"offset {len(self.offset)}; they must be equal (use tensor[None] for a leading axis)."
+            )
+        if not 0 <= self.replica[0] < self.replica[1]:
+            raise BadInput(f"Shard: replica={self.replica} must be (index, count) with 0 <= index < count.")
+        self.late: DeferredOffset | None = self._late(offset, position)
+
+    def _late(self, offset: Sequence[int | None], position: int | None) -> DeferredOffset | None:
+        unknown = [axis for axis, begin in enumerate(offset) if begin is None]
+        if not unknown and position is None:
+            return None
+        # Adding up lengths along one axis gives the offset along that axis only.
+        if len(unknown) != 1 or position is None or not 0 <= position < 1 << 31:
+            raise BadInput(
+                f"Shard: offset={tuple(offset)} with position={position}; None stands for one axis, and "
+                "position says which of the ranks along it this is, from 0 on."
+            )
+        # Shards with equal other offsets are in one lane, whose number has these offsets as digits.
+        lane = 0
+        for axis, begin in enumerate(self.offset):
+            if axis != unknown[0]:
+                lane = lane * max(self.global_shape[axis], 1) + begin
+        return DeferredOffset(
+            unknown[0], lane, int(position), self.tensor.shape[unknown[0]] if self.tensor.numel() else 0, -1
+        )
+
+    def __repr__(self) -> str:
+        begin = (
+            f"{self.offset}"
+            if self.late is None
+            else f"position {self.late.position} of axis {self.late.axis}"
+        )
+        return f"Shard({tuple(self.tensor.shape)} at {begin} of {self.global_shape}, replica={self.replica})"
+
+
+class PerRank:
+    """A value that is different on every rank: RNG state, data-loader position, timers.
+
+    It is saved under its name with `@rank` appended. On load a rank gets its own back; a rank that has none
+    (the world has grown) keeps the present value if `optional`, otherwise the load fails. After a load,
+    `value` is the loaded value.
+    """
+
+    __slots__ = ("optional", "value")
+
+    def __init__(self, value: Any, optional: bool = False) -> None:
+        self.value: Any = value
+        self.optional: bool = optional
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"

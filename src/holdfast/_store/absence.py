@@ -1,0 +1,169 @@
+"""Why a place holds no checkpoint, and what to do. No torch, no NumPy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from difflib import get_close_matches
+
+from holdfast._format.names import DATA, INDEX, METADATA, OWNER, SLICE, is_fetched
+from holdfast._store.base import FOLDERS, Store
+from holdfast._store.local import LocalStore
+from holdfast._store.run_folder import all_step_folders, is_only_marked, newest_steps, step_of
+from holdfast.errors import HoldfastError
+
+_SHOWN = 5
+_COMPARED = 1000
+"""Names that are compared with one that may be mistyped."""
+
+
+def explain_absence(store: Store) -> tuple[str, str]:
+    """Return the sentence and a hint for a place that has no index."""
+    why, hint = _why(store)
+    return f"{store.url} holds no committed checkpoint: {why}.", hint
+
+
+def explain_fresh_start(store: Store) -> str:
+    """Say what a run folder without checkpoints holds instead; for a run that begins from scratch."""
+    fresh = f"No step is restored from {store.url}, so the run starts fresh"
+    if store.stat() is None:
+        return f"{fresh}: the folder does not exist{_near(store)}."
+    names = [name for name in store.list() if name != OWNER]
+    shown = ", ".join(
+        f"{name} (never committed)" if step_of(name.rstrip("/")) is not None else name
+        for name in names[:_SHOWN]
+    )
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{fresh}: the folder " + (f"holds {shown}{more}." if names else "is empty.")
+
+
+def _near(store: Store) -> str:
+    """Name the folder with the most similar name: the path may be mistyped."""
+    # The url of another kind of store is not a path whose parent could be opened.
+    if not isinstance(store, LocalStore):
+        return ""
+    parent, name = os.path.split(store.url)
+    near: list[str] = []
+    with suppress(HoldfastError):  # a folder that this user may not list
+        folders = [other[:-1] for other in LocalStore(parent).list() if other.endswith("/")]
+        near = get_close_matches(name, folders[:_COMPARED], 1)
+    return f", but {parent} has {near[0]!r}" if near else ""
+
+
+def _why(store: Store) -> tuple[str, str]:
+    entry = store.stat()
+    if entry is None:
+        return _missing(store)
+    if entry.kind not in FOLDERS:
+        return "it is a file, not a folder", "Give the folder that the index lies in."
+    names = store.list()
+    if SLICE in names:
+        return (
+            "it is what `holdfast fetch` took of one, or of a published model, for some ranks",
+            "holdfast.load and holdfast.megatron.load read it on these ranks; else give the whole folder.",
+        )
+    if METADATA in names:
+        if is_only_marked(store):
+            return (
+                f"it holds only the marker that holdfast.dcp.save leaves beside one, a {METADATA} without an "
+                f"{INDEX}",
+                "The index was removed or not copied; `holdfast reindex` makes one from the data files, if "
+                "they are there.",
+            )
+        return (
+            "it is one of torch DCP or megatron-core, not of Holdfast",
+            f"holdfast.load reads it as it is; `holdfast import torch_dist {store.url} OUT` makes one of "
+            f"Holdfast.",
+        )
+    if all_step_folders(store):
+        return _run(store)
+    if f"{DATA}/" in names:
+        if any(is_fetched(name) for name in store.list(DATA)):
+            return (
+                "a fetch was begun here, and has not ended",
+                "Run the same `holdfast fetch` again: it goes on with what is there.",
+            )
+        return (
+            f"there are data files, but no {INDEX}, so a save failed, or is still under way",
+            "`holdfast latest RUN` names the newest committed step of a run; `holdfast reindex` may recover "
+            "this one.",
+        )
+    nothing = f"there is no {INDEX}", "`holdfast latest RUN` names the newest committed step of a run."
+    return explain_model(store) or nothing
+
+
+def explain_model(store: Store) -> tuple[str, str] | None:
+    """Return what a folder of Hugging Face's libraries holds, as a clause, and a hint; None for others."""
+    names = store.list()
+    found = (row for row in _PUBLISHED if any(map(row[0], names)))
+    return next(((why, hint.format(store.url)) for _, why, hint in found), None)
+
+
+_PUBLISHED: tuple[tuple[Callable[[str], bool], str, str], ...] = (
+    (
+        lambda name: name in ("model.safetensors", "model.safetensors.index.json"),
+        "it is a published model, not a checkpoint of Holdfast",
+        "holdfast.load reads it as it is; `holdfast import hf {} OUT` makes a checkpoint of it.",
+    ),
+    (
+        lambda name: name.startswith("adapter_"),
+        "it is an adapter of PEFT's (LoRA) without the model that it belongs to",
+        "Merge it into its model (PEFT: merge_and_unload, then save_pretrained), and give that folder.",
+    ),
+    (
+        lambda name: name.startswith("pytorch_model") and name.endswith((".bin", ".bin.index.json")),
+        "it is a published model whose weights are pickled (pytorch_model.bin), and loading a pickle may run "
+        "code that it holds",
+        "Have transformers write it as safetensors: from_pretrained, then save_pretrained to a new folder.",
+    ),
+    (
+        lambda name: name.endswith(".gguf"),
+        "its weights are in GGUF, the format of llama.cpp, which Holdfast does not read",
+        "Give the folder of the model in safetensors that it was made of.",
+    ),
+    (
+        lambda name: name.endswith(".safetensors"),
+        "it holds safetensors files, and neither model.safetensors nor model.safetensors.index.json, which "
+        "says which of them are the weights",
+        "Copy the index, too, or name the file as transformers_weights in config.json.",
+    ),
+    (
+        lambda name: name == "config.json",
+        "it holds the configuration of a published model without its weights",
+        "Copy model.safetensors, or all files that model.safetensors.index.json names and the index.",
+    ),
+)
+"""What Hugging Face's libraries write: the first of which a file is there."""
+
+
+def _missing(store: Store) -> tuple[str, str]:
+    """Explain a folder that is not there: it may be a step of a run that has others."""
+    parent, name = os.path.split(store.url)
+    # The url of another kind of store is not a path whose parent could be opened.
+    if isinstance(store, LocalStore) and step_of(name) is not None:
+        steps = _newest(LocalStore(parent), _SHOWN)
+        if steps:
+            return (
+                f"it does not exist; the newest committed steps in {parent} are {', '.join(map(str, steps))}",
+                "It was never committed, or it was removed as an old step (keep=, `holdfast prune`).",
+            )
+    return "it does not exist", "Is the path right, and mounted on this host?"
+
+
+def _run(store: Store) -> tuple[str, str]:
+    for folder in _newest(store, 1).values():
+        return (
+            f"it is a run folder, whose newest committed step is {store.url}/{folder}",
+            "Give a step's folder; holdfast.Checkpoints loads the newest step of a run.",
+        )
+    return "it is a run folder, and none of its steps is committed", "`holdfast inspect` shows what there is."
+
+
+def _newest(store: Store, most: int) -> dict[int, str]:
+    """Return the newest committed steps, as far as this process can see them."""
+    try:
+        # Steps that can't be read are left out: this explains an error, and must not replace it.
+        return newest_steps(store, most)
+    except HoldfastError:
+        return {}

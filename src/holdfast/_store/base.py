@@ -1,0 +1,209 @@
+"""The interface to storage: all that Holdfast requires of a place that keeps files.
+
+A store is a folder. Names are relative, with `/`, and never leave it. Every failure is a `StorageError` that
+names the file and the reason; a missing file is `NotFound`. The protocol relies on these promises, which
+`holdfast.testing.StoreContract` checks for any implementation:
+
+- after `Writer.finish` has returned, the file is durable, including its name;
+- `publish` is atomic: a reader, or the next boot, sees all of the old bytes or all of the new ones;
+- of several `publish` calls that replace the same version, one succeeds and the others raise `Conflict`;
+- the error of `publish` tells whether the new version is in place: only if it is not, the data that it names
+  is deleted;
+- `create`, `publish` and `delete` follow no links: what is behind a link belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+from holdfast._values import Buffer
+from holdfast.errors import BadInput, StorageError
+
+VISIBLE_WITHIN = 75.0
+"""Seconds that a network file system may take to show another host's file: NFS caches folders for 60."""
+# An index ends with its seal, and the owner file of a run with random text, new for each version. So the ends
+# of two versions differ, and one small read tells them apart.
+VERSION_BYTES = 16
+"""Number of bytes at the end of a published file that tell one version of it from another."""
+
+
+class NotFound(StorageError):
+    """No such file."""
+
+
+class Unsettled(StorageError):
+    """`publish` failed, but the new version is, or may be, in place: its data must not be deleted."""
+
+    @property
+    def in_place(self) -> bool:
+        """True: it is in place, but perhaps not durable. False: that can't be told."""
+        return bool(self.details.get("in_place"))
+
+
+class Kind(Enum):
+    """The kind of thing that a name stands for."""
+
+    FILE = "file"
+    FOLDER = "folder"
+    LINK = "link"
+    OTHER = "other"
+
+
+FOLDERS = (Kind.FOLDER, Kind.LINK)
+"""The kinds that the folder of a store may have."""
+
+
+class Entry(NamedTuple):
+    """The metadata of a name in a store."""
+
+    kind: Kind
+    size: int
+    modified: float
+    """Seconds since the epoch, by the storage's clock; 0 if it has none."""
+
+
+class Reader(Protocol):
+    """An open file. Safe to use from several threads at once."""
+
+    size: int
+
+    def read(self, start: int, length: int) -> bytes:
+        """Return these bytes, or fewer at the end of the file."""
+        ...
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Fill writable buffers one after the other from `start`; return the number of bytes read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Writer(Protocol):
+    """A new file that no reader takes for complete yet. Safe to use from several threads at once."""
+
+    def write_at(self, start: int, buffers: Sequence[Buffer]) -> None: ...
+
+    def finish(self) -> None:
+        """Make content and name durable, then close. After a failure the file is abandoned: never retry."""
+        ...
+
+    def discard(self) -> None:
+        """Close and delete. Never raises."""
+        ...
+
+
+class Store(Protocol):
+    """A folder of files, possibly the child of another store.
+
+    `create`, `publish` and `delete` raise a `StorageError` if a folder between the first parent and the file
+    is a link.
+    """
+
+    url: str
+    """Names the folder in messages, and tells it from every other one of this process and its peers."""
+
+    def open(self, path: str) -> Reader: ...
+
+    def create(self, path: str) -> Writer:
+        """Create a file. Raises StorageError if it exists already."""
+        ...
+
+    def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
+        """Put a small file in place atomically. `replacing` is the last VERSION_BYTES bytes of the version
+        that it may replace, None if there must be none; otherwise raises `Conflict`.
+
+        Returns: it is in place, and durable. Raises `Unsettled`: it is in place, or that can't be told.
+        Raises `Conflict` or another `StorageError`: it is known not to be in place, and will not be.
+        """
+        ...
+
+    def delete(self, path: str) -> None:
+        """Remove a file, or an empty folder; a missing one is no error.
+
+        A link is removed itself; its target stays.
+        """
+        ...
+
+    def remove(self) -> bool:
+        """Remove this folder itself if it is empty and not a link. Return whether it is gone."""
+        ...
+
+    def stat(self, path: str = "") -> Entry | None:
+        """Return what a name stands for (a link itself, not its target); None if there is nothing.
+
+        Without a path: this folder. Links are followed then, unless it is a child of another store.
+        """
+        ...
+
+    def list(self, folder: str = "") -> list[str]:
+        """Return the names directly in a folder, sorted. Folders, and links to folders, end with `/`. A
+        missing folder is empty.
+
+        A link that leads nowhere, or in a circle, is listed like a file.
+        """
+        ...
+
+    def child(self, folder: str) -> Store:
+        """Return the store of a folder in this one; the folder need not exist yet."""
+        ...
+
+
+Folder = str | os.PathLike[str] | Store
+"""A folder as callers give it: its path, or a store (`store.local.open_store`)."""
+
+
+def replace_file(store: Store, path: str, data: bytes) -> None:
+    """Put a small file in place atomically, whatever is there; a link is replaced, not followed."""
+    store.publish(path, data, version_of(store, path))
+
+
+def version_of(store: Store, path: str) -> bytes | None:
+    """Return the last bytes of a file, which identify its published version; None if it is not there."""
+    try:
+        reader = store.open(path)
+    except NotFound:
+        return None
+    with closing(reader):
+        return reader.read(max(reader.size - VERSION_BYTES, 0), VERSION_BYTES)
+
+
+def checked(path: str) -> str:
+    """Return a relative path. Raises BadInput if it leaves the store."""
+    # Some names come from indexes, which an attacker may have written.
+    parts = path.split("/")
+    if not path or "\0" in path or path.startswith("/") or any(part in ("", ".", "..") for part in parts):
+        raise BadInput(f"{path!r} is not a path inside a store.")
+    return path
+
+
+@contextmanager
+def storage_errors(doing: str, path: str) -> Iterator[None]:
+    """Turn OSErrors into StorageErrors that name the file."""
+    try:
+        yield
+    # A StorageError is an OSError itself, and says more than one made here would.
+    except StorageError:
+        raise
+    except OSError as error:
+        # ENOTDIR: a part of the path is a file, so nothing of that name can be below it.
+        kind = NotFound if error.errno in (errno.ENOENT, errno.ENOTDIR) else StorageError
+        hints = {
+            errno.ENOSPC: "Free space there, or prune old steps, and save again.",
+            errno.EDQUOT: "Free space in the quota, or prune old steps, and save again.",
+            errno.EROFS: "Choose a folder that can be written to.",
+            errno.EACCES: "Choose a folder that this user can write to.",
+        }
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raised = kind(
+            f"{doing} {path} failed: {reason}.",
+            hint=hints.get(error.errno or 0, ""),
+            details={"errno": error.errno},
+        )
+        # Set by hand: OSError sets errno only if it is given two arguments, and this one has a sentence.
+        raised.errno = error.errno
+        raise raised from None

@@ -1,0 +1,157 @@
+"""Private names of torch.distributed that Holdfast uses. They stand in this file only, each with what is done
+where a version of torch does not have it: the library still works, and says less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import BadInput
+
+if TYPE_CHECKING:
+    from torch._C import _distributed_c10d
+
+TorchStore: TypeAlias = "_distributed_c10d.Store"
+"""`torch.distributed.Store`; the stubs of torch do not show that name."""
+
+
+def default_store() -> TorchStore:
+    """Return the default process group's store."""
+    from torch.distributed import distributed_c10d
+
+    getter = getattr(distributed_c10d, "_get_default_store", None)
+    if getter is None:
+        raise BadInput(
+            "This torch has no accessible default store.",
+            hint="Install a release of torch that Holdfast is tested with.",
+        )
+    store: TorchStore = getter()
+    return store
+
+
+def clone_store(store: TorchStore) -> TorchStore:
+    """Make another client of a store, with a connection of its own; a store inside this process is returned
+    itself."""
+    if hasattr(store, "clone"):  # since torch 2.8
+        clone: TorchStore = store.clone()
+        return clone
+    tcp: Any = tcp_store(store)
+    if tcp is None:
+        return store
+    made: TorchStore = type(tcp)(tcp.host, tcp.port, is_master=False, wait_for_workers=False)
+    return made
+
+
+def tcp_store(store: TorchStore) -> TorchStore | None:
+    """Return the TCPStore that PrefixStores wrap; None if it is another store."""
+    inner: Any = store
+    while hasattr(inner, "underlying_store"):
+        inner = inner.underlying_store
+    return inner if isinstance(inner, dist.TCPStore) else None  # type: ignore[attr-defined]
+
+
+class KnownGroup(NamedTuple):
+    """A process group that this rank belongs to."""
+
+    group: dist.ProcessGroup
+    name: str
+    """torch's own: a count of groups, or a digest of their ranks (`use_local_synchronization`)."""
+    ranks: tuple[int, ...]
+    description: str
+
+
+_aborted: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups that torch still lists, and nobody can use."""
+
+
+class _World(Protocol):
+    """What torch knows of this process's groups."""
+
+    pg_names: Mapping[dist.ProcessGroup, str]
+    pg_group_ranks: Mapping[dist.ProcessGroup, Mapping[int, int]]
+    """For each group, the rank in it of each global rank."""
+
+
+def _world() -> _World | None:
+    from torch.distributed import distributed_c10d
+
+    world: _World | None = getattr(distributed_c10d, "_world", None)
+    return world
+
+
+def known_groups() -> list[KnownGroup]:
+    """Return all process groups of this process, in the order of their creation, the default group first."""
+    world = _world()
+    if world is None or not dist.is_initialized():
+        return []
+    groups = []
+    # A copy, as another thread may make a group meanwhile.
+    for group, name in dict(world.pg_names).items():
+        ranks = world.pg_group_ranks.get(group)
+        if ranks is not None and group not in _aborted:
+            described = str(getattr(group, "group_desc", "") or "")
+            # torch maps global ranks to ranks in the group; `KnownGroup.ranks` is in the group's order.
+            in_order = tuple(sorted(ranks, key=ranks.__getitem__))
+            groups.append(
+                KnownGroup(group, str(name), in_order, described if described != "undefined" else "")
+            )
+    return groups
+
+
+def groups_made() -> int | None:
+    """Return how many groups this process has named by counting. If it differs between ranks, the names of
+    new groups differ, too."""
+    count = getattr(_world(), "group_count", None)
+    return None if count is None else int(count)
+
+
+def devices(group: dist.ProcessGroup | None) -> list[torch.device]:
+    """Return the devices whose tensors a group takes."""
+    kinds = getattr(group, "_device_types", None)
+    return [torch.device("cpu")] if kinds is None else [torch.device(kind) for kind in kinds]
+
+
+def _backends(group: dist.ProcessGroup) -> Iterator[object]:
+    get = getattr(group, "_get_backend", None)
+    for device in devices(group):
+        with suppress(RuntimeError):  # a device that this build of torch does not have
+            if get is not None:
+                yield get(device)
+
+
+def timeout_of(group: dist.ProcessGroup) -> float | None:
+    """Return the seconds after which a group's collectives fail; None where that can't be known."""
+    for backend in _backends(group):
+        given = getattr(getattr(backend, "options", None), "_timeout", None)
+        if given is not None:
+            return float(given.total_seconds())
+    return None
+
+
+def is_open(group: dist.ProcessGroup) -> bool | None:
+    """Return whether a group has a communicator already; None where that can't be known."""
+    for backend in _backends(group):
+        # By name, as builds of torch without NCCL have no such class. Other backends do not tell.
+        if type(backend).__name__ == "ProcessGroupNCCL":
+            ask = getattr(backend, "_is_initialized", None)
+            return None if ask is None else bool(ask())
+    return None
+
+
+def is_eager() -> bool:
+    """Return whether the default group is bound to a device, so that every new group splits its
+    communicator."""
+    return dist.is_initialized() and getattr(dist.group.WORLD, "bound_device_id", None) is not None
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Abort what a group is doing on this rank, at once, without asking the other ranks."""
+    # First, so that `known_groups` leaves it out even where the backend raises.
+    _aborted.add(group)
+    with suppress(Exception):  # not every backend can
+        group.abort()

@@ -1,0 +1,164 @@
+"""Load a published model by the names and shapes that the state has.
+
+A row whose name the folder does not have becomes rows of the tensors that it is made of (`views`): each is a
+box of a published tensor, and a view of the memory that it fills, with the published order of axes. So the
+reader knows nothing of models, and nothing is read twice or held in memory as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast._io.source import Rows
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
+from holdfast._plan.shard_table import Memory, ShardTable
+from holdfast._state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
+from holdfast._state.reordered import as_published
+from holdfast._views.hub_format import Place
+from holdfast._views.hugging_face import PublishedModel
+from holdfast._views.mapping import MINUS_ONE, Segment, same
+from holdfast._views.scaled import IN_8_BITS, Packed, in_blocks
+from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
+
+
+def see_published(source: PublishedModel, table: ShardTable, owner: Sequence[int]) -> Rows:
+    """Translate the rows of a state into rows of what `source` holds (`ForeignSource.translate`)."""
+    seen = Rows(ShardTable(table.rank), [], [])
+    look = _Look(source, seen.table, seen.blank)
+    for row, leaf in enumerate(owner):
+        look.add(table.specs[row], table.boxes[row], table, row)
+        seen.owner.extend([leaf] * (len(seen.table) - len(seen.owner)))
+    return seen
+
+
+def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[int, Box]]:
+    """Return the dtypes that one of megatron-core's tensors is published in, and the boxes of each, without
+    padding. A part that is computed from what is published (by scales, or less one) counts as float32.
+
+    Raises MissingTensors if a part is not there.
+    """
+    regions: list[tuple[int, Box]] = []
+    for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
+        place = source.place(segment.name)
+        if place is None and not Packed(source, segment.name).is_there:
+            raise _not_there(source, segment.name, spec)
+        code = place.code if place is not None else CODE_OF["float32"]
+        if segment.change or code == IN_8_BITS != spec.dtype:
+            code = CODE_OF["float32"]
+        regions.append((code, segment.box))
+    if len({dtype for dtype, _ in regions}) > 1:
+        return regions
+    # All have one dtype: one box is enough, which ends where padding along the first axis begins.
+    rows = max((box.stop[0] for _, box in regions if box.shape), default=0)
+    return [(regions[0][0], Box((0,) * len(spec.shape), (rows, *spec.shape[1:]) if spec.shape else ()))]
+
+
+def _not_there(source: PublishedModel, name: str, spec: TensorSpec) -> MissingTensors:
+    source.refuse_quantized(name)
+    return MissingTensors(
+        f"{source.where} does not hold {name!r}, of which {spec.name!r} is made.",
+        hint="A file of the model is missing, or config.json is of another one.",
+        details={"missing": [name]},
+    )
+
+
+@dataclass
+class _Look:
+    source: PublishedModel
+    seen: ShardTable
+    blank: list[int]
+
+    def add(self, spec: TensorSpec, box: Box, table: ShardTable, row: int) -> None:
+        memory = table.memory[row]
+        if spec.kind == OBJECT or not isinstance(memory, TensorMemory):
+            if "_extra_state" not in spec.name:  # Transformer Engine's, which no published model has
+                self._as_it_is(table, row)
+            return
+        place = self.source.place(spec.name)
+        if place is not None and not (place.code == IN_8_BITS != spec.dtype):
+            self._check_dtype(place, spec)
+            self._as_it_is(table, row)
+            return
+        is_named = place is not None or Packed(self.source, spec.name).is_there
+        if not is_named and (not self.source.config or not self.source.view.knows(spec.name)):
+            self.source.refuse_quantized(spec.name)
+            self._as_it_is(table, row)  # the load reports it as missing
+            return
+        if is_named:
+            segments = same([spec.name], spec.shape, {})
+        else:
+            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        parts = [(segment, segment.box.intersect(box)) for segment in segments]
+        covered = sum(part.volume for _, part in parts if part is not None)
+        if covered < box.volume and not is_named and self.source.view.is_padded(spec.name):
+            self.blank.append(row)
+        elif covered != box.volume:
+            raise LoadFailed(
+                f"{spec.name!r} would get {covered} elements of {self.source.where}, and has {box.volume} on "
+                f"rank {self.seen.rank}.",
+                hint="This is a defect of Holdfast; nothing was read into the state.",
+            )
+        for segment, part in parts:
+            if part is not None:
+                target = memory.tensor.detach()[part.relative_to(box.offset).slices()]
+                check_is_view(target, memory.tensor)
+                self._add_segment(segment, part, spec, target)
+
+    def _as_it_is(self, table: ShardTable, row: int) -> None:
+        self.seen.add(
+            table.specs[row],
+            table.boxes[row],
+            table.replicas[row],
+            table.unsharded[row],
+            table.memory[row],
+            table.deferred[row],
+        )
+
+    def _add_segment(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> None:
+        place, packed = self.source.place(segment.name), Packed(self.source, segment.name)
+        theirs = segment.theirs(part)
+        view = as_published(target, segment.axes, len(theirs.shape))
+        if place is None and packed.is_there:
+            some = packed.part(segment, part, spec, view)
+            self.seen.add(some.spec, some.box, (0, 1), False, some)
+            return
+        if place is None:
+            raise _not_there(self.source, segment.name, spec)
+        self._check(segment, place, spec)
+        self._check_dtype(place, spec)
+        stored = torch_dtype(place.code)
+        memory: Memory = TensorMemory(view, stored)
+        if place.code == IN_8_BITS != spec.dtype:
+            memory = in_blocks(self.source, place, view, theirs.offset)
+        elif segment.change == MINUS_ONE:
+            memory = ShiftedMemory(view, stored, -1)
+        shape = segment.whole or place.shape
+        self.seen.add(TensorSpec(place.name, place.code, shape), theirs, (0, 1), False, memory)
+
+    def _check(self, segment: Segment, place: Place, spec: TensorSpec) -> None:
+        if segment.split:
+            self.source.read_as(place.name, segment.whole)
+        if place.shape != segment.published:
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} with shape {list(place.shape)}; {spec.name!r} "
+                f"with global shape {list(spec.shape)} needs {list(segment.published)}.",
+                hint="Build the model with the sizes of config.json.",
+                details={"tensor": spec.name},
+            )
+
+    def _check_dtype(self, place: Place, spec: TensorSpec) -> None:
+        """Refuse a conversion that is not between floating-point dtypes: quantised elements mean nothing
+        without their scales."""
+        scaled = place.code == IN_8_BITS and spec.dtype in FLOATS
+        if place.code != spec.dtype and not scaled and not {place.code, spec.dtype} <= set(FLOATS):
+            self.source.refuse_quantized(place.name)
+            raise ShapeMismatch(
+                f"{self.source.where} holds {place.name!r} in {DTYPES[place.code].name}, and {spec.name!r} "
+                f"is {DTYPES[spec.dtype].name}: Holdfast does not convert between these.",
+                hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
+                details={"tensor": spec.name},
+            )

@@ -1,0 +1,191 @@
+"""Quantised elements: in 8 bits with a scale for each block of rows and columns (e4m3), in 4 bits with a
+scale for each 32 elements of a row (mxfp4). They are multiplied by their scales as they are read."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast._layout.box import Box
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, Dims, TensorSpec
+from holdfast._plan.shard_table import Memory
+from holdfast._state.memory import TensorMemory, torch_dtype
+from holdfast._values import Buffer
+from holdfast._views.hub_format import SCALES, Place
+from holdfast._views.hugging_face import PublishedModel
+from holdfast._views.mapping import Segment
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+
+IN_8_BITS = CODE_OF["float8_e4m3fn"]
+_BYTES = CODE_OF["uint8"]
+_BLOCKS, _SCALES = "_blocks", "_scales"
+"""What the two tensors have after the name of a tensor in 4 bits, in whose place they are published."""
+_SIDE = 128
+"""Rows and columns of a block in 8 bits, unless the configuration says otherwise."""
+_GROUP, _BIAS = 32, 127
+"""In 4 bits: elements that share a scale, and the bias of the scale's exponent."""
+_AT_ONCE = 1 << 18
+"""Packed bytes that are multiplied at once: each becomes two numbers of 32 bits."""
+_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values of the lower three of 4 bits (e2m1); the highest bit is the sign."""
+
+
+def in_blocks(source: PublishedModel, place: Place, target: torch.Tensor, origin: Dims) -> Memory:
+    """Make memory for elements in 8 bits, which multiplies them by the scales of their blocks.
+
+    target: has the published order of axes. origin: where it begins in the published tensor.
+    Raises MissingTensors if there are no scales, ShapeMismatch if they do not fit the blocks.
+    """
+    name = place.name + SCALES
+    scales = source.place(name)
+    if scales is None:
+        raise _no_scales(source, place.name, "8", name)
+    sides = _sides(source)
+    blocks = tuple(-(-n // side) for n, side in zip(place.shape, sides, strict=False))
+    if len(sides) != len(place.shape) or scales.shape != blocks or scales.code not in FLOATS:
+        raise ShapeMismatch(
+            f"{source.where} holds scales of shape {list(scales.shape)} in "
+            f"{DTYPES[scales.code].name} for {place.name!r} of shape {list(place.shape)}; "
+            f"blocks of {list(sides)} need {list(blocks)} in floating point.",
+            hint="Scales of blocks are read, whose sides are weight_block_size in quantization_config.",
+            details={"tensor": name},
+        )
+    dtype = torch_dtype(scales.code)
+    values = torch.frombuffer(bytearray(source.read_rows(name)), dtype=dtype).view(scales.shape).float()
+    return _InBlocks(target, torch_dtype(place.code), origin, values, sides)
+
+
+def _no_scales(source: PublishedModel, name: str, bits: str, missing: str) -> MissingTensors:
+    source.refuse_quantized(name)
+    return MissingTensors(
+        f"{source.where} holds {name!r} in {bits} bits, and no {missing!r}: its elements mean nothing "
+        "without their scales.",
+        details={"missing": [missing]},
+    )
+
+
+def _sides(source: PublishedModel) -> Dims:
+    """Return rows and columns of the blocks that have a scale each."""
+    quantization = source.config.get("quantization_config")
+    sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if sides is None:
+        return (_SIDE, _SIDE)
+    if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
+        raise BadInput(f"{source.where}: weight_block_size={sides!r} in config.json is no shape.")
+    return tuple(sides)
+
+
+class _InBlocks(TensorMemory):
+    """Elements in 8 bits, multiplied by the scale of their block."""
+
+    def __init__(
+        self, tensor: torch.Tensor, stored: torch.dtype, origin: Dims, scales: torch.Tensor, sides: Dims
+    ) -> None:
+        super().__init__(tensor, stored)
+        self.address = 0
+        self._origin, self._scales, self._sides = origin, scales, sides
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()].float()
+        scales = self._scales
+        for axis, side in enumerate(self._sides):
+            first = self._origin[axis] + box.offset[axis]
+            scales = scales.index_select(axis, torch.arange(first, first + box.shape[axis]) // side)
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+            self.tensor[box.slices()].copy_(values * scales)
+
+
+class Packed:
+    """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, which
+    is the transposed tensor: the one that they stand for is `[experts, rows, columns]`."""
+
+    def __init__(self, source: PublishedModel, name: str) -> None:
+        self.source, self.name = source, name
+
+    @property
+    def is_there(self) -> bool:
+        return self.source.has(self.name + _BLOCKS)
+
+    def part(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> _PackedPart:
+        """Return what is to be read for a part of a segment.
+
+        spec: of the state's tensor, for errors. target: has the published order of axes.
+        Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
+        """
+        blocks, scales = (self.source.place(self.name + ending) for ending in (_BLOCKS, _SCALES))
+        assert blocks is not None
+        if scales is None:
+            raise _no_scales(self.source, blocks.name, "4", self.name + _SCALES)
+        experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
+        shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
+        stored = [blocks.shape, scales.shape, blocks.code, scales.code]
+        if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
+            raise ShapeMismatch(
+                f"{self.source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
+                f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
+                f"{DTYPES[scales.code].name}; {spec.name!r} with global shape {list(spec.shape)} in "
+                f"{DTYPES[spec.dtype].name} needs {list(shape)} and {list(shape[:-1])} in uint8.",
+                hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
+                details={"tensor": spec.name},
+            )
+        seen_as = (experts, *segment.whole[2:], rows // 2)
+        self.source.read_as(blocks.name, seen_as)
+        return _PackedPart(self.source, blocks, scales, seen_as, segment.theirs(part), target.movedim(1, -1))
+
+
+class _PackedPart(TensorMemory):
+    """A box of weights in 4 bits; the scales are read with them."""
+
+    def __init__(
+        self,
+        source: PublishedModel,
+        blocks: Place,
+        scales: Place,
+        shape: Dims,
+        theirs: Box,
+        tensor: torch.Tensor,
+    ) -> None:
+        super().__init__(tensor, torch.uint8)
+        self.address = 0
+        self._source, self._scales = source, scales
+        self.spec = TensorSpec(blocks.name, blocks.code, shape)
+        (expert, first, *rest), (experts, rows, *sides) = theirs
+        self._columns = (first, first + rows)  # columns as published, rows of the tensor that it stands for
+        low, high = first // 2, -(-(first + rows) // 2)
+        self.box = Box((expert, *rest, low), (experts, *sides, high - low))
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        packed = torch.frombuffer(data, dtype=torch.uint8).view(shape)[inside.slices()]
+        target = self.tensor.detach()[box.slices()[:-1]]
+        start = [a + b for a, b in zip(self.box.offset, box.offset, strict=True)]
+        step = max(_AT_ONCE // max(packed[0, :1].numel(), 1), 1)
+        first, last = 2 * start[-1], 2 * (start[-1] + box.shape[-1])
+        low, high = max(first, self._columns[0]), min(last, self._columns[1])
+        cut = slice(low - self._columns[0], high - self._columns[0])
+        for expert in range(box.shape[0]):
+            for row in range(0, box.shape[1], step):
+                some = packed[expert, row : row + step]
+                exponents = self._exponents(start[0] + expert, start[1] + row, len(some), start[2:-1], some)
+                exponents = exponents.index_select(-1, torch.arange(first, last) // _GROUP)
+                values = torch.ldexp(_unpacked(some), exponents)[..., low - first : high - first]
+                with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+                    target[expert, row : row + step][..., cut].copy_(values)
+
+    def _exponents(
+        self, expert: int, row: int, rows: int, turn: list[int], some: torch.Tensor
+    ) -> torch.Tensor:
+        """Read the exponents of these rows, for all their groups. turn: the first of the interleaved columns,
+        if they are interleaved."""
+        each = self.spec.shape[2] if turn else 1
+        data = self._source.read_rows(
+            self._scales.name, (expert * self._scales.shape[1] + row * each, rows * each)
+        )
+        scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, each, -1)
+        scales = scales[:, turn[0] : turn[0] + some.shape[1]] if turn else scales[:, 0]
+        return scales.int() - _BIAS
+
+
+def _unpacked(packed: torch.Tensor) -> torch.Tensor:
+    """Unpack the numbers that 4 bits stand for, two from each byte along the last axis, lower bits first."""
+    table = torch.tensor([*_VALUES, *(-value for value in _VALUES)])
+    pairs = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+    return table[pairs.int()]

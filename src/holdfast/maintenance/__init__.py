@@ -1,5 +1,0 @@
-"""Work on existing checkpoints: inspect, compare, verify, fetch, reindex, prune, fingerprint.
-
-One module per task. All but `fingerprints` run in one process, and all but `fingerprints` and `same` without
-torch. Imported by `cli`, `huggingface`, `integrations` and the public names.
-"""

@@ -1,0 +1,339 @@
+"""What the kernel says of real processes: whether they are there, how they ended, what they do."""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast._roster import process
+from holdfast._roster.memory import MemoryRoster
+from holdfast._roster.presence import Vitals, at_key, see
+from holdfast._roster.process import (
+    UNSEEN,
+    Identity,
+    StackDump,
+    activity,
+    listens,
+    own_sockets,
+    sockets,
+    stat,
+    this_process,
+)
+from holdfast._stacks import where_dumped
+from tests.support.threads import in_a_fork
+from tests.support.waiting import wait_until
+
+REPOSITORY = str(Path(__file__).parents[2])
+SHOW_IDENTITY = """
+import sys, time, msgspec, faulthandler
+from holdfast._roster.process import stack_dump, this_process
+from tests.support.gil import hold_the_gil
+if "dump" in sys.argv:
+    stack_dump.begin(0)
+who = msgspec.structs.replace(this_process(1), dump_signal=stack_dump.signal, dump_file=stack_dump.file)
+print(msgspec.json.encode(who).decode(), flush=True)
+"""
+
+
+@contextmanager
+def other(does: str, *words: str) -> Iterator[tuple[Identity, subprocess.Popen[str]]]:
+    """Another process, which shows its identity first."""
+    command = [sys.executable, "-c", SHOW_IDENTITY + does, *words]
+    made = subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert made.stdout is not None
+        yield msgspec.json.decode(made.stdout.readline(), type=Identity), made
+    finally:
+        made.kill()
+        made.wait(10)
+        for pipe in (made.stdin, made.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_a_process_is_told_from_another_that_has_its_pid() -> None:
+    me = this_process(0)
+    assert me.is_of_this_machine()
+    assert me.state() == "R"
+    before = msgspec.structs.replace(me, started=str(int(me.started) - 1))
+    assert before.state() == ""
+    assert before.how_it_ended() == "its process has ended"
+    assert not before.exited_with_0()
+    assert not msgspec.structs.replace(me, machine="boot/pid:[1]").is_of_this_machine()
+    assert not Identity(0).is_of_this_machine()
+
+
+@pytest.mark.parametrize(
+    ("does", "sent", "how"),
+    [
+        ("", 0, "its process has ended with exit code 0"),
+        ("sys.exit(3)", 0, "its process has ended with exit code 3"),
+        ("time.sleep(60)", signal.SIGKILL, "its process was killed by SIGKILL"),
+        ("time.sleep(60)", signal.SIGTERM, "its process was killed by SIGTERM"),
+        ("time.sleep(60)", 45, "its process was killed by signal 45"),
+    ],
+)
+def test_how_a_process_has_ended_is_known_until_its_parent_has_asked(does: str, sent: int, how: str) -> None:
+    with other(does) as (who, child):
+        if sent:
+            assert who.state() in "SR"
+            child.send_signal(sent)
+        wait_until(lambda: not who.state())
+        assert who.how_it_ended() == how
+        assert who.exited_with_0() == (not sent and not does)
+        child.wait()
+        assert who.stat() is None
+        assert who.how_it_ended() == "its process has ended"
+        assert not who.exited_with_0()
+
+
+def test_the_state_of_a_process_shows_while_it_can_do_nothing() -> None:
+    with other("time.sleep(60)") as (who, child):
+        wait_until(lambda: who.state() == "S")
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: who.state() == "T")
+        child.send_signal(signal.SIGCONT)
+        wait_until(lambda: who.state() == "S")
+
+
+def test_a_process_that_can_not_be_looked_at_has_not_ended() -> None:
+    """This one has no descriptor left, and so can't read /proc: that is its own trouble."""
+
+    def look() -> None:
+        roster = MemoryRoster(0, 2)
+        who = msgspec.structs.replace(this_process(1), pid=os.getppid(), started=parent)
+        roster.put(at_key(1), msgspec.to_builtins(Vitals(who)))
+        assert not see(roster, [1])[1].ended
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        with pytest.raises(OSError, match="Too many open files"):
+            stat(who.pid)
+        seen = see(roster, [1])[1]
+        assert (seen.ended, seen.there, seen.state, seen.held()) == ("", True, UNSEEN, "")
+
+    parent = this_process(0).started
+    in_a_fork(look)
+
+
+# -- stacks -----------------------------------------------------------------------------------------
+
+
+def test_a_process_that_holds_the_gil_has_its_stacks_written() -> None:
+    does = "def compute():\n    hold_the_gil(60)\ncompute()"
+    with other(does, "dump") as (who, _):
+        wait_until(lambda: "hold_the_gil" in who.stacks())
+        for _ in range(3):  # each replaces the last
+            where = where_dumped(who.stacks(), who.main_thread)
+            assert where.startswith("its main thread is at "), where
+            assert where.count("hold_the_gil") == 1
+            assert "compute" in where
+        assert who.stacks().count("most recent call first") == 1
+        assert who.state()
+
+
+def test_a_stopped_process_writes_no_stacks_and_is_not_waited_for_long() -> None:
+    with other("time.sleep(60)", "dump") as (who, child):
+        child.send_signal(signal.SIGSTOP)
+        wait_until(lambda: who.state() == "T")
+        begun = time.monotonic()
+        assert who.stacks() == ""
+        assert time.monotonic() - begun < process.DUMP_WITHIN + 2.0
+
+
+def test_a_signal_that_nobody_catches_is_not_sent() -> None:
+    """It would end the process."""
+    with other("time.sleep(60)", "dump") as (who, _):
+        unhandled = msgspec.structs.replace(who, dump_signal=who.dump_signal - 1)
+        assert unhandled.stacks() == ""
+        time.sleep(0.2)
+        assert who.state()
+        assert "most recent call first" in who.stacks()
+    assert who.stacks() == ""
+
+
+def test_a_process_that_has_ended_its_session_is_not_sent_a_signal() -> None:
+    with other("sys.stdin.readline(); stack_dump.end(0); print(flush=True); time.sleep(60)", "dump") as (
+        who,
+        child,
+    ):
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert who.stacks() == ""
+        time.sleep(0.2)
+        assert who.state()
+
+
+def test_a_descriptor_that_has_become_another_file_is_not_touched(tmp_path: Path) -> None:
+    """The message that names it is older than that: the process could renew none, as it holds the GIL."""
+    does = "import os; os.dup2(os.open(sys.argv[2], os.O_RDWR), stack_dump.file); print(flush=True); time.sleep(60)"
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_text("weights")
+    with other(does, "dump", str(checkpoint)) as (who, child):
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert who.stacks() == ""
+        assert who.state()
+    assert checkpoint.read_text() == "weights"
+
+
+def caught() -> int:
+    return int(process._status(os.getpid(), "SigCgt"), 16)
+
+
+def test_a_signal_that_the_program_uses_is_left_to_it(tmp_path: Path) -> None:
+    def use() -> None:
+        with open(tmp_path / "mine", "w", encoding="utf-8") as mine:
+            faulthandler.register(57, mine)  # which the `signal` module does not know of
+            signal.signal(56, lambda *_: None)
+            before = caught()
+            dump = StackDump()
+            dump.begin("a")
+            dump.begin("b")
+            assert dump.signal not in (0, 56, 57)
+            assert caught() == before | 1 << dump.signal - 1
+            dump.end("a")
+            dump.end("a")
+            assert dump.signal
+            file = dump.file
+            dump.end("b")
+            assert (dump.signal, dump.file) == (0, 0)
+            assert caught() == before
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(file)
+            os.kill(os.getpid(), 57)
+        assert "most recent call first" in (tmp_path / "mine").read_text()
+
+    in_a_fork(use)
+
+
+def test_a_process_without_a_free_signal_writes_no_stacks() -> None:
+    def use() -> None:
+        for number in range(40, 60):
+            signal.signal(number, signal.SIG_IGN)
+        dump = StackDump()
+        dump.begin("a")
+        assert (dump.signal, dump.file) == (0, 0)
+        dump.end("a")
+
+    in_a_fork(use)
+
+
+# -- what a process does --------------------------------------------------------------------------------
+
+
+def test_activity_is_cpu_time_files_and_connections_of_a_process_and_its_children(tmp_path: Path) -> None:
+    def use() -> None:
+        before, idle = activity()
+        time.sleep(0.3)
+        assert activity()[1] == idle, "looking is no activity"
+        ends = time.process_time() + 0.3
+        while time.process_time() < ends:
+            pass
+        me = threading.get_native_id()
+        assert activity()[0][me] - before[me] > 0.2
+        assert activity()[1] == idle
+        (tmp_path / "f").write_bytes(bytes(1 << 16))
+        written = activity()[1]
+        assert written != idle
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+            with near, far:
+                moved = activity()[1]
+                near.send(b"x")
+                assert far.recv(1) == b"x"
+                wait_until(lambda: activity()[1] != moved)
+        child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        wait_until(lambda: activity()[0].get(child.pid, 0.0) > 0.5)
+        child.kill()
+        child.wait()
+
+    in_a_fork(use)
+
+
+def test_the_beat_is_no_activity() -> None:
+    def use() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        with near, far:
+            own_sockets.add(near)
+            own_sockets.add(far)
+            before = activity()[1]
+            near.send(b"beat")
+            assert far.recv(4) == b"beat"
+            time.sleep(0.1)
+            assert activity()[1] == before
+
+    in_a_fork(use)
+
+
+def test_the_ports_of_this_process_are_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            assert listens(port)
+            assert not listens(client.getsockname()[1]), "a connection is no listener"
+        with other("", "") as (_, child):
+            child.wait()
+    assert not listens(port)
+    with other(
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True)\n"
+        "time.sleep(60)"
+    ) as (_, child):
+        assert child.stdout is not None
+        assert not listens(int(child.stdout.readline())), "it is another process that listens"
+
+
+def test_a_look_at_sockets_changes_and_closes_none() -> None:
+    def is_blocking(one: socket.socket) -> bool:
+        return not fcntl.fcntl(one, fcntl.F_GETFL) & os.O_NONBLOCK
+
+    ours, theirs = socket.socketpair()
+    before = os.listdir("/proc/self/fd")
+    socket.setdefaulttimeout(60.0)  # of the program
+    try:
+        with ours, theirs:
+            assert {ours.fileno(), theirs.fileno()} <= {one.fileno() for one in sockets()}
+            assert is_blocking(ours)
+            assert not listens(1)
+            next(sockets())
+            ours.send(b"open")
+            assert theirs.recv(4) == b"open"
+            assert len(os.listdir("/proc/self/fd")) == len(before)
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_sockets_may_come_and_go_while_they_are_looked_at() -> None:
+    stop = threading.Event()
+
+    def churn() -> None:
+        while not stop.is_set():
+            for one in socket.socketpair():
+                one.close()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(50):
+            listens(1)
+    finally:
+        stop.set()
+        thread.join()

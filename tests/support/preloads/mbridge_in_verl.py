@@ -1,7 +1,0 @@
-"""What mbridge and verl import; they themselves are imported by ranks, after `install()`."""
-
-from tests.integrations.verl_jobs import import_verl
-from tests.support.preloads import forget, mbridge  # noqa: F401 (imported for what it imports)
-
-import_verl()
-forget("verl", "mbridge")

@@ -1,0 +1,219 @@
+"""The one standing thread: duties, failures, descriptors, forks, and the end of a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast._heart import HASTE, NAME, Heart, heart
+from holdfast.errors import HoldfastError
+from tests.support.threads import in_a_fork, no_more_threads
+from tests.support.waiting import wait_until
+
+
+class Counts:
+    """A duty that notes when it is done, and on which thread."""
+
+    def __init__(self, interval: float = 0.02, does: Callable[[], None] = lambda: None) -> None:
+        self.interval, self.does = interval, does
+        self.at: list[float] = []
+        self.closed = 0
+        self.threads: set[str] = set()
+
+    def beat(self) -> None:
+        self.at.append(time.monotonic())
+        self.threads.add(threading.current_thread().name)
+        self.does()
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def own() -> Iterator[Heart]:
+    """A heart of the test's own; its thread and descriptors must be gone at the end."""
+    before = len(os.listdir("/proc/self/fd"))
+    made = Heart()
+    yield made
+    for duty in list(made._duties):
+        made.end(duty)
+    wait_until(lambda: made._thread is None)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def hearts() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == NAME]
+
+
+def test_duties_are_done_at_their_intervals_on_one_thread(own: Heart) -> None:
+    often, seldom = Counts(0.02), Counts(0.2)
+    before = len(hearts())
+    assert own.begin(often)
+    assert own.begin(seldom, delay=0.0)
+    wait_until(lambda: len(seldom.at) >= 4)
+    assert len(hearts()) == before + 1
+    assert often.threads == seldom.threads == {NAME}
+    assert len(often.at) > len(seldom.at)
+    gaps = [later - sooner for sooner, later in zip(seldom.at, seldom.at[1:], strict=False)]
+    assert min(gaps) > 0.1
+    own.end(often)
+    wait_until(lambda: often.closed)
+    done = len(often.at)
+    more = len(seldom.at)
+    wait_until(lambda: len(seldom.at) > more + 1)
+    assert len(often.at) == done
+    assert not seldom.closed
+
+
+def test_a_duty_that_fails_stops_no_other(own: Heart, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("no such rank")
+
+    bad, good = Counts(0.02, fail), Counts(0.02)
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        own.begin(bad)
+        own.begin(good)
+        wait_until(lambda: len(bad.at) > 3 and len(good.at) > 3)
+    assert "fail" in caplog.text
+    assert "ValueError: no such rank" in caplog.text
+
+
+def test_a_duty_that_fails_to_close_stops_no_other(own: Heart) -> None:
+    bad, good = Counts(), Counts()
+    bad.close = lambda: 1 / 0  # type: ignore[assignment, method-assign, return-value]
+    for duty in (bad, good):
+        own.begin(duty)
+    own.end(bad)
+    done = len(good.at)
+    wait_until(lambda: len(good.at) > done)
+
+
+def test_it_ends_with_the_last_duty_and_begins_again(own: Heart) -> None:
+    before = len(hearts())
+    for _ in range(20):
+        duty = Counts()
+        own.begin(duty)
+        own.end(duty)
+        wait_until(lambda duty=duty: duty.closed == 1)
+        own.end(duty)
+    wait_until(lambda: len(hearts()) == before)
+    assert duty.closed == 1, "closed once"
+
+
+def test_many_threads_may_begin_and_end_duties_at_once(own: Heart) -> None:
+    duties = [Counts(0.001) for _ in range(8)]
+    before = len(hearts())
+    most: list[int] = []
+
+    def churn(duty: Counts) -> None:
+        for _ in range(50):
+            own.begin(duty)
+            own.hurry(duty)
+            most.append(len(hearts()))
+            own.end(duty)
+
+    threads = [threading.Thread(target=churn, args=(duty,)) for duty in duties]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    wait_until(lambda: len(hearts()) == before)
+    # One that ends may still be there when the next begins.
+    assert max(most) <= before + 2
+    assert all(duty.closed for duty in duties)
+
+
+def test_hurry_is_soon_but_never_a_flood(own: Heart) -> None:
+    duty = Counts(60.0)
+    own.begin(duty, delay=0.0)
+    wait_until(lambda: duty.at)
+    ends = time.monotonic() + 1.0
+    while time.monotonic() < ends:  # as when strangers knock without end
+        own.hurry(duty)
+        time.sleep(0.001)
+    assert 2 <= len(duty.at) <= 1.0 / HASTE + 2
+    own.hurry(Counts())  # of no duty: nothing
+
+
+def test_files_are_looked_at_until_they_are_forgotten(own: Heart) -> None:
+    ours, theirs = socket.socketpair()
+    heard: list[bytes] = []
+    with ours, theirs:
+        duty = Counts(60.0, lambda: own.on_readable(ours, lambda: heard.append(ours.recv(10))))
+        own.begin(duty, delay=0.0)
+        wait_until(lambda: duty.at)
+        theirs.send(b"a")
+        wait_until(lambda: heard == [b"a"])
+        own.forget(ours)
+        own.forget(ours)
+        theirs.send(b"b")
+        time.sleep(0.1)
+        assert heard == [b"a"]
+        own.end(duty)
+
+
+def test_where_no_thread_can_be_started_it_says_so_and_keeps_nothing(own: Heart) -> None:
+    with no_more_threads(), pytest.raises(HoldfastError, match="could not be started"):
+        own.begin(Counts())
+    assert not own._duties
+    duty = Counts()
+    assert own.begin(duty)
+    wait_until(lambda: duty.at)
+
+
+def test_a_fork_has_none_of_its_parents_duties_and_descriptors_and_a_heart_of_its_own() -> None:
+    ours, theirs = socket.socketpair()
+    duty = Counts(0.02)
+    first = Counts(60.0, lambda: heart.on_readable(ours, lambda: None))
+    heart.begin(first, delay=0.0)
+    heart.begin(duty)
+    wait_until(lambda: duty.at and first.at)
+
+    def child() -> None:
+        assert ours.fileno() == -1, "else it would keep the connection of its parent open"
+        before = len(duty.at)
+        time.sleep(0.2)
+        assert len(duty.at) == before
+        mine = Counts()
+        heart.begin(mine)
+        wait_until(lambda: mine.at)
+        heart.end(mine)
+
+    in_a_fork(child)
+    done = len(duty.at)
+    wait_until(lambda: len(duty.at) > done + 3)
+    assert ours.fileno() >= 0
+    heart.end(duty)
+    heart.end(first)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize("ends", ["", "sys.exit(3)", "raise SystemExit(3)", "os._exit(3)", "1 / 0"])
+def test_a_process_ends_as_promptly_as_without_it(ends: str) -> None:
+    """Also while the heart is in the middle of a beat."""
+    program = (
+        "import os, sys, time\nfrom holdfast._heart import heart\n"
+        "class Slow:\n interval = 0.01\n def beat(self): time.sleep(20)\n def close(self): pass\n"
+        f"heart.begin(Slow()); time.sleep(0.3); print(time.monotonic(), flush=True)\n{ends}"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    assert time.monotonic() - float(ended.stdout) < 5.0
+    assert ended.returncode == {"": 0, "1 / 0": 1}.get(ends, 3), ended.stderr
+    assert "Fatal" not in ended.stderr
