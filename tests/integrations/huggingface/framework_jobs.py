@@ -143,6 +143,8 @@ MAKERS = {
 def prepare(ranks: int, layout: Layout) -> None:
     """Megatron's groups over the first ranks of the world."""
     logging.disable(logging.INFO)
+    # As torchrun sets it: without it mcore-bridge takes every rank for the one that writes.
+    os.environ["RANK"] = str(dist.get_rank())
     use_layers()
     use_cpu()
     from megatron.core import parallel_state
