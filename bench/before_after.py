@@ -3,8 +3,8 @@
 python -m bench.before_after OLD [NEW] --benches save_load per_tensor [--rounds 3] [--quick] [--json FILE]
 
 OLD and NEW are folders or commits; a commit gets a worktree for as long as this runs. NEW is this tree if it is not given.
-Benchmarks that use public names only are taken from this tree for both sides. Those of INTERNAL import modules of the
-library, so each tree runs its own; rows whose metrics both have are compared.
+Each tree runs its own benchmarks, as a public call may have changed its name; rows whose metrics both have are
+compared, so look at what has changed in bench/ before you believe a figure.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from pathlib import Path
 
 from bench.harness import leave
 from bench.rows import number
+from bench.table import ORDER
 
 ROOT = Path(__file__).resolve().parents[1]
-PUBLIC = ("save_load", "small_save", "per_tensor", "async_save", "defaults", "standing")
-INTERNAL = ("planning", "megatron", "groups", "fsdp", "huggingface")
 Found = dict[str, "Sides"]
 
 
@@ -89,7 +88,7 @@ def environment(tree: Path) -> dict[str, str]:
 def check(tree: Path) -> None:
     """Raise RuntimeError if another holdfast than this tree's would be measured."""
     words = [sys.executable, "-c", "import holdfast; print(holdfast.__file__)"]
-    done = subprocess.run(words, env=environment(tree), cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(words, env=environment(tree), cwd=tree, capture_output=True, text=True, check=True)
     if not Path(done.stdout.strip()).is_relative_to(tree / "src"):
         raise RuntimeError(f"{done.stdout.strip()} is not in {tree}")
 
@@ -102,7 +101,7 @@ def run_once(bench: str, tree: Path, quick: bool, limit_s: float) -> Found:
         process = subprocess.Popen(
             words,
             env=environment(tree),
-            cwd=ROOT if bench in PUBLIC else tree,
+            cwd=tree,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -210,7 +209,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.before_after")
     parser.add_argument("old", help="a folder or a commit")
     parser.add_argument("new", nargs="?", default=str(ROOT), help="the same; this tree if not given")
-    parser.add_argument("--benches", nargs="+", choices=(*PUBLIC, *INTERNAL), required=True)
+    parser.add_argument("--benches", nargs="+", choices=ORDER, required=True)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--quick", action="store_true", help="small sizes")
     parser.add_argument("--limit", type=float, default=1800.0, metavar="SECONDS", help="for one run")

@@ -361,9 +361,8 @@ def fsync_own_files(args: Any) -> None:
 class Ours(Side):
     """Holdfast: every tensor an explicit shard of its global tensor, with its replica number."""
 
-    options: Any = None
-
     name = "holdfast"
+    job: Any = None
 
     def prepare(self, model: Model, layout: Layout, own: Sequence[Piece], state: State) -> None:
         import holdfast
@@ -381,7 +380,7 @@ class Ours(Side):
     def save(self, path: Path) -> Any:
         import holdfast
 
-        return holdfast.save(self.state, path, job=holdfast.Job(options=self.options))
+        return holdfast.save(self.state, path, job=self.job)
 
     def load(self, path: Path) -> Any:
         import holdfast
@@ -397,7 +396,8 @@ class OursInColumns(Ours):
     def __init__(self) -> None:
         import holdfast
 
-        self.options = holdfast.Options(columns=("*.down_proj.weight", "*.o_proj.weight"))
+        options = holdfast.Options(columns=("*.down_proj.weight", "*.o_proj.weight"))
+        self.job = holdfast.Job(options=options)
 
 
 # ------------------------------------------------------- plain tensors, which only this rank holds
