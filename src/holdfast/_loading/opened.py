@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from types import EllipsisType
@@ -41,33 +41,33 @@ class StoredTensor:
     """
 
     def __init__(self, checkpoint: StoredCheckpoint, spec: TensorSpec) -> None:
-        self._checkpoint, self._spec = checkpoint, spec
+        self._checkpoint, self.spec = checkpoint, spec
 
     @property
     def name(self) -> str:
-        return self._spec.name
+        return self.spec.name
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size(self._spec.shape)
+        return torch.Size(self.spec.shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch_dtype(self._spec.dtype)
+        return torch_dtype(self.spec.dtype)
 
     @property
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
     def __len__(self) -> int:
-        if not self._spec.shape:
+        if not self.spec.shape:
             raise TypeError(f"{self.name!r} has no dimensions, so it has no length.")
-        return self._spec.shape[0]
+        return self.spec.shape[0]
 
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Read whole numbers and slices with steps from 1 on, and `...`, along the axes."""
-        box, steps = _box(index, self._spec)
-        return self._checkpoint._read([Wanted(self._spec, box, self._spec.dtype)])[0][steps]
+        box, steps = _box(index, self.spec)
+        return self._checkpoint.read_boxes([Wanted(self.spec, box, self.spec.dtype)])[0][steps]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -75,7 +75,7 @@ class StoredTensor:
         return np.asarray(self[...].numpy(), dtype=dtype)
 
     def __repr__(self) -> str:
-        return f"StoredTensor({self.name!r}, {str(self.dtype)[6:]}{list(self._spec.shape)})"
+        return f"StoredTensor({self.name!r}, {str(self.dtype)[6:]}{list(self.spec.shape)})"
 
 
 class StoredCheckpoint(Mapping[str, Any]):
@@ -125,7 +125,7 @@ class StoredCheckpoint(Mapping[str, Any]):
         if name not in self._row:
             near = nearest(str(name), self._names)
             raise KeyError(f"{self.path} does not hold {name!r}" + (f"; nearest: {near!r}" if near else ""))
-        [spec] = self._specs([self._row[name]])
+        [spec] = self.specs([name])
         if spec.kind != OBJECT:
             return StoredTensor(self, spec)
         with bounded_memory(f"The object {name!r} of {self.path}"):
@@ -142,26 +142,29 @@ class StoredCheckpoint(Mapping[str, Any]):
             they are stored. Raises MissingTensors if nothing lies below the prefix.
         """
         start = f"{prefix}." if prefix else ""
-        rows = [row for row, name in enumerate(self._names) if name.startswith(start)]
-        if prefix and not rows:
+        names = [name for name in self._names if name.startswith(start)]
+        if prefix and not names:
             raise MissingTensors(
                 f"{self.path} holds no name below {prefix!r}.",
                 hint=f"It holds {len(self)} names, for example {listed(self._names[:3])}.",
             )
-        specs = self._specs(rows)
+        specs = self.specs(names)
         tensors = [spec for spec in specs if spec.kind != OBJECT]
         boxes = [Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors]
-        found = dict(zip([spec.name for spec in tensors], self._read(boxes), strict=True))
+        found = dict(zip([spec.name for spec in tensors], self.read_boxes(boxes), strict=True))
         values = {spec.name: self[spec.name] if spec.kind == OBJECT else found[spec.name] for spec in specs}
         return {name[len(start) :]: value for name, value in values.items()}
 
-    def _specs(self, rows: list[int]) -> list[TensorSpec]:
-        columns = self._source.select(np.asarray(rows, np.int64))
+    def specs(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Return dtype, shape and kind of each of these names, in the order of the checkpoint."""
+        rows = np.asarray(sorted({self._row[name] for name in names}), np.int64)
+        columns = self._source.select(rows)
         dtypes, kinds = columns.dtype.tolist(), columns.kind.tolist()
         shapes = map(columns.shape_of, range(len(rows)))
         return [TensorSpec(*row) for row in zip(columns.names, dtypes, shapes, kinds, strict=True)]
 
-    def _read(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
+    def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
+        """Read boxes of tensors, all at once."""
         return read_boxes(self._store, self._source, boxes)[0]
 
     def close(self) -> None:
