@@ -69,6 +69,12 @@ def test_looking_for_the_latest_step_needs_no_torch(tmp_path: Path) -> None:
     assert not found & {"torch", "numpy", "pytest"}
 
 
+def test_the_command_line_is_a_module_too() -> None:
+    words = [sys.executable, "-m", "holdfast", "--version"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == f"holdfast, version {holdfast.__version__}"
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -126,8 +126,8 @@ def _refuse_isolated(command_line: Sequence[str]) -> None:
         raise BadInput(
             f"`{program} {told}` ignores the variables by which holdfast run reaches a program, and no "
             "Holdfast of this version is installed there. Nothing was run.",
-            hint=f"Leave {told} out, or `pip install torch-holdfast` for that Python, or call "
-            "holdfast.install() in the program.",
+            hint=f"Leave {told} out, or install Holdfast for that Python, or call holdfast.install() in the "
+            "program.",
         )
 
 

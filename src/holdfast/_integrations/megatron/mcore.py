@@ -47,8 +47,7 @@ try:
     from megatron.core.package_info import __version__ as VERSION
 except ImportError as error:
     raise ImportError(
-        f"holdfast._integrations.megatron needs megatron-core ({error}). Install it: pip install "
-        f"'torch-holdfast[megatron]'."
+        f"holdfast.megatron needs megatron-core ({error}). Install it: pip install megatron-core."
     ) from error
 
 try:
