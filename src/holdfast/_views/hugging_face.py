@@ -10,7 +10,6 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from holdfast._format.columns import ITEMSIZE, Array, Columns
@@ -22,9 +21,8 @@ from holdfast._io.source import ForeignSource, Rows
 from holdfast._layout.tensor import Dims
 from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Kind, NotFound, Store
-from holdfast._values import shortened
 from holdfast._views import hub_format as hf
-from holdfast._views.family import EMBEDDINGS, OUTPUT, View, families, is_tied, view_of
+from holdfast._views.family import EMBEDDINGS, OUTPUT, View, is_known, is_tied, language_model, view_of
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 _READ_METHODS = (None, "fp8", "mxfp4")
@@ -76,9 +74,7 @@ class PublishedModel(ForeignSource):
     @property
     def view_if_known(self) -> View | None:
         """The view; None if no table contains the model, or it has no configuration."""
-        inner = self.config.get("text_config")
-        kinds = [self.config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
-        return self.view if any(isinstance(kind, str) and kind in families() for kind in kinds) else None
+        return self.view if is_known(language_model(self.config)) else None
 
     def translate(self, table: ShardTable, owner: Sequence[int]) -> Rows:
         from holdfast._views.published import see_published  # here: it imports torch, and listing needs none
@@ -281,8 +277,4 @@ class HuggingFaceFolder(PublishedModel):
 def read_config(store: Store) -> dict[str, object] | None:
     """Return the content of a folder's `config.json`; None if there is none."""
     data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
-    try:
-        return None if data is None else msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
-        where = f"{store.url}/{hf.CONFIG}"
-        raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
+    return None if data is None else hf.decode(data, dict[str, object], f"{store.url}/{hf.CONFIG}")

@@ -13,7 +13,7 @@ from holdfast._values import Buffer
 from holdfast._views.hub_format import SCALES, Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import Segment
-from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.errors import MissingTensors, ShapeMismatch
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
@@ -67,11 +67,7 @@ def _sides(source: PublishedModel) -> Dims:
     """Return rows and columns of the blocks that have a scale each."""
     quantization = source.config.get("quantization_config")
     sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if sides is None:
-        return (_SIDE, _SIDE)
-    if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
-        raise BadInput(f"{source.where}: weight_block_size={sides!r} in config.json is no shape.")
-    return tuple(sides)
+    return tuple(sides) if isinstance(sides, list) else (_SIDE, _SIDE)
 
 
 class _InBlocks(TensorMemory):
@@ -94,45 +90,46 @@ class _InBlocks(TensorMemory):
             self.tensor[box.slices()].copy_(values * scales)
 
 
-class Packed:
-    """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, which
-    is the transposed tensor: the one that they stand for is `[experts, rows, columns]`."""
-
-    def __init__(self, source: PublishedModel, name: str) -> None:
-        self.source, self.name = source, name
-
-    @property
-    def is_there(self) -> bool:
-        return self.source.has(self.name + _BLOCKS)
-
-    def part(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> _PackedPart:
-        """Return what is to be read for a part of a segment.
-
-        spec: of the state's tensor, for errors. target: has the published order of axes.
-        Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
-        """
-        blocks, scales = (self.source.place(self.name + ending) for ending in (_BLOCKS, _SCALES))
-        assert blocks is not None
-        if scales is None:
-            raise _no_scales(self.source, blocks.name, "4", self.name + _SCALES)
-        experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
-        shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
-        stored = [blocks.shape, scales.shape, blocks.code, scales.code]
-        if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
-            raise ShapeMismatch(
-                f"{self.source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
-                f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
-                f"{DTYPES[scales.code].name}; {spec.name!r} with global shape {list(spec.shape)} in "
-                f"{DTYPES[spec.dtype].name} needs {list(shape)} and {list(shape[:-1])} in uint8.",
-                hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
-                details={"tensor": spec.name},
-            )
-        seen_as = (experts, *segment.whole[2:], rows // 2)
-        self.source.read_as(blocks.name, seen_as)
-        return _PackedPart(self.source, blocks, scales, seen_as, segment.theirs(part), target.movedim(1, -1))
+def is_packed(source: PublishedModel, name: str) -> bool:
+    """Return whether a tensor is published in 4 bits."""
+    return source.has(name + _BLOCKS)
 
 
-class _PackedPart(TensorMemory):
+def packed_part(
+    source: PublishedModel, segment: Segment, spec: TensorSpec, target: torch.Tensor
+) -> PackedPart:
+    """Return what is to be read for a segment of all experts' weights in 4 bits, two in a byte.
+
+    They are published as `[experts, columns, groups of 32 rows, 16 bytes]`, which is the transposed tensor:
+    the one that they stand for is `[experts, rows, columns]`.
+
+    spec: of the state's tensor, for errors. target: has the published order of axes.
+    Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
+    """
+    name = segment.name
+    blocks, scales = source.place(name + _BLOCKS), source.place(name + _SCALES)
+    assert blocks is not None
+    if scales is None:
+        raise _no_scales(source, blocks.name, "4", name + _SCALES)
+    experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
+    shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
+    stored = [blocks.shape, scales.shape, blocks.code, scales.code]
+    if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
+        raise ShapeMismatch(
+            f"{source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
+            f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
+            f"{DTYPES[scales.code].name}; {spec.name!r} with global shape {list(spec.shape)} in "
+            f"{DTYPES[spec.dtype].name} needs {list(shape)} and {list(shape[:-1])} in uint8.",
+            hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
+            details={"tensor": spec.name},
+        )
+    seen_as = (experts, *segment.whole[2:], rows // 2)
+    source.read_as(blocks.name, seen_as)
+    theirs = segment.theirs(segment.box)
+    return PackedPart(source, blocks, scales, seen_as, theirs, target.movedim(1, -1))
+
+
+class PackedPart(TensorMemory):
     """A box of weights in 4 bits; the scales are read with them."""
 
     def __init__(

@@ -12,13 +12,11 @@ from holdfast._format.columns import ITEMSIZE, Array, Columns, unpad
 from holdfast._format.index import Index
 from holdfast._format.limits import bounded_memory, check_size
 from holdfast._format.slice import ABOUT
-from holdfast._io.file_reader import plan_read, read_into
-from holdfast._io.host_memory import HostMemory
+from holdfast._io.raw_read import read_box
 from holdfast._io.slice import IndexSource, Slice
 from holdfast._io.source import Source
 from holdfast._layout.box import Box, from_flat_range, reshaped
 from holdfast._layout.tensor import TensorSpec
-from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Store
 from holdfast._views import hub_format as hf
 from holdfast._views.hugging_face import SMALL, HuggingFaceFolder, PublishedModel
@@ -60,17 +58,11 @@ class IndexedModel(IndexSource, PublishedModel):
         return b"".join(self._read(spec, part, itemsize) for part in parts)
 
     def _read(self, spec: TensorSpec, box: Box, itemsize: int) -> bytes:
-        name = spec.name
-        where = f"{name!r} of {self._store.url}"
+        where = f"{spec.name!r} of {self._store.url}"
         check_size(where, box.volume * itemsize, SMALL)
         with bounded_memory(where):
-            memory = HostMemory(box, itemsize)
-        table = ShardTable()
-        table.add(spec, box, (0, 1), False, memory)
-        columns = self.index.select(self.find([name]))
-        plan = plan_read(table, np.zeros(1, np.int64), columns, self.where, self.fetched_for)
-        read_into(self._store, table, columns, plan, 1, lambda moved: None)
-        return memory.array.tobytes()
+            columns = self.index.select(self.find([spec.name]))
+            return read_box(self._store, columns, box, self.where, self.fetched_for).tobytes()
 
     def select(self, rows: Array | None = None) -> Columns:
         columns = self.index.select(rows)

@@ -18,12 +18,9 @@ from typing import Protocol, cast
 
 import torch
 
-from holdfast._integrations.huggingface.export import (
-    FILE_BYTES,
-    run_export,
-    view_of_published,
-)
+from holdfast._integrations.huggingface.export import FILE_BYTES, run_export
 from holdfast._integrations.huggingface.importing import published_folder
+from holdfast._integrations.huggingface.published_tensors import config_of, view_to_export
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
@@ -35,7 +32,6 @@ from holdfast._store.local import open_store
 from holdfast._threads import within
 from holdfast._values import Json
 from holdfast._views.family import View
-from holdfast._views.hugging_face import read_config
 from holdfast.errors import BadInput, CoverageError, LoadFailed, MissingTensors, ShapeMismatch
 
 log = logging.getLogger("holdfast")
@@ -249,6 +245,6 @@ def _check(weights: Weights, place: str, call: Call, to_load: bool) -> None:
 def _exported_view(folder: str) -> View:
     base = open_store(folder)
     published_folder(base)
-    if "quantization_config" in (read_config(base) or {}):
+    if "quantization_config" in config_of(base):
         raise BadInput(f"{base.url} holds a quantized model")
-    return view_of_published(base)
+    return view_to_export(base)
