@@ -18,7 +18,6 @@ from holdfast._format.digest import digest, hex_digest
 from holdfast._format.limits import bounded_memory, check_size
 from holdfast._io.small_files import read_file
 from holdfast._io.source import ForeignSource, Rows
-from holdfast._layout.tensor import Dims
 from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Kind, NotFound, Store
 from holdfast._views import hub_format as hf
@@ -40,7 +39,6 @@ class PublishedModel(ForeignSource):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._read_as: dict[str, Dims] = {}
 
     @abstractmethod
     def place(self, name: str) -> hf.Place | None:
@@ -102,10 +100,6 @@ class PublishedModel(ForeignSource):
     def is_scaled(self, name: str) -> bool:
         """Return whether there are scales by which a tensor's elements must be multiplied."""
         return self.has(name + hf.SCALES)
-
-    def read_as(self, name: str, shape: Dims) -> None:
-        """Reshape a tensor in later selections; its elements and their order stay the same."""
-        self._read_as[name] = shape
 
 
 def weights_file(store: Store) -> str | None:
@@ -194,10 +188,7 @@ class HuggingFaceFolder(PublishedModel):
 
     def select(self, rows: Array | None = None) -> Columns:
         names = self._names if rows is None else [self._names[row] for row in rows.tolist()]
-        chosen = [self._place(name) for name in names]
-        if self._read_as:
-            chosen = [place._replace(shape=self._read_as.get(place.name, place.shape)) for place in chosen]
-        return hf.to_columns(chosen, self._sizes)
+        return hf.to_columns([self._place(name) for name in names], self._sizes)
 
     def identity_of_files(self) -> str:
         """Return a digest of the names, sizes and headers of all files."""

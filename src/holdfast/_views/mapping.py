@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
     def joined(self, part: Box) -> Box:
         """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
-        pairs, as readers cut between pairs only."""
+        pairs."""
         if not self.split:
             return part
         inner = self.whole[-1]

@@ -14,10 +14,11 @@ import torch
 
 from holdfast._io.source import Rows
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, Dims, TensorSpec
 from holdfast._plan.shard_table import Memory, ShardTable
 from holdfast._state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast._state.reordered import as_published
+from holdfast._values import Buffer
 from holdfast._views.hub_format import Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import MINUS_ONE, Segment
@@ -134,12 +135,12 @@ class _Look:
             memory = in_blocks(self.source, place, view, theirs.offset)
         elif segment.change == MINUS_ONE:
             memory = ShiftedMemory(view, stored, -1)
-        shape = segment.whole or place.shape
-        self.seen.add(TensorSpec(place.name, place.code, shape), theirs, (0, 1), False, memory)
+        elif segment.split:
+            memory = _EverySecond(view.squeeze(-1), stored, theirs.offset[-1])
+        read = TensorSpec(place.name, place.code, place.shape)
+        self.seen.add(read, segment.joined(theirs), (0, 1), False, memory)
 
     def _check(self, segment: Segment, place: Place, spec: TensorSpec) -> None:
-        if segment.split:
-            self.source.read_as(place.name, segment.whole)
         if place.shape != segment.published:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} with shape {list(place.shape)}; {spec.name!r} "
@@ -160,3 +161,20 @@ class _Look:
                 hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
                 details={"tensor": spec.name},
             )
+
+
+class _EverySecond(TensorMemory):
+    """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
+        super().__init__(tensor, stored)
+        self.address = 0
+        self._turn = turn
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        skipped = (self._turn - box.offset[-1]) % 2
+        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()][..., skipped::2]
+        first = (box.offset[-1] + skipped) // 2
+        target = self.tensor.detach()[box.slices()[:-1]][..., first : first + values.shape[-1]]
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+            target.copy_(values)

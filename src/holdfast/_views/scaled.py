@@ -123,62 +123,57 @@ def packed_part(
             hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
             details={"tensor": spec.name},
         )
-    seen_as = (experts, *segment.whole[2:], rows // 2)
-    source.read_as(blocks.name, seen_as)
-    theirs = segment.theirs(segment.box)
-    return PackedPart(source, blocks, scales, seen_as, theirs, target.movedim(1, -1))
+    return PackedPart(source, blocks, scales, segment, target)
 
 
 class PackedPart(TensorMemory):
     """A box of weights in 4 bits; the scales are read with them."""
 
     def __init__(
-        self,
-        source: PublishedModel,
-        blocks: Place,
-        scales: Place,
-        shape: Dims,
-        theirs: Box,
-        tensor: torch.Tensor,
+        self, source: PublishedModel, blocks: Place, scales: Place, segment: Segment, target: torch.Tensor
     ) -> None:
-        super().__init__(tensor, torch.uint8)
+        theirs = segment.theirs(segment.box)
+        # Of a split tensor only every second column is taken: the gate's or the up projection's.
+        self._step, self._turn = (2, theirs.offset[-1]) if segment.split else (1, 0)
+        super().__init__((target.squeeze(-1) if segment.split else target).movedim(1, -1), torch.uint8)
         self.address = 0
         self._source, self._scales = source, scales
-        self.spec = TensorSpec(blocks.name, blocks.code, shape)
-        (expert, first, *rest), (experts, rows, *sides) = theirs
-        self._columns = (first, first + rows)  # columns as published, rows of the tensor that it stands for
-        low, high = first // 2, -(-(first + rows) // 2)
-        self.box = Box((expert, *rest, low), (experts, *sides, high - low))
+        self.spec = TensorSpec(blocks.name, blocks.code, blocks.shape)
+        (expert, first, column), (experts, rows, columns) = segment.joined(theirs)
+        self._rows = (first, first + rows)
+        low, high = first // _GROUP, -(-(first + rows) // _GROUP)
+        self.box = Box((expert, column, low, 0), (experts, columns, high - low, _GROUP // 2))
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         packed = torch.frombuffer(data, dtype=torch.uint8).view(shape)[inside.slices()]
-        target = self.tensor.detach()[box.slices()[:-1]]
-        start = [a + b for a, b in zip(self.box.offset, box.offset, strict=True)]
-        step = max(_AT_ONCE // max(packed[0, :1].numel(), 1), 1)
-        first, last = 2 * start[-1], 2 * (start[-1] + box.shape[-1])
-        low, high = max(first, self._columns[0]), min(last, self._columns[1])
-        cut = slice(low - self._columns[0], high - self._columns[0])
-        for expert in range(box.shape[0]):
-            for row in range(0, box.shape[1], step):
-                some = packed[expert, row : row + step]
-                exponents = self._exponents(start[0] + expert, start[1] + row, len(some), start[2:-1], some)
-                exponents = exponents.index_select(-1, torch.arange(first, last) // _GROUP)
-                values = torch.ldexp(_unpacked(some), exponents)[..., low - first : high - first]
+        expert, column, group, byte = (a + b for a, b in zip(self.box.offset, box.offset, strict=True))
+        skipped = (self._turn - box.offset[1]) % self._step
+        packed = packed[:, skipped :: self._step]
+        experts, columns, groups, nbytes = packed.shape
+        # A part with several groups has all bytes of each, so its rows follow one another.
+        begin = group * _GROUP + 2 * byte
+        low, high = max(begin, self._rows[0]), min(begin + 2 * groups * nbytes, self._rows[1])
+        if low >= high:
+            return  # the rank has other rows of this group
+        first = (box.offset[1] + skipped) // self._step
+        rows = slice(low - self._rows[0], high - self._rows[0])
+        target = self.tensor.detach()[box.slices()[0], first : first + columns, rows]
+        step = max(_AT_ONCE // (groups * nbytes), 1)
+        for index in range(experts):
+            for start in range(0, columns, step):
+                some = packed[index, start : start + step]
+                at = column + skipped + start * self._step
+                exponents = self._exponents(expert + index, at, len(some))[:, group : group + groups, None]
+                values = torch.ldexp(_unpacked(some), exponents).flatten(1)[:, low - begin : high - begin]
                 with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-                    target[expert, row : row + step][..., cut].copy_(values)
+                    target[index, start : start + step].copy_(values)
 
-    def _exponents(
-        self, expert: int, row: int, rows: int, turn: list[int], some: torch.Tensor
-    ) -> torch.Tensor:
-        """Read the exponents of these rows, for all their groups. turn: the first of the interleaved columns,
-        if they are interleaved."""
-        each = self.spec.shape[2] if turn else 1
-        data = self._source.read_rows(
-            self._scales.name, (expert * self._scales.shape[1] + row * each, rows * each)
-        )
-        scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, each, -1)
-        scales = scales[:, turn[0] : turn[0] + some.shape[1]] if turn else scales[:, 0]
-        return scales.int() - _BIAS
+    def _exponents(self, expert: int, column: int, count: int) -> torch.Tensor:
+        """Read the exponents of `count` columns that are taken, from this one on, for all their groups."""
+        first, rows = expert * self._scales.shape[1] + column, (count - 1) * self._step + 1
+        data = self._source.read_rows(self._scales.name, (first, rows))
+        scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
+        return scales[:: self._step].int() - _BIAS
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:

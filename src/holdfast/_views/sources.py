@@ -6,21 +6,18 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-import numpy as np
-
-from holdfast._format.columns import ITEMSIZE, Array, Columns, unpad
+from holdfast._format.columns import ITEMSIZE
 from holdfast._format.index import Index
 from holdfast._format.limits import bounded_memory, check_size
 from holdfast._format.slice import ABOUT
 from holdfast._io.raw_read import read_box
 from holdfast._io.slice import IndexSource, Slice
 from holdfast._io.source import Source
-from holdfast._layout.box import Box, from_flat_range, reshaped
+from holdfast._layout.box import Box, from_flat_range
 from holdfast._layout.tensor import TensorSpec
 from holdfast._store.base import Store
 from holdfast._views import hub_format as hf
 from holdfast._views.hugging_face import SMALL, HuggingFaceFolder, PublishedModel
-from holdfast.errors import CorruptCheckpoint
 
 
 class IndexedModel(IndexSource, PublishedModel):
@@ -63,37 +60,6 @@ class IndexedModel(IndexSource, PublishedModel):
         with bounded_memory(where):
             columns = self.index.select(self.find([spec.name]))
             return read_box(self._store, columns, box, self.where, self.fetched_for).tobytes()
-
-    def select(self, rows: Array | None = None) -> Columns:
-        columns = self.index.select(rows)
-        if any(name in self._read_as for name in columns.names):
-            self._reshape(columns)
-        return columns
-
-    def _reshape(self, columns: Columns) -> None:
-        """Give tensors and their chunks the shapes that `read_as` has set."""
-        dims = max(columns.dims, *map(len, self._read_as.values()))
-        missing = dims - columns.dims
-        shape, offset, size = (
-            np.pad(values, ((0, 0), (missing, 0)), constant_values=fill)
-            for values, fill in ((columns.shape, 1), (columns.offset, 0), (columns.size, 1))
-        )
-        tensor = columns.tensor_of_chunk()
-        for row, name in enumerate(columns.names):
-            seen = self._read_as.get(name)
-            if seen is None:
-                continue
-            before, ndim = columns.shape_of(row), int(columns.ndim[row])
-            for chunk in np.flatnonzero(tensor == row).tolist():
-                box = Box(unpad(offset[chunk], ndim), unpad(size[chunk], ndim))
-                new_box = reshaped(box, before, seen)
-                if new_box is None:
-                    raise CorruptCheckpoint(f"{self.where} cuts {name!r} where its elements belong together.")
-                offset[chunk] = (*(0,) * (dims - len(seen)), *new_box.offset)
-                size[chunk] = (*(1,) * (dims - len(seen)), *new_box.shape)
-            shape[row] = (*(1,) * (dims - len(seen)), *seen)
-            columns.ndim[row] = len(seen)
-        columns.shape, columns.offset, columns.size = shape, offset, size
 
 
 class PublishedSlice(IndexedModel, Slice):

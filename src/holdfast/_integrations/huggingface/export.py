@@ -31,7 +31,7 @@ from holdfast._integrations.reporting import quiet
 from holdfast._io.host_memory import ScratchBuffer, batches
 from holdfast._io.index_file import open_index
 from holdfast._io.raw_read import fill_rows
-from holdfast._layout.box import Box, cut, reshaped, whole
+from holdfast._layout.box import Box, cut, whole
 from holdfast._layout.tensor import DTYPES, FLOATS, TensorSpec
 from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.call import Call, begin_call
@@ -346,9 +346,10 @@ class _Export(CollectiveTask):
         table, targets = ShardTable(), list(map(self._target, batch))
         for (tensor, box), target in zip(batch, targets, strict=True):
             for spec, segment in tensor.pieces:
-                part = reshaped(box, tensor.shape, segment.whole) if segment.split else box
-                assert part is not None  # no slab is so small that it cuts the last axis
-                _add(table, spec, segment, target.view(part.shape), part)
+                seen = box
+                if segment.split:  # no slab is so small that it cuts the last axis
+                    seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
+                _add(table, spec, segment, target.view(seen.shape), seen)
         fill_rows(self.store, self._index, table)
         for part, target in zip(batch, targets, strict=True):
             part.tensor.check_cast(target)
