@@ -175,13 +175,13 @@ class HuggingFaceFolder(PublishedModel):
         return None if file is None else HuggingFaceFolder(store, file)
 
     def has(self, name: str) -> bool:
-        return name in self._row
+        return name in self._files
 
     def names(self) -> list[str]:
         return list(self._names)
 
     def find(self, wanted: Sequence[str]) -> Array:
-        return np.fromiter((self._row.get(name, -1) for name in wanted), np.int64, len(wanted))
+        return np.fromiter(map(self.find_one, wanted), np.int64, len(wanted))
 
     def find_one(self, name: str) -> int:
         return self._row.get(name, -1)
@@ -199,7 +199,7 @@ class HuggingFaceFolder(PublishedModel):
         return hex_digest(digest("\n".join(lines).encode()))
 
     def place(self, name: str) -> hf.Place | None:
-        return self._place(name) if name in self._row else None
+        return self._place(name) if name in self._files else None
 
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
         place = self._place(name)

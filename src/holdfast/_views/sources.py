@@ -13,7 +13,7 @@ from holdfast._format.slice import ABOUT
 from holdfast._io.raw_read import read_box
 from holdfast._io.slice import IndexSource, Slice
 from holdfast._io.source import Source
-from holdfast._layout.box import Box, from_flat_range
+from holdfast._layout.box import from_flat_range
 from holdfast._layout.tensor import TensorSpec
 from holdfast._store.base import Store
 from holdfast._views import hub_format as hf
@@ -47,19 +47,17 @@ class IndexedModel(IndexSource, PublishedModel):
 
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
         spec = self._specs[name]
-        itemsize = int(ITEMSIZE[spec.dtype])
         first, count = rows or (0, math.prod(spec.shape[:-1]))
         width = math.prod(spec.shape[-1:])
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, count * width * int(ITEMSIZE[spec.dtype]), SMALL)
+        columns = self.index.select(self.find([name]))
         # A range of rows may consist of several boxes; scales are small, so each box is read by itself.
         parts = from_flat_range(spec.shape, first * width, (first + count) * width)
-        return b"".join(self._read(spec, part, itemsize) for part in parts)
-
-    def _read(self, spec: TensorSpec, box: Box, itemsize: int) -> bytes:
-        where = f"{spec.name!r} of {self._store.url}"
-        check_size(where, box.volume * itemsize, SMALL)
         with bounded_memory(where):
-            columns = self.index.select(self.find([spec.name]))
-            return read_box(self._store, columns, box, self.where, self.fetched_for).tobytes()
+            return b"".join(
+                read_box(self._store, columns, part, self.where, self.fetched_for).tobytes() for part in parts
+            )
 
 
 class PublishedSlice(IndexedModel, Slice):
