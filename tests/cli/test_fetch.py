@@ -249,7 +249,7 @@ def test_a_file_of_a_terabyte_of_nothing_has_a_deadline(
     os.truncate(path, 8 + len(text) + nbytes)
     (published / "config.json").write_text(json.dumps(config))
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 3 s; \d+ of \d+ bytes are copied"):
+    with pytest.raises(DeadlineExceeded, match="did not end within 3 s"):
         huggingface.fetch(published, "0", ONE, tmp_path / "out", timeout=3)
     assert time.monotonic() - begun < 3 + SLACK
     # The thread has stopped, too: nothing is written any more.

@@ -176,11 +176,11 @@ class _Export(CollectiveTask):
 
     def plan(self, index: Index, files: list[tuple[str, list[PublishedTensor]]], missing: list[str]) -> None:
         """Set the files of all ranks; this rank writes its share of them."""
-        self._files = [_File(name, tensors, _header(tensors, index.identity)) for name, tensors in files]
-        self._missing, self._identity = tuple(missing), index.identity
+        self._files, self._missing = files, tuple(missing)
+        self._identity = index.identity
         step = index.about.get("step")
         self._step = step if isinstance(step, int) else None
-        self._total = sum(file.nbytes for file in self._mine())
+        self._total = sum(tensor.nbytes for _, tensors in self._mine() for tensor in tensors)
         with storage_errors("Making", self.out.url):
             make_durably(self.out.root)
         if not self._in_framework:
@@ -188,13 +188,13 @@ class _Export(CollectiveTask):
 
     def report(self) -> ExportReport:
         """Return the report of a finished export."""
-        tensors = sum(len(file.tensors) for file in self._files)
+        tensors = sum(len(part) for _, part in self._files)
         return ExportReport(self.out.url, self._step, tensors, self._written, len(self._files), self._missing)
 
     # -- called by the protocol ---------------------------------------------------------------------
 
     def contribute(self) -> Message:
-        return {"identity": self._identity, "files": [file.name for file in self._files]}
+        return {"identity": self._identity, "files": [name for name, _ in self._files]}
 
     def decide(self, contributions: dict[int, Message]) -> dict[int, Message]:
         first, mine = next(iter(contributions.items()))
@@ -214,17 +214,15 @@ class _Export(CollectiveTask):
         with open_index(self.store) as self._index:
             if self._index.identity != self._identity:
                 raise BadInput(f"{self.store.url} was replaced while it was exported.", hint="Export again.")
-            for file in self._mine():
-                self._write(file)
+            for name, tensors in self._mine():
+                self._write(name, tensors)
         return {}
 
     def finish(self, reports: dict[int, Message]) -> Message:
         """Complete the model once all files are written; the weights' index comes last."""
-        for file in self._files:
-            if not self._is_finished(file):
-                raise BadInput(
-                    f"{self.out.url}/{file.name} was changed or removed by somebody else meanwhile."
-                )
+        for name, tensors in self._files:
+            if not self._is_finished(name, tensors):
+                raise BadInput(f"{self.out.url}/{name} was changed or removed by somebody else meanwhile.")
         for name in self.out.list():
             if _PARTIAL.fullmatch(name):
                 self.out.delete(name)
@@ -235,22 +233,23 @@ class _Export(CollectiveTask):
         return {}
 
     def _weights_index(self) -> bytes:
-        where = {tensor.name: file.name for file in self._files for tensor in file.tensors}
-        total = sum(file.nbytes for file in self._files)
+        where = {tensor.name: name for name, tensors in self._files for tensor in tensors}
+        total = sum(tensor.nbytes for _, tensors in self._files for tensor in tensors)
         value = {"metadata": {"total_size": total}, "weight_map": where}
         return msgspec.json.format(msgspec.json.encode(value), indent=2)
 
     # -- this rank's share ------------------------------------------------------------------------
 
-    def _mine(self) -> list[_File]:
+    def _mine(self) -> list[tuple[str, list[PublishedTensor]]]:
         ranks = self._call.participants
         return self._files[ranks.index(self._call.rank) :: len(ranks)]
 
     def _refuse_others(self) -> None:
         """Raise BadInput if the folder holds another model than this export, finished or not."""
-        files = {file.name: file for file in self._files}
-        for name in sorted(filter(hf.is_weights_file, self.out.list())):
-            if name not in files or not self._is_finished(files[name]):
+        files = dict(self._files)
+        names = self.out.list()
+        for name in sorted(filter(hf.is_weights_file, names)):
+            if name not in files or not self._is_finished(name, files[name]):
                 raise BadInput(
                     f"{self.out.url} holds {name}, which is not of this export.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
@@ -264,30 +263,31 @@ class _Export(CollectiveTask):
             if name in names:
                 self.out.delete(name)
 
-    def _write(self, file: _File) -> None:
+    def _write(self, name: str, tensors: Sequence[PublishedTensor]) -> None:
         """Write one file, unless an earlier export has finished it."""
-        if self._is_finished(file):
-            self._advance(file.nbytes)
+        header = self._header(tensors)
+        if self._is_finished(name, tensors):
+            self._advance(sum(tensor.nbytes for tensor in tensors))
             return
-        written = WholeFiles(self.out.root).create(file.name)
+        file = WholeFiles(self.out.root).create(name)
         try:
-            written.write_at(0, [file.header])
-            offset = len(file.header)
-            for buffers in self._slabs(file.tensors):
-                written.write_at(offset, buffers)
+            file.write_at(0, [header])
+            offset = len(header)
+            for buffers in self._slabs(tensors):
+                file.write_at(offset, buffers)
                 size = sum(map(len, buffers))
                 offset += size
                 self._written += size
                 self._advance(size)
         except BaseException:
-            written.discard()
+            file.discard()
             raise
-        written.finish()
+        file.finish()
 
     def _config(self, config: dict[str, object]) -> dict[str, object]:
         """Return the configuration of what is written: of its dtype and its files, without quantization."""
         nbytes = Counter[int]()
-        for tensor in chain.from_iterable(file.tensors for file in self._files):
+        for tensor in chain.from_iterable(tensors for _, tensors in self._files):
             if tensor.code in FLOATS:
                 nbytes[tensor.code] += tensor.nbytes
         changed = {key: value for key, value in config.items() if key not in _LEFT_OUT}
@@ -295,21 +295,32 @@ class _Export(CollectiveTask):
             changed |= {
                 key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)
             }
-        text = config.get("text_config")
-        return changed | ({"text_config": self._config(text)} if isinstance(text, dict) else {})
+        return changed
 
     def _advance(self, size: int) -> None:
         self._done += size
         self.doing(f"writing, {self._done} of {self._total} bytes")
         self._progress(self._done, self._total)
 
-    def _is_finished(self, file: _File) -> bool:
+    def _header(self, tensors: Sequence[PublishedTensor]) -> bytes:
+        rows, start = [], 0
+        for tensor in tensors:
+            stop = start + tensor.nbytes
+            rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
+            start = stop
+        # Also a digest of the pieces: a rerun with another configuration must not keep these files.
+        made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
+        about = {"format": "pt", "holdfast.source": self._identity, "holdfast.pieces": made}
+        return encode_header(rows, about)
+
+    def _is_finished(self, name: str, tensors: Sequence[PublishedTensor]) -> bool:
         """Return whether a file is already as this export would write it; its header names the checkpoint."""
-        entry = self.out.stat(file.name)
-        if entry is None or entry.size != len(file.header) + file.nbytes:
+        header = self._header(tensors)
+        entry = self.out.stat(name)
+        if entry is None or entry.size != len(header) + sum(tensor.nbytes for tensor in tensors):
             return False
-        with closing(self.out.open(file.name)) as reader:
-            return reader.read(0, len(file.header)) == file.header
+        with closing(self.out.open(name)) as reader:
+            return reader.read(0, len(header)) == header
 
     def _slabs(self, tensors: Sequence[PublishedTensor]) -> Iterator[list[memoryview]]:
         """Yield the bytes of tensors in order: several small tensors at a time, or a part of a large one."""
@@ -342,30 +353,6 @@ class _Export(CollectiveTask):
         for part, target in zip(batch, targets, strict=True):
             part.tensor.check_cast(target)
         return [target.view(-1).view(torch.uint8).numpy().data for target in targets]
-
-
-class _File(NamedTuple):
-    """A file that is exported."""
-
-    name: str
-    tensors: list[PublishedTensor]
-    header: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-
-def _header(tensors: Sequence[PublishedTensor], identity: str) -> bytes:
-    rows, start = [], 0
-    for tensor in tensors:
-        stop = start + tensor.nbytes
-        rows.append((tensor.name, hf.TAG_OF_CODE[tensor.code], tensor.shape, start, stop))
-        start = stop
-    # Also a digest of the pieces: a rerun with another configuration must not keep these files.
-    made = hex_digest(digest(repr([tensor.pieces for tensor in tensors]).encode()))
-    return encode_header(rows, {"format": "pt", "holdfast.source": identity, "holdfast.pieces": made})
 
 
 class _PublishedPart(NamedTuple):

@@ -120,10 +120,9 @@ def fetch(
     something else; NotCommitted and CorruptCheckpoint for the source; StorageError; DeadlineExceeded.
     """
     deadline, ended = Deadline(timeout), threading.Event()
-    copied, tell = [0, 0], progress or quiet
+    tell = progress or quiet
 
     def report(done: int, total: int) -> None:
-        copied[:] = done, total
         if deadline.passed() or ended.is_set():
             raise DeadlineExceeded("The fetch was given up.")
         tell(done, total)
@@ -135,8 +134,7 @@ def fetch(
         within(deadline.left(), f"fetch from {source}", lambda: found.append(_fetch(*arguments)))
     except DeadlineExceeded:
         raise DeadlineExceeded(
-            f"The fetch from {source} did not end within {timeout:g} s; {copied[0]} of {copied[1]} bytes are "
-            f"copied.",
+            f"The fetch from {source} did not end within {timeout:g} s.",
             hint="Run the same fetch again, which goes on with what is there, with a longer timeout=.",
         ) from None
     finally:

@@ -100,12 +100,12 @@ def plan_export(
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
     config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
     published = set(filter(hf.is_weight, folder.names())) if folder is not None else set()
-    said = _said_dtype(config)
+    said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
 
     def wanted_code(name: str) -> int | None:
         if dtype is not None:
             return CODE_OF[dtype]
-        return None if in_framework else _published_dtype(folder, name) or said
+        return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
 
     by_name: dict[str, PublishedTensor] = {}
     for spec in _weights(index, view, published):
@@ -182,14 +182,6 @@ def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
             hint="Load them into a model in floating point, and export what that saves.",
             details={"tensor": spec.name},
         )
-
-
-def _said_dtype(config: dict[str, object]) -> int | None:
-    """Return the dtype that a configuration says weights are in; None if it says none."""
-    text = config.get("text_config")
-    parts: list[dict[str, object]] = [config, text] if isinstance(text, dict) else [config]
-    said = [name for part in parts for key in hf.CONFIG_DTYPES if (name := part.get(key)) in WRITTEN_AS]
-    return CODE_OF[str(said[0])] if said else None
 
 
 def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
