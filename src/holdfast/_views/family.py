@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
 from itertools import product
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import Dims, nearest
-from holdfast._views.mapping import WAYS, Rule, Segment, Sizes, parse, shape_made
+from holdfast._views.mapping import WAYS, Rule, Segment, Sizes, parse
 from holdfast.errors import BadInput, ShapeMismatch
 
 _FOLDER = files("holdfast._views") / "families"
@@ -148,11 +148,6 @@ class View:
                 if part is not None:
                     yield _with_lead(segment, len(place), part)
 
-    def shape_made(self, entry: TableEntry, numbers: dict[str, int], shapes: Sequence[Dims]) -> Dims:
-        """Return the shape of a tensor of ours. shapes: of the published tensors that it is made of."""
-        rule, _ = self._rule(entry, numbers)
-        return shape_made(rule.way, shapes, self.sizes)
-
     def _check_number(self, name: str, axis: str, count: int) -> None:
         """Refuse another number of layers or experts than was published: with fewer, some would silently be
         left out."""
@@ -164,13 +159,6 @@ class View:
                 details={"tensor": name},
             )
 
-    def published(self, entry: TableEntry, numbers: dict[str, int]) -> list[str]:
-        """List the names of the published tensors that one of ours is made of.
-
-        numbers: its layer and its expert.
-        """
-        return self._rule(entry, numbers)[1]
-
     def possible(self, entry: TableEntry) -> list[str]:
         """List the names of which it may be made in any model, with `{layer}` and `{expert}` in them."""
         rule, other = entry.rule, entry.rule.otherwise
@@ -179,8 +167,11 @@ class View:
     def _place(self, name: str) -> str:
         return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
 
-    def _rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
-        """Return the rule that applies to this model, with its names."""
+    def rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
+        """Return the rule of an entry that applies to this model, and the names of the published tensors.
+
+        numbers: the layer and the expert.
+        """
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
@@ -192,7 +183,7 @@ class View:
         return rule, [published(name) for name in rule.names]
 
     def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
-        rule, names = self._rule(entry, numbers)
+        rule, names = self.rule(entry, numbers)
         return WAYS[rule.way](names, shape, _Numbers({**self.sizes, **numbers}))
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:

@@ -17,6 +17,7 @@ from holdfast._layout.box import Box, union, whole
 from holdfast._layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast._views.family import TableEntry, View
 from holdfast._views.hub_format import SCALES
+from holdfast._views.mapping import shape_made
 from holdfast._views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
@@ -98,12 +99,12 @@ def _parts_held(
     view: View, entry: TableEntry, name: str, numbers: dict[str, int], specs: Specs, share: RankShare
 ) -> Iterator[tuple[str, Box]]:
     """Yield the parts of published tensors that make up what a rank has of a tensor."""
-    published = view.published(entry, numbers)
+    rule, published = view.rule(entry, numbers)
     # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
     # models have. The load will report what is missing.
     if any(one not in specs for one in published):
         return
-    shape = view.shape_made(entry, numbers, [specs[one].shape for one in published])
+    shape = shape_made(rule.way, [specs[one].shape for one in published], view.sizes)
     for box in share.boxes(name, shape, 2 if entry.rule.way in _GATED else 1):
         for segment in view.segments(name, shape, box):
             stored = specs[segment.name].shape

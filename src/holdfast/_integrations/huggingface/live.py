@@ -31,7 +31,7 @@ from holdfast._protocol.operation import agree, read_state
 from holdfast._store.local import open_store
 from holdfast._threads import within
 from holdfast._values import Json
-from holdfast._views.family import View
+from holdfast._views.family import OUTPUT, View
 from holdfast.errors import BadInput, CoverageError, LoadFailed, MissingTensors, ShapeMismatch
 
 log = logging.getLogger("holdfast")
@@ -56,7 +56,7 @@ class Weights:
 
     chunks: the parts of the model on this rank, one for each virtual pipeline stage; they may have wrappers.
     folder: a path.
-    without: names of parameters that are not loaded.
+    without: the output layer's name, if it is not loaded.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -88,13 +88,6 @@ class Weights:
         """The published model that is loaded."""
         return published_folder(open_store(self.folder)).view
 
-    def left_out(self) -> frozenset[str]:
-        """Return the published names of `without`."""
-        entries = filter(None, (self.view.family.find(name) for name in self.without))
-        return frozenset(
-            name for entry, numbers, _ in entries for name in self.view.published(entry, numbers)
-        )
-
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Remove the wrappers for training (DDP, Float16Module) from a model."""
@@ -120,9 +113,9 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
             weights.describe(),
             mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
             call,
-            left_out=weights.left_out(),
+            left_out=frozenset({OUTPUT} if weights.without else ()),
             # Many models are trained without these layers. All other weights that the model lacks are lost.
-            may_be_left=lambda published: weights.view.predicts_further(published),
+            may_be_left=weights.view.predicts_further,
         )
     for number, module in enumerate(weights.modules()):
         kept = module.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
