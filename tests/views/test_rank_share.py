@@ -48,7 +48,7 @@ def specs_of(view: View) -> dict[str, TensorSpec]:
                 shape: tuple[int, ...] = (rows,) if vector else (rows, 16)
                 if entry.rule.way.startswith("of_experts"):
                     shape = (4, *shape)
-                for name in view.published(entry, {"layer": layer, "expert": expert}):
+                for name in view.rule(entry, {"layer": layer, "expert": expert})[1]:
                     if ".k_proj." in name or ".v_proj." in name:
                         shape = (8, *shape[1:])
                     found[name] = TensorSpec(name, CODE_OF["bfloat16"], shape)

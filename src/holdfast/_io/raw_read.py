@@ -24,15 +24,16 @@ SLAB = 64 << 20
 """Bytes that are inspected or compared at once, so that memory stays bounded."""
 
 
-def read_box(store: Store, columns: Columns, box: Box, where: str) -> Array:
-    """Return the bytes of a box of the single tensor in `columns`, every block verified."""
+def read_box(store: Store, columns: Columns, box: Box, where: str, fetched_for: str = "") -> Array:
+    """Return the bytes of a box of the single tensor in `columns`, every block verified. fetched_for: as in
+    `plan_read`."""
     spec = TensorSpec(columns.names[0], int(columns.dtype[0]), columns.shape_of(0), int(columns.kind[0]))
     memory = HostMemory(box, DTYPES[spec.dtype].size)
     if box.volume:
         # Read as a shard of a rank, so that it goes through the same reader as a load.
         table = ShardTable()
         table.add(spec, box, (0, 1), False, memory)
-        plan = plan_read(table, np.zeros(1, np.int64), columns, where)
+        plan = plan_read(table, np.zeros(1, np.int64), columns, where, fetched_for)
         read_into(store, table, columns, plan, 1, lambda moved: None)
     return memory.array.reshape(-1)
 

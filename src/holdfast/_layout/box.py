@@ -112,21 +112,3 @@ def cut(box: Box, most: int) -> Iterator[Box]:
         offset[axis] += low
         shape[axis] = min(step, box.shape[axis] - low)
         yield from cut(Box(tuple(offset), tuple(shape)), most)
-
-
-def reshaped(box: Box, before: Dims, after: Dims) -> Box | None:
-    """Return the same elements in a tensor reshaped from `before` to `after`; None if they are not a box
-    there."""
-    if len(after) == len(before) + 1 and after[:-2] == before[:-1]:  # the last axis is split into two
-        inner, low, many = after[-1], box.offset[-1], box.shape[-1]
-        if low % inner == 0 and many % inner == 0:
-            return Box((*box.offset[:-1], low // inner, 0), (*box.shape[:-1], many // inner, inner))
-        return None
-    first = next((axis for axis, side in enumerate(box.shape) if side > 1), len(before))
-    if box.shape[first + 1 :] != before[first + 1 :]:  # not contiguous
-        return None
-    start = 0
-    for index, side in zip(box.offset, before, strict=True):
-        start = start * side + index
-    parts = from_flat_range(after, start, start + box.volume)
-    return parts[0] if len(parts) == 1 else None

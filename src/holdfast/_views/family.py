@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from typing import NamedTuple
 
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import Dims, nearest
-from holdfast._views.mapping import WAYS, Rule, Segment, Sizes, parse, shape_made
+from holdfast._views.mapping import WAYS, Rule, Segment, Sizes, parse
 from holdfast.errors import BadInput, ShapeMismatch
 
 _FOLDER = files("holdfast._views") / "families"
@@ -87,6 +88,15 @@ class Family:
         numbers = {hole: int(digits) for hole, digits in match.groupdict().items() if digits is not None}
         return entry, numbers, [hole for hole in entry.holes if hole not in numbers]
 
+    def get(self, name: str) -> tuple[TableEntry, dict[str, int], list[str]]:
+        """Do the same; raise BadInput for a name that the family does not have."""
+        found = self.find(name)
+        if found is None:
+            near = nearest(_NUMBER.sub("", name), self.entries)
+            hint = f"The nearest of its names is {near!r}." if near else ""
+            raise BadInput(f"The family {self.name!r} has no {name!r}.", hint=hint)
+        return found
+
 
 class View:
     """A published model as megatron-core names and shapes it.
@@ -102,7 +112,7 @@ class View:
         is_tied: bool = False,
         has: Callable[[str], bool] | None = None,
     ) -> None:
-        self.family, self.sizes = family, sizes
+        self.family, self.sizes = family, _Numbers(sizes)
         self.is_tied, self._has = is_tied, has
         self._is_inner = has is not None and has(f"{_INNER_MODEL}embed_tokens.weight")
 
@@ -123,50 +133,20 @@ class View:
     def segments(self, name: str, shape: Dims, box: Box) -> Iterator[Segment]:
         """Yield the segments that a box of the tensor `name`, of global `shape`, is made of. The rest of the
         box is padding."""
-        match = self.family.find(name)
-        if match is None:
-            near = nearest(_NUMBER.sub("", name), self.family.entries)
-            raise BadInput(
-                f"The family {self.family.name!r} has no {name!r}.",
-                hint=f"The nearest of its names: {near}." if near else "",
-            )
-        entry, numbers, axes = match
+        entry, numbers, axes = self.family.get(name)
         lead, tail = shape[: len(axes)], shape[len(axes) :]
-        if len(shape) <= len(axes):
+        if not tail:
             raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         for axis, many in zip(axes, lead, strict=True):
             self._check_number(name, axis, many)
-        for place, these in _each(axes, numbers, Box(box.offset[: len(axes)], box.shape[: len(axes)])):
+        ahead = [range(low, stop) for low, stop in zip(box.offset, box.stop, strict=True)][: len(axes)]
+        for place in product(*ahead):
+            these = {**numbers, **dict(zip(axes, place, strict=True))}
             for segment in self._of_one(entry, these, tail):
                 whole = Box((*place, *segment.box.offset), (*(1,) * len(place), *segment.box.shape))
                 part = whole.intersect(box)
                 if part is not None:
                     yield _with_lead(segment, len(place), part)
-
-    def parts(
-        self,
-        entry: TableEntry,
-        name: str,
-        numbers: dict[str, int],
-        shapes: Sequence[Dims],
-        boxes: Callable[[str, Dims, int], Sequence[Box]],
-    ) -> Iterator[tuple[Segment, Box]]:
-        """Yield the segments of a tensor of ours, and the parts of them that lie in the wanted boxes.
-
-        shapes: of its published tensors. boxes: gives the wanted boxes by name, shape, and the number of
-            tensors that are concatenated in it along its rows.
-        """
-        way = self._rule(entry, numbers)[0].way
-        shape = shape_made(way, shapes, _Numbers({**self.sizes, **numbers}))
-        stacked = {"concat": len(shapes), "of_experts_mixed": 2}.get(way, 1)
-        wanted = boxes(name, shape, stacked)
-        if not wanted:
-            return
-        for segment in self._of_one(entry, numbers, shape):
-            for box in wanted:
-                part = segment.box.intersect(box)
-                if part is not None:
-                    yield segment, part
 
     def _check_number(self, name: str, axis: str, count: int) -> None:
         """Refuse another number of layers or experts than was published: with fewer, some would silently be
@@ -179,13 +159,6 @@ class View:
                 details={"tensor": name},
             )
 
-    def published(self, entry: TableEntry, numbers: dict[str, int]) -> list[str]:
-        """List the names of the published tensors that one of ours is made of.
-
-        numbers: its layer and its expert.
-        """
-        return self._rule(entry, numbers)[1]
-
     def possible(self, entry: TableEntry) -> list[str]:
         """List the names of which it may be made in any model, with `{layer}` and `{expert}` in them."""
         rule, other = entry.rule, entry.rule.otherwise
@@ -194,8 +167,11 @@ class View:
     def _place(self, name: str) -> str:
         return name.replace(_MODEL, _INNER_MODEL, 1) if self._is_inner else name
 
-    def _rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
-        """Return the rule that applies to this model, with its names."""
+    def rule(self, entry: TableEntry, numbers: dict[str, int]) -> tuple[Rule, list[str]]:
+        """Return the rule of an entry that applies to this model, and the names of the published tensors.
+
+        numbers: the layer and the expert.
+        """
         after = self.sizes["num_hidden_layers"] + numbers.get("layer", 0) if "{after}" in entry.prefix else 0
 
         def published(name: str) -> str:
@@ -207,7 +183,7 @@ class View:
         return rule, [published(name) for name in rule.names]
 
     def _of_one(self, entry: TableEntry, numbers: dict[str, int], shape: Dims) -> list[Segment]:
-        rule, names = self._rule(entry, numbers)
+        rule, names = self.rule(entry, numbers)
         return WAYS[rule.way](names, shape, _Numbers({**self.sizes, **numbers}))
 
     def _has_other(self, name: str, other: str, rule: Rule) -> bool:
@@ -217,17 +193,6 @@ class View:
         return not self._has(name) and (self.is_tied if rule.if_tied else self._has(other))
 
 
-def _each(axes: list[str], numbers: dict[str, int], box: Box) -> Iterator[tuple[Dims, dict[str, int]]]:
-    """Yield the indices along the leading axes in a box, and the numbers of layer and expert."""
-    if not axes:
-        yield (), numbers
-        return
-    for first in range(box.offset[0], box.offset[0] + box.shape[0]):
-        rest = Box(box.offset[1:], box.shape[1:])
-        for place, these in _each(axes[1:], {**numbers, axes[0]: first}, rest):
-            yield (first, *place), these
-
-
 def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
     """Cut a segment to a part, and add our leading axes, which no published axis corresponds to."""
     inner = Box(part.offset[lead:], part.shape[lead:])
@@ -235,7 +200,7 @@ def _with_lead(segment: Segment, lead: int, part: Box) -> Segment:
     return segment._replace(box=part, start=start, axes=(*(-1,) * lead, *segment.axes))
 
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names that configurations have for the number of experts of a layer."""
 
 
@@ -254,10 +219,10 @@ _COUNTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "v
 
 def sizes_of(config: Mapping[str, object], where: str) -> dict[str, int]:
     """Return the numbers of a configuration that shapes depend on. BadInput for a count below 1."""
-    sizes = _Numbers({key: value for key, value in config.items() if type(value) is int})
+    sizes = {key: value for key, value in config.items() if type(value) is int}
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_key_value_heads", sizes["num_attention_heads"])
-    for name in EXPERTS:
+    for name in _EXPERTS:
         if name in sizes:
             sizes.setdefault("num_experts", sizes[name])
     for name in _COUNTS:
@@ -275,15 +240,26 @@ def view_of(
         configuration.
     inner: for a multimodal model, take the language model inside.
     """
-    kind, text = config.get("model_type"), config.get("text_config")
     tied = is_tied(config)
-    if inner and isinstance(text, dict) and not (isinstance(kind, str) and kind in families()):
-        config, kind = text, text.get("model_type")
+    config = language_model(config) if inner else config
+    kind = config.get("model_type")
     if not isinstance(kind, str):
         raise BadInput(
             f"{where} does not say which model_type it is of.", hint="Give the folder of a published model."
         )
     return View(family_of(kind), sizes_of(config, where), tied, has)
+
+
+def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the configuration of the language model: of a multimodal model, that of the one inside."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) and not is_known(config) else config
+
+
+def is_known(config: Mapping[str, object]) -> bool:
+    """Return whether a table has the model of a configuration."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in families()
 
 
 def is_tied(config: Mapping[str, object]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -57,6 +57,9 @@ _BITS |= {tag: 8 * DTYPES[code].size for tag, code in CODE_OF_TAG.items()}
 """Bits per element of every dtype of safetensors."""
 
 
+T = TypeVar("T")
+
+
 class Place(NamedTuple):
     """The position of a tensor: file, offset, dtype and shape."""
 
@@ -72,12 +75,17 @@ class _WeightMap(msgspec.Struct):
     weight_map: dict[str, str]
 
 
+def decode(data: bytes, kind: type[T], where: str) -> T:
+    """Parse a JSON file. CorruptCheckpoint if it is none of this kind."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
+
+
 def read_weight_map(data: bytes, where: str) -> dict[str, str]:
     """Return the file of each tensor, by name. CorruptCheckpoint if a file's name could leave the folder."""
-    try:
-        files = msgspec.json.decode(data, type=_WeightMap).weight_map
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
-        raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
+    files = decode(data, _WeightMap, where).weight_map
     for name in set(files.values()):
         if not is_weights_file(name):
             raise CorruptCheckpoint(
@@ -107,14 +115,10 @@ def check_entries(entries: dict[str, HeaderEntry], room: int, where: str) -> Non
                 details={"tensor": name},
             )
         shape = entry.shape
-        if shape and (len(shape) > MOST_AXES or min(shape) < 0 or max(shape) >= 1 << 60):
+        impossible = shape and (len(shape) > MOST_AXES or min(shape) < 0 or max(shape) >= 1 << 60)
+        if impossible or bits * math.prod(shape) != 8 * (stop - start):
             raise CorruptCheckpoint(
-                f"{where} gives {name!r} a shape that no tensor has.", details={"tensor": name}
-            )
-        if bits * math.prod(shape) != 8 * (stop - start):
-            raise CorruptCheckpoint(
-                f"{where} says that {name!r} has shape {list(shape)} and dtype {entry.dtype}, but gives it "
-                f"{stop - start} bytes.",
+                f"{where} gives {name!r} a shape that {stop - start} bytes of {entry.dtype} do not have.",
                 details={"tensor": name},
             )
     bounds = np.fromiter(
@@ -122,11 +126,10 @@ def check_entries(entries: dict[str, HeaderEntry], room: int, where: str) -> Non
     ).reshape(-1, 2)
     order = np.lexsort((bounds[:, 1], bounds[:, 0]))
     starts, stops = np.append(bounds[order, 0], room), np.insert(bounds[order, 1], 0, 0)
-    for place in np.flatnonzero(starts != stops)[:1].tolist():
-        here, there = int(stops[place]), int(starts[place])
-        what = "two tensors hold" if there < here else "no tensor holds"
+    if (starts != stops).any():
+        place = int(np.minimum(starts, stops)[starts != stops][0])
         raise CorruptCheckpoint(
-            f"{where} says that {what} bytes {min(here, there)} to {max(here, there)} of its data.",
+            f"From byte {place} of its data on, the tensors of {where} overlap or leave a hole.",
             hint="safetensors refuses such a file, too: it is damaged, or something was appended to it.",
         )
 

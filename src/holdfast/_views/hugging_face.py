@@ -10,29 +10,23 @@ from functools import cached_property
 from threading import Lock
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from holdfast._format.columns import ITEMSIZE, Array, Columns
 from holdfast._format.container import Header, parse_header, raw_header
 from holdfast._format.digest import digest, hex_digest
-from holdfast._format.limits import bounded_memory, check_size
 from holdfast._io.small_files import read_file
 from holdfast._io.source import ForeignSource, Rows
-from holdfast._layout.tensor import Dims
 from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Kind, NotFound, Store
-from holdfast._values import shortened
 from holdfast._views import hub_format as hf
-from holdfast._views.family import EMBEDDINGS, OUTPUT, View, families, is_tied, view_of
+from holdfast._views.family import EMBEDDINGS, OUTPUT, View, is_known, is_tied, language_model, view_of
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 _READ_METHODS = (None, "fp8", "mxfp4")
 """Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
 _PACKED = ("qweight", "weight_packed")
 """What a module has in the place of `weight`: of GPTQ and AWQ; of compressed-tensors."""
-SMALL = 1 << 30
-"""Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
 
 
 class PublishedModel(ForeignSource):
@@ -42,7 +36,6 @@ class PublishedModel(ForeignSource):
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._read_as: dict[str, Dims] = {}
 
     @abstractmethod
     def place(self, name: str) -> hf.Place | None:
@@ -76,9 +69,7 @@ class PublishedModel(ForeignSource):
     @property
     def view_if_known(self) -> View | None:
         """The view; None if no table contains the model, or it has no configuration."""
-        inner = self.config.get("text_config")
-        kinds = [self.config.get("model_type"), inner.get("model_type") if isinstance(inner, dict) else None]
-        return self.view if any(isinstance(kind, str) and kind in families() for kind in kinds) else None
+        return self.view if is_known(language_model(self.config)) else None
 
     def translate(self, table: ShardTable, owner: Sequence[int]) -> Rows:
         from holdfast._views.published import see_published  # here: it imports torch, and listing needs none
@@ -106,10 +97,6 @@ class PublishedModel(ForeignSource):
     def is_scaled(self, name: str) -> bool:
         """Return whether there are scales by which a tensor's elements must be multiplied."""
         return self.has(name + hf.SCALES)
-
-    def read_as(self, name: str, shape: Dims) -> None:
-        """Reshape a tensor in later selections; its elements and their order stay the same."""
-        self._read_as[name] = shape
 
 
 def weights_file(store: Store) -> str | None:
@@ -185,23 +172,20 @@ class HuggingFaceFolder(PublishedModel):
         return None if file is None else HuggingFaceFolder(store, file)
 
     def has(self, name: str) -> bool:
-        return name in self._row
+        return name in self._files
 
     def names(self) -> list[str]:
         return list(self._names)
 
     def find(self, wanted: Sequence[str]) -> Array:
-        return np.fromiter((self._row.get(name, -1) for name in wanted), np.int64, len(wanted))
+        return np.fromiter(map(self.find_one, wanted), np.int64, len(wanted))
 
     def find_one(self, name: str) -> int:
         return self._row.get(name, -1)
 
     def select(self, rows: Array | None = None) -> Columns:
         names = self._names if rows is None else [self._names[row] for row in rows.tolist()]
-        chosen = [self._place(name) for name in names]
-        if self._read_as:
-            chosen = [place._replace(shape=self._read_as.get(place.name, place.shape)) for place in chosen]
-        return hf.to_columns(chosen, self._sizes)
+        return hf.to_columns([self._place(name) for name in names], self._sizes)
 
     def identity_of_files(self) -> str:
         """Return a digest of the names, sizes and headers of all files."""
@@ -212,15 +196,13 @@ class HuggingFaceFolder(PublishedModel):
         return hex_digest(digest("\n".join(lines).encode()))
 
     def place(self, name: str) -> hf.Place | None:
-        return self._place(name) if name in self._row else None
+        return self._place(name) if name in self._files else None
 
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
         place = self._place(name)
         row = math.prod(place.shape[-1:]) * int(ITEMSIZE[place.code])
         first, count = rows or (0, math.prod(place.shape[:-1]))
-        where = f"{name!r} of {self._store.url}"
-        check_size(where, count * row, SMALL)
-        with closing(self._store.open(place.file)) as reader, bounded_memory(where):
+        with closing(self._store.open(place.file)) as reader:
             data = reader.read(place.position + first * row, count * row)
         if len(data) != count * row:
             raise CorruptCheckpoint(f"{self._store.url}/{place.file} ends before {name!r} does.")
@@ -281,8 +263,4 @@ class HuggingFaceFolder(PublishedModel):
 def read_config(store: Store) -> dict[str, object] | None:
     """Return the content of a folder's `config.json`; None if there is none."""
     data = read_file(store, hf.CONFIG, hf.CONFIG_BYTES)
-    try:
-        return None if data is None else msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError, UnicodeDecodeError) as error:
-        where = f"{store.url}/{hf.CONFIG}"
-        raise CorruptCheckpoint(f"{where} can't be read: {shortened(str(error))}.") from None
+    return None if data is None else hf.decode(data, dict[str, object], f"{store.url}/{hf.CONFIG}")

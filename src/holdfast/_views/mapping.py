@@ -65,7 +65,7 @@ class Segment(NamedTuple):
 
     def joined(self, part: Box) -> Box:
         """Merge the two axes that `split` made of the published tensor's last axis. The part then has whole
-        pairs, as readers cut between pairs only."""
+        pairs."""
         if not self.split:
             return part
         inner = self.whole[-1]
@@ -176,15 +176,13 @@ def shape_made(way: str, shapes: Sequence[Dims], sizes: Sizes) -> Dims:
         return (parts[part] * heads, *first[1:])
     if way in ("concat", "grouped", "gated"):
         return (sum(shape[0] if shape else 1 for shape in shapes), *first[1:])
-    least = {"of_experts": 1, "of_experts_turned": 3, "of_experts_mixed": 2}.get(way, 0)
-    if len(first) < least:
-        raise BadInput(f"A published tensor of shape {list(first)} holds no experts.")
+    # Of too few axes, these have too few as well, and `View.segments` refuses them.
     if way == "of_experts":
         return first[1:]
     if way == "of_experts_turned":
-        return (first[2], first[1])
+        return (*first[2:], *first[1:2])
     if way == "of_experts_mixed":
-        return (first[-1], *first[1:-1])
+        return (*first[-1:], *first[1:-1])
     return first
 
 

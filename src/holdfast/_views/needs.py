@@ -7,7 +7,8 @@ The ranks of a stage take a tensor whole if it is not known how it is split; `Ne
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from holdfast._layout.box import Box, union, whole
 from holdfast._layout.tensor import TENSOR, Dims, TensorSpec
 from holdfast._views.family import TableEntry, View
 from holdfast._views.hub_format import SCALES
+from holdfast._views.mapping import shape_made
 from holdfast._views.rank_share import ModelSizes, RankShare, how_cut
 from holdfast.errors import BadInput
 
@@ -24,6 +26,8 @@ _OURS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|\Z)")
 _LAYER = re.compile(r"(?:\A|\.)layers\.(\d+)\.")
 _HOLES = re.compile(r"\{\w+\}")
+_GATED = ("concat", "of_experts_mixed")
+"""Ways that put a gate above its up projection."""
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.[^.]+\.")
 """What an optimizer state has before its parameter's name; it has the parameter's shape."""
 _TRAINING = re.compile(r"chained_\d+\.|optimizer\.|rng_state")
@@ -68,22 +72,17 @@ def sizes_published(view: View | None, specs: Specs, words: int) -> ModelSizes:
 
 def of_published(view: View | None, specs: Specs, share: RankShare) -> Needs:
     """Return what a rank needs of a published model."""
-    boxes: dict[str, dict[Box, None]] = {}
-
-    def add(name: str, box: Box) -> None:
-        boxes.setdefault(name, {})[box] = None
-
+    boxes: defaultdict[str, list[Box]] = defaultdict(list)
     if view is not None:
         for entry in view.family.entries.values():
             if entry.name.startswith(_OURS):
                 for name, numbers in _names_held(entry, share):
-                    _add_parts(view, entry, name, numbers, specs, share, add)
+                    for published, box in _parts_held(view, entry, name, numbers, specs, share):
+                        boxes[published].append(box)
     unknown = {name for name in _unclaimed(view, specs) if _of_stage(name, share)}
-    for name in unknown:
-        add(name, whole(specs[name].shape))
-    for name in [name + SCALES for name in boxes if name + SCALES in specs]:
-        add(name, whole(specs[name].shape))
-    return Needs({name: union(list(some)) for name, some in boxes.items()}, frozenset(unknown))
+    scales = {name + SCALES for name in {*boxes, *unknown}} & specs.keys()
+    boxes |= {name: [whole(specs[name].shape)] for name in unknown | scales}
+    return Needs({name: union(some) for name, some in boxes.items()}, frozenset(unknown))
 
 
 def _names_held(entry: TableEntry, share: RankShare) -> Iterator[tuple[str, dict[str, int]]]:
@@ -91,36 +90,30 @@ def _names_held(entry: TableEntry, share: RankShare) -> Iterator[tuple[str, dict
     if "layer" not in entry.holes:
         yield entry.name, {}
         return
-    for layer in (number for some in share.layer_ranges(entry.name) for number in some):
+    for layer in chain.from_iterable(share.layer_ranges(entry.name)):
         for expert in share.experts if "expert" in entry.holes else (0,):
             yield entry.name.format(layer=layer, expert=expert), {"layer": layer, "expert": expert}
 
 
-def _add_parts(
-    view: View,
-    entry: TableEntry,
-    name: str,
-    numbers: dict[str, int],
-    specs: Specs,
-    share: RankShare,
-    add: Callable[[str, Box], None],
-) -> None:
-    published = view.published(entry, numbers)
+def _parts_held(
+    view: View, entry: TableEntry, name: str, numbers: dict[str, int], specs: Specs, share: RankShare
+) -> Iterator[tuple[str, Box]]:
+    """Yield the parts of published tensors that make up what a rank has of a tensor."""
+    rule, published = view.rule(entry, numbers)
     # A family has names for several ways in which megatron-core builds a layer, and for parts that only some
     # models have. The load will report what is missing.
     if any(one not in specs for one in published):
         return
-    for segment, part in view.parts(
-        entry, name, numbers, [specs[one].shape for one in published], share.boxes
-    ):
-        theirs = segment.joined(segment.theirs(part))
-        shape = specs[segment.name].shape
-        if segment.published != shape:
-            raise BadInput(
-                f"{segment.name!r} has shape {list(shape)}, which does not fit the sizes in config.json.",
-                details={"tensor": segment.name},
-            )
-        add(segment.name, theirs)
+    shape = shape_made(rule.way, [specs[one].shape for one in published], view.sizes)
+    for box in share.boxes(name, shape, 2 if entry.rule.way in _GATED else 1):
+        for segment in view.segments(name, shape, box):
+            stored = specs[segment.name].shape
+            if segment.published != stored:
+                raise BadInput(
+                    f"{segment.name!r} has shape {list(stored)}, and the sizes in config.json do not fit.",
+                    details={"tensor": segment.name},
+                )
+            yield segment.name, segment.joined(segment.theirs(segment.box))
 
 
 def _unclaimed(view: View | None, specs: Specs) -> list[str]:

@@ -14,14 +14,15 @@ import torch
 
 from holdfast._io.source import Rows
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, TensorSpec
+from holdfast._layout.tensor import CODE_OF, DTYPES, FLOATS, OBJECT, Dims, TensorSpec
 from holdfast._plan.shard_table import Memory, ShardTable
 from holdfast._state.memory import ShiftedMemory, TensorMemory, check_is_view, torch_dtype
 from holdfast._state.reordered import as_published
+from holdfast._values import Buffer
 from holdfast._views.hub_format import Place
 from holdfast._views.hugging_face import PublishedModel
-from holdfast._views.mapping import MINUS_ONE, Segment, same
-from holdfast._views.scaled import IN_8_BITS, Packed, in_blocks
+from holdfast._views.mapping import MINUS_ONE, Segment
+from holdfast._views.scaled import IN_8_BITS, in_blocks, is_packed, packed_part
 from holdfast.errors import LoadFailed, MissingTensors, ShapeMismatch
 
 
@@ -44,7 +45,7 @@ def published_regions(source: PublishedModel, spec: TensorSpec) -> list[tuple[in
     regions: list[tuple[int, Box]] = []
     for segment in source.view.segments(spec.name, spec.shape, whole(spec.shape)):
         place = source.place(segment.name)
-        if place is None and not Packed(source, segment.name).is_there:
+        if place is None and not is_packed(source, segment.name):
             raise _not_there(source, segment.name, spec)
         code = place.code if place is not None else CODE_OF["float32"]
         if segment.change or code == IN_8_BITS != spec.dtype:
@@ -83,30 +84,29 @@ class _Look:
             self._check_dtype(place, spec)
             self._as_it_is(table, row)
             return
-        is_named = place is not None or Packed(self.source, spec.name).is_there
-        if not is_named and (not self.source.config or not self.source.view.knows(spec.name)):
+        segments: list[Segment]
+        if place is not None or is_packed(self.source, spec.name):
+            axes = tuple(range(len(spec.shape)))
+            segments = [Segment(box, spec.name, box.offset, axes, spec.shape)]
+        elif self.source.config and self.source.view.knows(spec.name):
+            segments = list(self.source.view.segments(spec.name, spec.shape, box))
+        else:
             self.source.refuse_quantized(spec.name)
             self._as_it_is(table, row)  # the load reports it as missing
             return
-        if is_named:
-            segments = same([spec.name], spec.shape, {})
-        else:
-            segments = list(self.source.view.segments(spec.name, spec.shape, box))
-        parts = [(segment, segment.box.intersect(box)) for segment in segments]
-        covered = sum(part.volume for _, part in parts if part is not None)
-        if covered < box.volume and not is_named and self.source.view.is_padded(spec.name):
+        covered = sum(segment.box.volume for segment in segments)
+        if covered < box.volume:
+            if not self.source.view.is_padded(spec.name):
+                raise LoadFailed(
+                    f"The family {self.source.view.family.name!r} gives {spec.name!r} {covered} elements of "
+                    f"{box.volume}.",
+                    hint="This is a defect of Holdfast; nothing was read into the state.",
+                )
             self.blank.append(row)
-        elif covered != box.volume:
-            raise LoadFailed(
-                f"{spec.name!r} would get {covered} elements of {self.source.where}, and has {box.volume} on "
-                f"rank {self.seen.rank}.",
-                hint="This is a defect of Holdfast; nothing was read into the state.",
-            )
-        for segment, part in parts:
-            if part is not None:
-                target = memory.tensor.detach()[part.relative_to(box.offset).slices()]
-                check_is_view(target, memory.tensor)
-                self._add_segment(segment, part, spec, target)
+        for segment in segments:
+            target = memory.tensor.detach()[segment.box.relative_to(box.offset).slices()]
+            check_is_view(target, memory.tensor)
+            self._add_segment(segment, spec, target)
 
     def _as_it_is(self, table: ShardTable, row: int) -> None:
         self.seen.add(
@@ -118,12 +118,11 @@ class _Look:
             table.deferred[row],
         )
 
-    def _add_segment(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> None:
-        place, packed = self.source.place(segment.name), Packed(self.source, segment.name)
-        theirs = segment.theirs(part)
+    def _add_segment(self, segment: Segment, spec: TensorSpec, target: torch.Tensor) -> None:
+        place, theirs = self.source.place(segment.name), segment.theirs(segment.box)
         view = as_published(target, segment.axes, len(theirs.shape))
-        if place is None and packed.is_there:
-            some = packed.part(segment, part, spec, view)
+        if place is None and is_packed(self.source, segment.name):
+            some = packed_part(self.source, segment, spec, view)
             self.seen.add(some.spec, some.box, (0, 1), False, some)
             return
         if place is None:
@@ -136,12 +135,12 @@ class _Look:
             memory = in_blocks(self.source, place, view, theirs.offset)
         elif segment.change == MINUS_ONE:
             memory = ShiftedMemory(view, stored, -1)
-        shape = segment.whole or place.shape
-        self.seen.add(TensorSpec(place.name, place.code, shape), theirs, (0, 1), False, memory)
+        elif segment.split:
+            memory = _EverySecond(view.squeeze(-1), stored, theirs.offset[-1])
+        read = TensorSpec(place.name, place.code, place.shape)
+        self.seen.add(read, segment.joined(theirs), (0, 1), False, memory)
 
     def _check(self, segment: Segment, place: Place, spec: TensorSpec) -> None:
-        if segment.split:
-            self.source.read_as(place.name, segment.whole)
         if place.shape != segment.published:
             raise ShapeMismatch(
                 f"{self.source.where} holds {place.name!r} with shape {list(place.shape)}; {spec.name!r} "
@@ -162,3 +161,20 @@ class _Look:
                 hint="Of quantised models those in e4m3 with scales of blocks are read, and those in mxfp4.",
                 details={"tensor": spec.name},
             )
+
+
+class _EverySecond(TensorMemory):
+    """Every second column of what is read, from column 0 or 1 on: a gate or its up projection."""
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype, turn: int) -> None:
+        super().__init__(tensor, stored)
+        self.address = 0
+        self._turn = turn
+
+    def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
+        skipped = (self._turn - box.offset[-1]) % 2
+        values = torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()][..., skipped::2]
+        first = (box.offset[-1] + skipped) // 2
+        target = self.tensor.detach()[box.slices()[:-1]][..., first : first + values.shape[-1]]
+        with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
+            target.copy_(values)

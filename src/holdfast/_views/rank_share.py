@@ -45,8 +45,6 @@ COLUMNS layers are whole."""
 _LAYER = re.compile(r"(decoder|mtp)\.layers\.(?:(\d+)\.)?")
 _EXPERT = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?")
 _PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
-MOST_CHUNKS = 1 << 16
-"""The most model chunks over all stages: more than any model has layers."""
 VOCABULARY = 128
 """Frameworks pad the vocabulary to a multiple of at most this times `tp`, unless configured otherwise."""
 
@@ -115,8 +113,6 @@ class RankShare(NamedTuple):
                 ranges.append((self.experts,))
             elif int(expert[1]) not in self.experts:
                 return []
-        if len(shape) < len(ranges):
-            raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         lead = [Box((), ())]
         for some in ranges:
             lead = [
@@ -191,8 +187,6 @@ def stages_of(grid: Grid, layers: int, split: Sequence[int] | None) -> list[rang
     split: layers of each chunk; None: all equal. BadInput if that does not give every layer to a chunk.
     """
     chunks = grid.pp * grid.vpp
-    if chunks > MOST_CHUNKS:
-        raise BadInput(f"pp={grid.pp} and vpp={grid.vpp} make more than {MOST_CHUNKS} model chunks.")
     if split is None:
         if layers % chunks:
             raise BadInput(

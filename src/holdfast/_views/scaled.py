@@ -13,7 +13,7 @@ from holdfast._values import Buffer
 from holdfast._views.hub_format import SCALES, Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import Segment
-from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
+from holdfast.errors import MissingTensors, ShapeMismatch
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
@@ -67,11 +67,7 @@ def _sides(source: PublishedModel) -> Dims:
     """Return rows and columns of the blocks that have a scale each."""
     quantization = source.config.get("quantization_config")
     sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    if sides is None:
-        return (_SIDE, _SIDE)
-    if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
-        raise BadInput(f"{source.where}: weight_block_size={sides!r} in config.json is no shape.")
-    return tuple(sides)
+    return tuple(sides) if isinstance(sides, list) else (_SIDE, _SIDE)
 
 
 class _InBlocks(TensorMemory):
@@ -94,94 +90,90 @@ class _InBlocks(TensorMemory):
             self.tensor[box.slices()].copy_(values * scales)
 
 
-class Packed:
-    """All experts' weights in 4 bits, two in a byte: `[experts, columns, groups of 32 rows, 16 bytes]`, which
-    is the transposed tensor: the one that they stand for is `[experts, rows, columns]`."""
-
-    def __init__(self, source: PublishedModel, name: str) -> None:
-        self.source, self.name = source, name
-
-    @property
-    def is_there(self) -> bool:
-        return self.source.has(self.name + _BLOCKS)
-
-    def part(self, segment: Segment, part: Box, spec: TensorSpec, target: torch.Tensor) -> _PackedPart:
-        """Return what is to be read for a part of a segment.
-
-        spec: of the state's tensor, for errors. target: has the published order of axes.
-        Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
-        """
-        blocks, scales = (self.source.place(self.name + ending) for ending in (_BLOCKS, _SCALES))
-        assert blocks is not None
-        if scales is None:
-            raise _no_scales(self.source, blocks.name, "4", self.name + _SCALES)
-        experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
-        shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
-        stored = [blocks.shape, scales.shape, blocks.code, scales.code]
-        if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
-            raise ShapeMismatch(
-                f"{self.source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
-                f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
-                f"{DTYPES[scales.code].name}; {spec.name!r} with global shape {list(spec.shape)} in "
-                f"{DTYPES[spec.dtype].name} needs {list(shape)} and {list(shape[:-1])} in uint8.",
-                hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
-                details={"tensor": spec.name},
-            )
-        seen_as = (experts, *segment.whole[2:], rows // 2)
-        self.source.read_as(blocks.name, seen_as)
-        return _PackedPart(self.source, blocks, scales, seen_as, segment.theirs(part), target.movedim(1, -1))
+def is_packed(source: PublishedModel, name: str) -> bool:
+    """Return whether a tensor is published in 4 bits."""
+    return source.has(name + _BLOCKS)
 
 
-class _PackedPart(TensorMemory):
+def packed_part(
+    source: PublishedModel, segment: Segment, spec: TensorSpec, target: torch.Tensor
+) -> PackedPart:
+    """Return what is to be read for a segment of all experts' weights in 4 bits, two in a byte.
+
+    They are published as `[experts, columns, groups of 32 rows, 16 bytes]`, which is the transposed tensor:
+    the one that they stand for is `[experts, rows, columns]`.
+
+    spec: of the state's tensor, for errors. target: has the published order of axes.
+    Raises MissingTensors if there are no scales, ShapeMismatch if shapes or dtypes do not fit.
+    """
+    name = segment.name
+    blocks, scales = source.place(name + _BLOCKS), source.place(name + _SCALES)
+    assert blocks is not None
+    if scales is None:
+        raise _no_scales(source, blocks.name, "4", name + _SCALES)
+    experts, rows, columns = segment.published if len(segment.published) == 3 else (0, 0, 0)
+    shape = (experts, columns, -(-rows // _GROUP), _GROUP // 2)
+    stored = [blocks.shape, scales.shape, blocks.code, scales.code]
+    if stored != [shape, shape[:-1], _BYTES, _BYTES] or rows % _GROUP or spec.dtype not in FLOATS:
+        raise ShapeMismatch(
+            f"{source.where} holds {blocks.name!r} with shape {list(blocks.shape)} in "
+            f"{DTYPES[blocks.code].name} and scales of shape {list(scales.shape)} in "
+            f"{DTYPES[scales.code].name}; {spec.name!r} with global shape {list(spec.shape)} in "
+            f"{DTYPES[spec.dtype].name} needs {list(shape)} and {list(shape[:-1])} in uint8.",
+            hint="Build the model with the sizes of config.json; 4 bits become floating point only.",
+            details={"tensor": spec.name},
+        )
+    return PackedPart(source, blocks, scales, segment, target)
+
+
+class PackedPart(TensorMemory):
     """A box of weights in 4 bits; the scales are read with them."""
 
     def __init__(
-        self,
-        source: PublishedModel,
-        blocks: Place,
-        scales: Place,
-        shape: Dims,
-        theirs: Box,
-        tensor: torch.Tensor,
+        self, source: PublishedModel, blocks: Place, scales: Place, segment: Segment, target: torch.Tensor
     ) -> None:
-        super().__init__(tensor, torch.uint8)
+        theirs = segment.theirs(segment.box)
+        # Of a split tensor only every second column is taken: the gate's or the up projection's.
+        self._step, self._turn = (2, theirs.offset[-1]) if segment.split else (1, 0)
+        super().__init__((target.squeeze(-1) if segment.split else target).movedim(1, -1), torch.uint8)
         self.address = 0
         self._source, self._scales = source, scales
-        self.spec = TensorSpec(blocks.name, blocks.code, shape)
-        (expert, first, *rest), (experts, rows, *sides) = theirs
-        self._columns = (first, first + rows)  # columns as published, rows of the tensor that it stands for
-        low, high = first // 2, -(-(first + rows) // 2)
-        self.box = Box((expert, *rest, low), (experts, *sides, high - low))
+        self.spec = TensorSpec(blocks.name, blocks.code, blocks.shape)
+        (expert, first, column), (experts, rows, columns) = segment.joined(theirs)
+        self._rows = (first, first + rows)
+        low, high = first // _GROUP, -(-(first + rows) // _GROUP)
+        self.box = Box((expert, column, low, 0), (experts, columns, high - low, _GROUP // 2))
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         packed = torch.frombuffer(data, dtype=torch.uint8).view(shape)[inside.slices()]
-        target = self.tensor.detach()[box.slices()[:-1]]
-        start = [a + b for a, b in zip(self.box.offset, box.offset, strict=True)]
-        step = max(_AT_ONCE // max(packed[0, :1].numel(), 1), 1)
-        first, last = 2 * start[-1], 2 * (start[-1] + box.shape[-1])
-        low, high = max(first, self._columns[0]), min(last, self._columns[1])
-        cut = slice(low - self._columns[0], high - self._columns[0])
-        for expert in range(box.shape[0]):
-            for row in range(0, box.shape[1], step):
-                some = packed[expert, row : row + step]
-                exponents = self._exponents(start[0] + expert, start[1] + row, len(some), start[2:-1], some)
-                exponents = exponents.index_select(-1, torch.arange(first, last) // _GROUP)
-                values = torch.ldexp(_unpacked(some), exponents)[..., low - first : high - first]
+        expert, column, group, byte = (a + b for a, b in zip(self.box.offset, box.offset, strict=True))
+        skipped = (self._turn - box.offset[1]) % self._step
+        packed = packed[:, skipped :: self._step]
+        experts, columns, groups, nbytes = packed.shape
+        # A part with several groups has all bytes of each, so its rows follow one another.
+        begin = group * _GROUP + 2 * byte
+        low, high = max(begin, self._rows[0]), min(begin + 2 * groups * nbytes, self._rows[1])
+        if low >= high:
+            return  # the rank has other rows of this group
+        first = (box.offset[1] + skipped) // self._step
+        rows = slice(low - self._rows[0], high - self._rows[0])
+        target = self.tensor.detach()[box.slices()[0], first : first + columns, rows]
+        step = max(_AT_ONCE // (groups * nbytes), 1)
+        for index in range(experts):
+            for start in range(0, columns, step):
+                some = packed[index, start : start + step]
+                at = column + skipped + start * self._step
+                exponents = self._exponents(expert + index, at, len(some))[:, group : group + groups, None]
+                values = torch.ldexp(_unpacked(some), exponents).flatten(1)[:, low - begin : high - begin]
                 with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
-                    target[expert, row : row + step][..., cut].copy_(values)
+                    target[index, start : start + step].copy_(values)
 
-    def _exponents(
-        self, expert: int, row: int, rows: int, turn: list[int], some: torch.Tensor
-    ) -> torch.Tensor:
-        """Read the exponents of these rows, for all their groups. turn: the first of the interleaved columns,
-        if they are interleaved."""
-        each = self.spec.shape[2] if turn else 1
-        data = self._source.read_rows(
-            self._scales.name, (expert * self._scales.shape[1] + row * each, rows * each)
-        )
-        scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, each, -1)
-        scales = scales[:, turn[0] : turn[0] + some.shape[1]] if turn else scales[:, 0]
-        return scales.int() - _BIAS
+    def _exponents(self, expert: int, column: int, count: int) -> torch.Tensor:
+        """Read the exponents of `count` columns that are taken, from this one on, for all their groups."""
+        first, rows = expert * self._scales.shape[1] + column, (count - 1) * self._step + 1
+        data = self._source.read_rows(self._scales.name, (first, rows))
+        scales = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(rows, -1)
+        return scales[:: self._step].int() - _BIAS
 
 
 def _unpacked(packed: torch.Tensor) -> torch.Tensor:

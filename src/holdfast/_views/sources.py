@@ -6,23 +6,16 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
-import numpy as np
-
-from holdfast._format.columns import ITEMSIZE, Array, Columns, unpad
 from holdfast._format.index import Index
-from holdfast._format.limits import bounded_memory, check_size
 from holdfast._format.slice import ABOUT
-from holdfast._io.file_reader import plan_read, read_into
-from holdfast._io.host_memory import HostMemory
+from holdfast._io.raw_read import read_box
 from holdfast._io.slice import IndexSource, Slice
 from holdfast._io.source import Source
-from holdfast._layout.box import Box, from_flat_range, reshaped
+from holdfast._layout.box import from_flat_range
 from holdfast._layout.tensor import TensorSpec
-from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Store
 from holdfast._views import hub_format as hf
-from holdfast._views.hugging_face import SMALL, HuggingFaceFolder, PublishedModel
-from holdfast.errors import CorruptCheckpoint
+from holdfast._views.hugging_face import HuggingFaceFolder, PublishedModel
 
 
 class IndexedModel(IndexSource, PublishedModel):
@@ -52,56 +45,13 @@ class IndexedModel(IndexSource, PublishedModel):
 
     def read_rows(self, name: str, rows: tuple[int, int] | None = None) -> bytes:
         spec = self._specs[name]
-        itemsize = int(ITEMSIZE[spec.dtype])
         first, count = rows or (0, math.prod(spec.shape[:-1]))
         width = math.prod(spec.shape[-1:])
+        columns = self.index.select(self.find([name]))
         # A range of rows may consist of several boxes; scales are small, so each box is read by itself.
         parts = from_flat_range(spec.shape, first * width, (first + count) * width)
-        return b"".join(self._read(spec, part, itemsize) for part in parts)
-
-    def _read(self, spec: TensorSpec, box: Box, itemsize: int) -> bytes:
-        name = spec.name
-        where = f"{name!r} of {self._store.url}"
-        check_size(where, box.volume * itemsize, SMALL)
-        with bounded_memory(where):
-            memory = HostMemory(box, itemsize)
-        table = ShardTable()
-        table.add(spec, box, (0, 1), False, memory)
-        columns = self.index.select(self.find([name]))
-        plan = plan_read(table, np.zeros(1, np.int64), columns, self.where, self.fetched_for)
-        read_into(self._store, table, columns, plan, 1, lambda moved: None)
-        return memory.array.tobytes()
-
-    def select(self, rows: Array | None = None) -> Columns:
-        columns = self.index.select(rows)
-        if any(name in self._read_as for name in columns.names):
-            self._reshape(columns)
-        return columns
-
-    def _reshape(self, columns: Columns) -> None:
-        """Give tensors and their chunks the shapes that `read_as` has set."""
-        dims = max(columns.dims, *map(len, self._read_as.values()))
-        missing = dims - columns.dims
-        shape, offset, size = (
-            np.pad(values, ((0, 0), (missing, 0)), constant_values=fill)
-            for values, fill in ((columns.shape, 1), (columns.offset, 0), (columns.size, 1))
-        )
-        tensor = columns.tensor_of_chunk()
-        for row, name in enumerate(columns.names):
-            seen = self._read_as.get(name)
-            if seen is None:
-                continue
-            before, ndim = columns.shape_of(row), int(columns.ndim[row])
-            for chunk in np.flatnonzero(tensor == row).tolist():
-                box = Box(unpad(offset[chunk], ndim), unpad(size[chunk], ndim))
-                new_box = reshaped(box, before, seen)
-                if new_box is None:
-                    raise CorruptCheckpoint(f"{self.where} cuts {name!r} where its elements belong together.")
-                offset[chunk] = (*(0,) * (dims - len(seen)), *new_box.offset)
-                size[chunk] = (*(1,) * (dims - len(seen)), *new_box.shape)
-            shape[row] = (*(1,) * (dims - len(seen)), *seen)
-            columns.ndim[row] = len(seen)
-        columns.shape, columns.offset, columns.size = shape, offset, size
+        read = (read_box(self._store, columns, part, self.where, self.fetched_for) for part in parts)
+        return b"".join(part.tobytes() for part in read)
 
 
 class PublishedSlice(IndexedModel, Slice):

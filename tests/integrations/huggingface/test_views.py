@@ -200,7 +200,7 @@ def test_what_no_table_has_is_told_with_the_nearest() -> None:
     with pytest.raises(BadInput, match=r"no table for the model type 'qwen3_mo'. The nearest .* 'qwen3_moe'"):
         mapping_of("qwen3_mo", "output_layer.weight")
     with pytest.raises(
-        BadInput, match=r"has no 'output_layer.weights'. The nearest is 'output_layer.weight'"
+        BadInput, match=r"has no 'output_layer.weights'. The nearest of its names is 'output_layer.weight'"
     ):
         mapping_of("qwen3", "output_layer.weights")
     assert len(families()) >= 12

@@ -24,16 +24,14 @@ from holdfast._format.index import Index
 from holdfast._integrations.conversion_folder import carried, put_files, refuse_changed
 from holdfast._integrations.huggingface.published_tensors import (
     PublishedTensor,
-    missing_tensors,
-    published_tensors,
+    plan_export,
     share_among_files,
 )
 from holdfast._integrations.reporting import quiet
 from holdfast._io.host_memory import ScratchBuffer, batches
 from holdfast._io.index_file import open_index
 from holdfast._io.raw_read import fill_rows
-from holdfast._io.small_files import read_file
-from holdfast._layout.box import Box
+from holdfast._layout.box import Box, cut, whole
 from holdfast._layout.tensor import DTYPES, FLOATS, TensorSpec
 from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.call import Call, begin_call
@@ -49,8 +47,6 @@ from holdfast._store.pins import Pin
 from holdfast._store.whole_files import WholeFiles
 from holdfast._values import Message, ReportProgress
 from holdfast._views import hub_format as hf
-from holdfast._views.family import View, view_of
-from holdfast._views.hugging_face import read_config
 from holdfast._views.mapping import MINUS_ONE, Segment
 from holdfast.errors import BadInput
 
@@ -146,11 +142,7 @@ def run_export(
 
     def plan() -> None:
         with open_index(store) as index:
-            view = view_of_published(base)
-            # Frameworks' own functions write the dtypes that the model has.
-            tensors = published_tensors(index, view, base, dtype, as_stored=in_framework)
-            may_lack = view.predicts_further if in_framework else lambda name: False
-            missing = missing_tensors(tensors, base, strict, may_lack)
+            tensors, missing = plan_export(index, base, dtype, strict, in_framework)
             export.plan(index, share_among_files(tensors, file_bytes), missing)
 
     with ExitStack() as held:
@@ -160,15 +152,6 @@ def run_export(
         export.collect_error = read_state(plan, call.rank)
         export.run()
     return export.report()
-
-
-def view_of_published(base: LocalStore) -> View:
-    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
-    config = read_config(base)
-    if config is None:
-        raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
-    # inner=False: the configuration of a multimodal model describes more than its language model.
-    return view_of(config, f"{base.url}/{hf.CONFIG}", inner=False)
 
 
 class _Export(CollectiveTask):
@@ -271,11 +254,7 @@ class _Export(CollectiveTask):
                     f"{self.out.url} holds {name}, which is not of this export.",
                     hint="Export into a new folder, or the one of an export that was interrupted.",
                 )
-        if not self._in_framework:
-            refuse_changed(self.out, carried(self.base, self._config))
-        index = read_file(self.out, hf.WEIGHTS_INDEX, hf.WEIGHTS_INDEX_BYTES)
-        if index not in (None, self._weights_index()):
-            raise BadInput(f"{self.out.url} holds a whole model already.", hint="Export into a new folder.")
+        refuse_changed(self.out, carried(self.base, self._config))
 
     def _remove_others(self) -> None:
         """Remove the weights of an earlier model, their index first: an incomplete model must not load."""
@@ -316,8 +295,7 @@ class _Export(CollectiveTask):
             changed |= {
                 key: DTYPES[code].name for key in hf.CONFIG_DTYPES if isinstance(config.get(key), str)
             }
-        text = config.get("text_config")
-        return changed | ({"text_config": self._config(text)} if isinstance(text, dict) else {})
+        return changed
 
     def _advance(self, size: int) -> None:
         self._done += size
@@ -346,7 +324,11 @@ class _Export(CollectiveTask):
 
     def _slabs(self, tensors: Sequence[PublishedTensor]) -> Iterator[list[memoryview]]:
         """Yield the bytes of tensors in order: several small tensors at a time, or a part of a large one."""
-        parts = (_PublishedPart(tensor, box) for tensor in tensors for box in _boxes(tensor))
+        parts = (
+            _PublishedPart(tensor, box)
+            for tensor in tensors
+            for box in cut(whole(tensor.shape), SLAB // DTYPES[tensor.code].size)
+        )
         return map(self._read, batches(parts, SLAB))
 
     def _target(self, part: _PublishedPart) -> torch.Tensor:
@@ -363,10 +345,10 @@ class _Export(CollectiveTask):
         table, targets = ShardTable(), list(map(self._target, batch))
         for (tensor, box), target in zip(batch, targets, strict=True):
             for spec, segment in tensor.pieces:
-                # `box` cuts only the first axis, and `segment.split` concerns only the last one.
-                rest = segment.whole[1:]
-                cut = Box((*box.offset[:1], *(0,) * len(rest)), (*box.shape[:1], *rest))
-                _add(table, spec, segment, target.view(cut.shape), cut)
+                seen = box
+                if segment.split:  # no slab is so small that it cuts the last axis
+                    seen = Box((*box.offset, 0), (*box.shape[:-1], *segment.whole[-2:]))
+                _add(table, spec, segment, target.view(seen.shape), seen)
         fill_rows(self.store, self._index, table)
         for part, target in zip(batch, targets, strict=True):
             part.tensor.check_cast(target)
@@ -394,15 +376,3 @@ def _add(table: ShardTable, spec: TensorSpec, segment: Segment, target: torch.Te
     stored = torch_dtype(spec.dtype)
     memory = ShiftedMemory(view, stored, 1) if segment.change == MINUS_ONE else TensorMemory(view, stored)
     table.add(spec, ours, (0, 1), False, memory)
-
-
-def _boxes(tensor: PublishedTensor) -> Iterator[Box]:
-    """Split a tensor along its first axis into parts of at most `SLAB` bytes, or of one row."""
-    if not tensor.shape:
-        yield Box((), ())
-        return
-    rest = tensor.shape[1:]
-    row = max(tensor.nbytes // max(tensor.shape[0], 1), 1)
-    step = max(SLAB // row, 1)
-    for low in range(0, tensor.shape[0], step):
-        yield Box((low, *(0,) * len(rest)), (min(step, tensor.shape[0] - low), *rest))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast._layout.tensor import nearest
 from holdfast._views import family as tables
 from holdfast._views.mapping import WAYS, Rule
-from holdfast.errors import BadInput
 
 
 def families() -> dict[str, str]:
@@ -23,14 +21,7 @@ def mapping_of(model_type: str, name: str) -> str:
 
     Raises BadInput for a model type or a name that no table has.
     """
-    family = tables.family_of(model_type)
-    match = family.find(name)
-    if match is None:
-        near = nearest(name, family.entries)
-        raise BadInput(
-            f"The family {family.name!r} has no {name!r}.", hint=f"The nearest is {near!r}." if near else ""
-        )
-    entry, numbers, _ = match
+    entry, numbers, _ = tables.family_of(model_type).get(name)
     places = {hole: str(numbers.get(hole, f"{{{hole}}}")) for hole in ("layer", "expert")}
     places["after"] = f"{{num_hidden_layers + {places['layer']}}}"
 

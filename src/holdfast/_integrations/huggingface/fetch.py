@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ from holdfast._views.needs import (
     sizes_stored,
     together,
 )
-from holdfast._views.rank_share import RankShare, share_of, stages_of
+from holdfast._views.rank_share import share_of, stages_of
 from holdfast.errors import BadInput, DeadlineExceeded
 
 
@@ -120,10 +120,9 @@ def fetch(
     something else; NotCommitted and CorruptCheckpoint for the source; StorageError; DeadlineExceeded.
     """
     deadline, ended = Deadline(timeout), threading.Event()
-    copied, tell = [0, 0], progress or quiet
+    tell = progress or quiet
 
     def report(done: int, total: int) -> None:
-        copied[:] = done, total
         if deadline.passed() or ended.is_set():
             raise DeadlineExceeded("The fetch was given up.")
         tell(done, total)
@@ -135,8 +134,7 @@ def fetch(
         within(deadline.left(), f"fetch from {source}", lambda: found.append(_fetch(*arguments)))
     except DeadlineExceeded:
         raise DeadlineExceeded(
-            f"The fetch from {source} did not end within {timeout:g} s; {copied[0]} of {copied[1]} bytes are "
-            f"copied.",
+            f"The fetch from {source} did not end within {timeout:g} s.",
             hint="Run the same fetch again, which goes on with what is there, with a longer timeout=.",
         ) from None
     finally:
@@ -221,18 +219,17 @@ def _needs_of(
     split: Sequence[int] | None,
 ) -> dict[int, Needs]:
     """Find what ranks need of a source."""
-    view = opened.view_if_known if isinstance(opened, PublishedModel) else None
-    is_published = isinstance(opened, PublishedModel)
-    sizes = sizes_published(view, specs, words) if is_published else sizes_stored(specs, words)
+    if isinstance(opened, PublishedModel):
+        view = opened.view_if_known
+        sizes = sizes_published(view, specs, words)
+        needed = cache(partial(of_published, view, specs))  # data-parallel ranks need the same
+    else:
+        sizes = sizes_stored(specs, words)
     stages = stages_of(grid, sizes.layers, split)
-
-    @cache  # data-parallel ranks need the same of a published model
-    def needed(share: RankShare, rank: int) -> Needs:
-        if is_published:
-            return of_published(view, specs, share)
-        return of_stored(specs, share, rank, weights_only)
-
-    return {rank: needed(share_of(grid, rank, sizes, stages), -1 if is_published else rank) for rank in ranks}
+    shares = {rank: share_of(grid, rank, sizes, stages) for rank in ranks}
+    if isinstance(opened, PublishedModel):
+        return {rank: needed(share) for rank, share in shares.items()}
+    return {rank: of_stored(specs, share, rank, weights_only) for rank, share in shares.items()}
 
 
 def _nbytes(needs: Needs, specs: dict[str, TensorSpec]) -> int:

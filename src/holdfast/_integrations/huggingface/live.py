@@ -7,6 +7,7 @@ differently would wait for each other.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,13 +18,9 @@ from typing import Protocol, cast
 
 import torch
 
-from holdfast._integrations.huggingface.export import (
-    FILE_BYTES,
-    ExportReport,
-    run_export,
-    view_of_published,
-)
+from holdfast._integrations.huggingface.export import FILE_BYTES, run_export
 from holdfast._integrations.huggingface.importing import published_folder
+from holdfast._integrations.huggingface.published_tensors import config_of, view_to_export
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
 from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
@@ -31,13 +28,13 @@ from holdfast._layout.box import Box
 from holdfast._layout.tensor import listed
 from holdfast._protocol.call import Call
 from holdfast._protocol.operation import agree, read_state
-from holdfast._store.local import LocalStore, open_store
+from holdfast._store.local import open_store
 from holdfast._threads import within
 from holdfast._values import Json
-from holdfast._views.family import View
-from holdfast._views.hugging_face import read_config
-from holdfast.errors import BadInput, CoverageError, HoldfastError, LoadFailed, MissingTensors, ShapeMismatch
+from holdfast._views.family import OUTPUT, View
+from holdfast.errors import BadInput, CoverageError, LoadFailed, MissingTensors, ShapeMismatch
 
+log = logging.getLogger("holdfast")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _NOT_OURS = (BadInput, MissingTensors, ShapeMismatch, CoverageError)
 """Errors that mean: the model or the folder does not match the tables. All ranks raise the same."""
@@ -59,7 +56,7 @@ class Weights:
 
     chunks: the parts of the model on this rank, one for each virtual pipeline stage; they may have wrappers.
     folder: a path.
-    without: names of parameters that are not loaded.
+    without: the output layer's name, if it is not loaded.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -89,14 +86,7 @@ class Weights:
     @cached_property
     def view(self) -> View:
         """The published model that is loaded."""
-        return _view(open_store(self.folder), to_load=True)
-
-    def left_out(self) -> frozenset[str]:
-        """Return the published names of `without`."""
-        entries = filter(None, (self.view.family.find(name) for name in self.without))
-        return frozenset(
-            name for entry, numbers, _ in entries for name in self.view.published(entry, numbers)
-        )
+        return published_folder(open_store(self.folder)).view
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -123,9 +113,9 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
             weights.describe(),
             mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
             call,
-            left_out=weights.left_out(),
+            left_out=frozenset({OUTPUT} if weights.without else ()),
             # Many models are trained without these layers. All other weights that the model lacks are lost.
-            may_be_left=lambda published: weights.view.predicts_further(published),
+            may_be_left=weights.view.predicts_further,
         )
     for number, module in enumerate(weights.modules()):
         kept = module.load_state_dict(loaded[f"model{number}"], strict=False).missing_keys
@@ -141,7 +131,7 @@ def fill(asked: Weights | Left, place: str, call: Call) -> None:
 
 def export(
     asked: Weights | Left, out: str, call: Call, *, file_bytes: int = FILE_BYTES, strict: bool = True
-) -> ExportReport:
+) -> None:
     """Export a live model as published weights to `out`, and replace the weights that are there.
 
     The weights are first saved once beside `out`, in a folder that is removed at the end. The framework
@@ -150,7 +140,7 @@ def export(
     asked: Left if this rank knows already that Holdfast can't do it.
     file_bytes: the most bytes of weights in a file.
     strict: raise an error for weights of the published model that the live one does not have, except for
-        layers for multi-token prediction.
+        layers for multi-token prediction. Of what is missing otherwise, a warning tells.
 
     Raises Left on all ranks if the framework's function must do it, otherwise the errors of a save and an
     export.
@@ -161,7 +151,7 @@ def export(
         weights = _agree(asked, str(target), call, to_load=False)
         try:
             read_state_dict(open_store(between), StateArguments(weights.describe()), call).run()
-            return run_export(
+            report = run_export(
                 open_store(between),
                 open_store(weights.folder),
                 open_store(target),
@@ -174,6 +164,13 @@ def export(
             # The export ends only after all ranks have read what they need.
             if call.rank == call.participants[0]:
                 shutil.rmtree(between, ignore_errors=True)
+    if report.missing and call.rank == call.participants[0]:
+        log.warning(
+            "%s holds no %d tensors of the published model: %s.",
+            report.path,
+            len(report.missing),
+            ", ".join(report.missing[:3]),
+        )
 
 
 @contextmanager
@@ -186,8 +183,11 @@ def _left_if_not_ours() -> Iterator[None]:
 
 def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weights:
     """Return the weights; raise Left on all ranks if one of them can't do it."""
-    why = str(asked) if isinstance(asked, Left) else _why_not(asked, place, call, to_load)
-    folder = "" if isinstance(asked, Left) else asked.folder
+    if isinstance(asked, Left):
+        why, folder = str(asked), ""
+    else:
+        weights, folder = asked, asked.folder
+        why = str(read_state(lambda: _check(weights, place, call, to_load), call.rank) or "")
 
     def choose(reports: dict[int, Json]) -> str:
         for rank, (reason, _) in reports.items():
@@ -203,61 +203,41 @@ def _agree(asked: Weights | Left, place: str, call: Call, to_load: bool) -> Weig
     return asked
 
 
-def _why_not(weights: Weights, place: str, call: Call, to_load: bool) -> str:
-    """Return why this rank can't do it; "" if it can."""
-    views: list[View] = []
-    state: mcore.StateDict = {}
-
-    def look() -> None:
-        views.append(weights.view if to_load else _view(open_store(weights.folder), to_load))
-
-    def describe() -> None:
-        state.update(own_containers(weights.describe()))
-        mcore.apply_factories(state)
-
-    # The protocol bounds everything after it; before it, `within` bounds the time for storage. The model is
-    # described on this thread, because its current device is the model's.
-    limit = call.deadline.left()
-    trouble = (
-        _strange(weights.modules())
-        or read_state(lambda: within(limit, f"looking for {place}", look), call.rank)
-        or read_state(describe, call.rank)
-    )
-    return str(trouble) if trouble else _misfit(views[0], state)
-
-
-def _strange(modules: Sequence[torch.nn.Module]) -> str:
-    """Return why Holdfast can't handle a model: not megatron-core's, or with quantized weights; else ""."""
-    for module in modules:
+def _check(weights: Weights, place: str, call: Call, to_load: bool) -> None:
+    """Raise the reason why this rank can't do it: the model is not megatron-core's, or has quantized weights,
+    or the published model lacks some of them, or has them in another shape."""
+    for module in weights.modules():
         if not callable(getattr(module, "sharded_state_dict", None)):
-            return f"{type(module).__name__} has no sharded_state_dict()"
+            raise BadInput(f"{type(module).__name__} has no sharded_state_dict()")
         for name, value in module.named_parameters():
             # A subclass of Tensor may hold 8-bit values, or only a part of the elements.
             if type(value.data) is not torch.Tensor or value.dtype not in _FLOATS:
-                return f"{name!r} is {value.dtype} in a {type(value.data).__name__}"
-    return ""
-
-
-def _misfit(view: View, state: mcore.StateDict) -> str:
-    """Return which tensors the published model lacks, or has in another shape; "" if none."""
+                raise BadInput(f"{name!r} is {value.dtype} in a {type(value.data).__name__}")
+    # The protocol bounds everything after it; before it, `within` bounds the time for storage. The model is
+    # described on this thread, because its current device is the model's.
+    views: list[View] = []
+    within(
+        call.deadline.left(),
+        f"looking for {place}",
+        lambda: views.append(weights.view if to_load else _exported_view(weights.folder)),
+    )
+    view, state = views[0], own_containers(weights.describe())
+    mcore.apply_factories(state)
     tensors = [value for value in mcore.nested_values(state) if isinstance(value, mcore.ShardedTensor)]
     unknown = sorted({value.key for value in tensors if not view.knows(value.key)})
     if unknown:
-        return f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
-    try:
-        for value in tensors:
-            box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))
-            for _ in view.segments(value.key, tuple(value.global_shape), box):
-                pass
-    except HoldfastError as error:
-        return str(error)
-    return ""
+        raise BadInput(
+            f"the family {view.family.name!r} has no place for {len(unknown)} weights: {listed(unknown)}"
+        )
+    for value in tensors:
+        box = Box(tuple(value.global_offset), (*(1,) * value.prepend_axis_num, *value.local_shape))
+        for _ in view.segments(value.key, tuple(value.global_shape), box):
+            pass
 
 
-def _view(base: LocalStore, to_load: bool) -> View:
-    folder = published_folder(base)
-    if to_load:
-        return folder.view
-    if "quantization_config" in (read_config(base) or {}):
+def _exported_view(folder: str) -> View:
+    base = open_store(folder)
+    published_folder(base)
+    if "quantization_config" in config_of(base):
         raise BadInput(f"{base.url} holds a quantized model")
-    return view_of_published(base)
+    return view_to_export(base)

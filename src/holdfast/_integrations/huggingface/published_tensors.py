@@ -4,7 +4,7 @@ file each goes into."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from holdfast._layout.tensor import (
 )
 from holdfast._store.local import LocalStore
 from holdfast._views import hub_format as hf
-from holdfast._views.family import View
+from holdfast._views.family import View, view_of
 from holdfast._views.hugging_face import HuggingFaceFolder, read_config
 from holdfast._views.mapping import Segment, same
 from holdfast.errors import BadInput, CoverageError, MissingTensors
@@ -71,26 +71,96 @@ class PublishedTensor:
             )
 
 
-def published_tensors(
-    index: Index, view: View, base: LocalStore, dtype: str | None, as_stored: bool = False
-) -> list[PublishedTensor]:
-    """List the published tensors that the checkpoint's weights give, in the natural order of their names.
+def config_of(base: LocalStore) -> dict[str, object]:
+    """Return the configuration of a published folder. BadInput if it has none."""
+    config = read_config(base)
+    if config is None:
+        raise BadInput(f"{base.url} has no {hf.CONFIG}.", hint="like= is the folder of the published model.")
+    return config
+
+
+def view_to_export(base: LocalStore) -> View:
+    """Map a published folder to megatron-core's names and shapes, by its configuration alone."""
+    # inner=False: the configuration of a multimodal model describes more than its language model.
+    return view_of(config_of(base), f"{base.url}/{hf.CONFIG}", inner=False)
+
+
+def plan_export(
+    index: Index, base: LocalStore, dtype: str | None, strict: bool, in_framework: bool
+) -> tuple[list[PublishedTensor], list[str]]:
+    """Return the published tensors that the checkpoint's weights give, in the natural order of their names,
+    and the names of those of the published folder that it does not have.
 
     base: the published folder. A tensor of the checkpoint with a name from there is written unchanged.
-    dtype: in which weights are written; None: as in that folder, or `as_stored`.
+    dtype: in which weights are written; None: as in that folder or, `in_framework`, as stored.
+    strict: raise MissingTensors for missing tensors (`in_framework`, not for layers that predict further
+        tokens), and BadInput for a folder without weights.
     """
     if dtype is not None and dtype not in WRITTEN_AS:
         raise BadInput(f"dtype={dtype!r} is none of {', '.join(WRITTEN_AS)}.")
-    folder = HuggingFaceFolder.at(base)
-    said = _said_dtype(read_config(base) or {})
-    published = {name for name in folder.names() if hf.is_weight(name)} if folder is not None else set()
+    config, view, folder = config_of(base), view_to_export(base), HuggingFaceFolder.at(base)
+    published = set(filter(hf.is_weight, folder.names())) if folder is not None else set()
+    said = [CODE_OF[str(name)] for name in map(config.get, hf.CONFIG_DTYPES) if name in WRITTEN_AS]
+
+    def wanted_code(name: str) -> int | None:
+        if dtype is not None:
+            return CODE_OF[dtype]
+        return None if in_framework else _published_dtype(folder, name) or next(iter(said), None)
+
+    by_name: dict[str, PublishedTensor] = {}
+    for spec in _weights(index, view, published):
+        if "quantization_config" in config:
+            _refuse_quantised(index, spec, base)
+        if view.is_tied and spec.name == "output_layer.weight":
+            raise BadInput(
+                f"{index.where} holds {spec.name!r}, and the published model's output is its embedding "
+                f"(tie_word_embeddings).",
+                hint="If the model was trained so, set tie_word_embeddings to false in the published "
+                "config.json.",
+            )
+        segments = (
+            # It has its published name already (an import, or transformers' modules).
+            same([spec.name], spec.shape, {})
+            if spec.name in published
+            else view.segments(spec.name, spec.shape, whole(spec.shape))
+        )
+        for segment in segments:
+            code = _code(spec, wanted_code(segment.name), dtype is None)
+            tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
+            tensor.pieces.append(Piece(spec, segment))
+            if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
+                tensor.code = min(code, tensor.code, key=FLOATS.index)
+    tensors = sorted(by_name.values(), key=lambda tensor: _natural(tensor.name))
+    for tensor in tensors:
+        _check_covered(tensor, index.where)
+    if folder is None:
+        if strict:
+            raise BadInput(
+                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
+                hint="Give a folder with weights, or strict=False (--partial).",
+            )
+        return tensors, []
+    missing = _missing(tensors, folder, base.url)
+    needed = [name for name in missing if not (in_framework and view.predicts_further(name))]
+    if needed and strict:
+        raise MissingTensors(
+            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
+            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
+            details={"missing": needed[:100]},
+        )
+    return tensors, missing
+
+
+def _weights(index: Index, view: View, published: set[str]) -> list[TensorSpec]:
+    """Return the weights of a checkpoint. BadInput for those that no published tensor is made of."""
     names = [name for name in index.names() if is_weight(name) and not hf.is_constant(name)]
     columns = index.select(index.find(names))
-    unknown = [
-        name
+    specs = [
+        TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
         for row, name in enumerate(columns.names)
-        if columns.kind[row] == TENSOR and name not in published and not view.knows(name)
+        if columns.kind[row] == TENSOR
     ]
+    unknown = [spec.name for spec in specs if spec.name not in published and not view.knows(spec.name)]
     if unknown:
         raise BadInput(
             f"{index.where} holds {len(unknown)} weights that the family {view.family.name!r} has no place "
@@ -99,57 +169,19 @@ def published_tensors(
             "exported; a checkpoint of another model needs that model's folder.",
             details={"unknown": unknown[:100]},
         )
-    by_name: dict[str, PublishedTensor] = {}
-    for row, name in enumerate(columns.names):
-        if columns.kind[row] != TENSOR:
-            continue
-        _refuse_quantised(index, name, DTYPES[columns.dtype[row]].name, base)
-        spec = TensorSpec(name, int(columns.dtype[row]), columns.shape_of(row))
-        if view.is_tied and name == "output_layer.weight":
-            raise BadInput(
-                f"{index.where} holds {name!r}, and the published model's output is its embedding "
-                f"(tie_word_embeddings).",
-                hint="If the model was trained so, set tie_word_embeddings to false in the published "
-                "config.json.",
-            )
-        segments = (
-            # It has its published name already (an import, or transformers' modules).
-            same([name], spec.shape, {})
-            if name in published
-            else view.segments(name, spec.shape, whole(spec.shape))
-        )
-        for segment in segments:
-            code = CODE_OF[dtype] if dtype is not None else None
-            if code is None and not as_stored:
-                code = _published_dtype(folder, segment.name) or said
-            code = _code(spec, code, dtype is None)
-            tensor = by_name.setdefault(segment.name, PublishedTensor(segment.name, code, segment.published))
-            tensor.pieces.append(Piece(spec, segment))
-            if code != tensor.code and code in FLOATS and tensor.code in FLOATS:
-                tensor.code = min(code, tensor.code, key=FLOATS.index)
-    tensors = sorted(by_name.values(), key=lambda tensor: _natural(tensor.name))
-    for tensor in tensors:
-        _check_covered(tensor, index.where)
-    return tensors
+    return specs
 
 
-def _refuse_quantised(index: Index, name: str, dtype: str, base: LocalStore) -> None:
+def _refuse_quantised(index: Index, spec: TensorSpec, base: LocalStore) -> None:
     """Raise BadInput for quantised elements: an export writes neither scales nor their configuration."""
-    if dtype not in (*WRITTEN_AS, "float64") and "quantization_config" in (read_config(base) or {}):
+    name = DTYPES[spec.dtype].name
+    if name not in (*WRITTEN_AS, "float64"):
         raise BadInput(
-            f"{index.where} holds {name!r} in {dtype}, and {base.url} is quantised: such weights are not "
+            f"{index.where} holds {spec.name!r} in {name}, and {base.url} is quantised: such weights are not "
             f"exported.",
             hint="Load them into a model in floating point, and export what that saves.",
-            details={"tensor": name},
+            details={"tensor": spec.name},
         )
-
-
-def _said_dtype(config: dict[str, object]) -> int | None:
-    """Return the dtype that a configuration says weights are in; None if it says none."""
-    text = config.get("text_config")
-    parts: list[dict[str, object]] = [config, text] if isinstance(text, dict) else [config]
-    said = [name for part in parts for key in hf.CONFIG_DTYPES if (name := part.get(key)) in WRITTEN_AS]
-    return CODE_OF[str(said[0])] if said else None
 
 
 def _published_dtype(folder: HuggingFaceFolder | None, name: str) -> int | None:
@@ -195,46 +227,23 @@ def _check_covered(tensor: PublishedTensor, where: str) -> None:
         )
 
 
-def missing_tensors(
-    tensors: Sequence[PublishedTensor],
-    base: LocalStore,
-    strict: bool,
-    may_lack: Callable[[str], bool] = lambda name: False,
-) -> list[str]:
-    """List the tensors of the published folder that the checkpoint does not have; compare names and shapes.
-
-    strict: raise MissingTensors for them, and BadInput for a folder without weights.
-    may_lack: whether the checkpoint may lack a tensor although it is strict.
-    """
-    folder = HuggingFaceFolder.at(base)
-    if folder is None:
-        if strict:
-            raise BadInput(
-                f"{base.url} holds no weights, so whether the checkpoint has all of the model can't be told.",
-                hint="Give a folder with weights, or strict=False (--partial).",
-            )
-        return []
+def _missing(tensors: Sequence[PublishedTensor], folder: HuggingFaceFolder, where: str) -> list[str]:
+    """List the tensors of the published folder that the checkpoint does not have. BadInput for tensors that
+    the folder does not have, or has in another shape."""
     names = {name.removesuffix("_blocks") for name in folder.names() if hf.is_weight(name)}
     mine = {tensor.name for tensor in tensors}
     extra, missing = sorted(mine - names), sorted(names - mine, key=_natural)
     if extra:
         near = nearest(extra[0], missing or sorted(names))
         raise BadInput(
-            f"The checkpoint makes up {len(extra)} tensors that {base.url} does not have: {listed(extra)}.",
+            f"The checkpoint makes up {len(extra)} tensors that {where} does not have: {listed(extra)}.",
             hint=f"The nearest there is {near!r}." if near else "",
-        )
-    needed = [name for name in missing if not may_lack(name)]
-    if needed and strict:
-        raise MissingTensors(
-            f"The checkpoint has nothing for {len(needed)} tensors of {base.url}: {listed(needed)}.",
-            hint="Layers that predict further tokens may be left out with strict=False (--partial).",
-            details={"missing": needed[:100]},
         )
     for tensor in tensors:
         place = folder.place(tensor.name)
         if place is not None and place.shape != tensor.shape:
             raise BadInput(
-                f"{tensor.name!r} has shape {list(place.shape)} in {base.url}, and the checkpoint's weights "
+                f"{tensor.name!r} has shape {list(place.shape)} in {where}, and the checkpoint's weights "
                 f"make {list(tensor.shape)} of it."
             )
     return missing

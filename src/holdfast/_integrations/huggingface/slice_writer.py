@@ -203,14 +203,11 @@ def _all_names(columns: Columns) -> Columns:
 
     With them a load can tell what is not in the source from what was not fetched.
     """
-    rows, dims = len(columns.names), columns.dims
     return Columns(
         names=columns.names,
         dtype=columns.dtype,
         kind=columns.kind,
         ndim=columns.ndim,
         shape=columns.shape,
-        chunk_end=np.zeros(rows, "<i8"),
-        offset=np.zeros((0, dims), "<i8"),
-        size=np.zeros((0, dims), "<i8"),
+        chunk_end=np.zeros(len(columns.names), "<i8"),
     )
