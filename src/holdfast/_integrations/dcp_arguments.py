@@ -112,7 +112,7 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
     refused."""
     for name, value in given.items():
         if value is not None:
-            _check(call, name, value, checkpoint_id)
+            _check(call, name, value)
     storage, planner = given.get("storage_writer", given.get("storage_reader")), given.get("planner")
     folder = checkpoint_id if checkpoint_id is not None else getattr(storage, "path", None)
     if folder is None:
@@ -125,17 +125,15 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
     )
 
 
-def _check(call: str, name: str, value: object, checkpoint_id: object) -> None:
+def _check(call: str, name: str, value: object) -> None:
     """Raise BadInput if an argument asks for something that Holdfast does not do."""
     theirs = type(value)
     kind = TAKES[call][name].get(f"{theirs.__module__}.{theirs.__qualname__}")
-    path = getattr(value, "path", None)
     if kind is None:
-        there = f" and give checkpoint_id={os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else ""
         raise BadInput(
             f"holdfast.dcp.{call} takes no {name}= ({theirs.__name__}): Holdfast plans, writes and reads by "
             f"itself.",
-            hint=f"Leave {name} out{there if checkpoint_id is None else ''}.",
+            hint=f"Leave {name} out, and name the folder by checkpoint_id.",
         )
     arguments = {attribute: argument for argument, attribute in kind.kept_as.items()}
     plain = vars(kind.plain(value))
