@@ -88,7 +88,7 @@ def test_what_brings_code_of_its_own_goes_to_dcp_and_is_said_once(
     assert (tmp_path / "a" / ".metadata").exists()
     assert [record.message for record in caplog.records] == [
         "torch.distributed.checkpoint.save is not replaced: holdfast.dcp.save takes no planner= (Sorting): "
-        "Holdfast plans, writes and reads by itself. Leave planner out, and name the folder by checkpoint_id."
+        "Holdfast plans, writes and reads by itself. Leave planner out."
     ]
 
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast._format import objects
 from holdfast._format.archive import Archive, BadArchive
-from holdfast._format.columns import Array, unpad
+from holdfast._format.columns import unpad
 from holdfast._format.index import Index
 from holdfast._format.limits import bounded_memory
 from holdfast._format.names import (
@@ -265,7 +265,8 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
         for offset, size in zip(one.offset, one.size, strict=True):
             box = Box(unpad(offset, ndim), unpad(size, ndim))
             content = read_box(store, one, box, index.where)
-            writer.add(dcp.MetadataIndex(name, box.offset), _archive(_tensor(content, dtype, box.shape)))
+            tensor = torch.from_numpy(content).view(dtype).view(box.shape)
+            writer.add(dcp.MetadataIndex(name, box.offset), _archive(tensor))
             chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
             meter.moved(content.nbytes)
         shape = torch.Size(one.shape_of(0))
@@ -320,9 +321,3 @@ def _archive(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _tensor(data: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(shape)
