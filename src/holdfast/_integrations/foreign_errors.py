@@ -12,16 +12,20 @@ from functools import cache
 
 from holdfast.errors import HoldfastError
 
+_made: dict[tuple[type[HoldfastError], type[BaseException]], type[HoldfastError]] = {}
 
-# Cached, so that errors of one kind have the same type everywhere in the process.
-@cache
+
 def kind_of_both(ours: type[HoldfastError], theirs: type[BaseException]) -> type[HoldfastError]:
     """Return a subclass of both, with the name of ours."""
     if issubclass(ours, theirs):
         return ours
+    # One class for each pair, so that errors of one kind have the same type everywhere in the process.
+    if (ours, theirs) in _made:
+        return _made[ours, theirs]
     # torch's property `failures` returns `_failures`.
     more = {"plain": ours, "__module__": ours.__module__, "__doc__": ours.__doc__, "_failures": {}}
-    return type(ours.__name__, (ours, theirs), more)
+    _made[ours, theirs] = made = type(ours.__name__, (ours, theirs), more)
+    return made
 
 
 @contextmanager

@@ -46,9 +46,10 @@ class Guard:
             # Of an asynchronous barrier the framework wants the work object.
             if name != "barrier" or named.get("async_op"):
                 return self.collectives.meet_first(name, original, args, named)
-            if self.postponed is not None:
-                return None  # after a failed barrier the ranks do not meet any more
-            return self.collectives.barrier(*args, **named)  # type: ignore[arg-type]
+            # After a failed barrier the ranks do not meet any more.
+            if self.postponed is None:
+                self.collectives.barrier(*args, **named)  # type: ignore[arg-type]
+            return None
         except HoldfastError as error:
             # Before a commit there is no checkpoint that this error could make look lost.
             if not self.committed:

@@ -84,7 +84,8 @@ class RosterCollectives:
         if len(ranks) < len(_members(group)):
             if name != "all_reduce":
                 raise self._refused(name)
-            return self._largest(*args, **named)  # type: ignore[arg-type]
+            self._largest(*args, **named)  # type: ignore[arg-type]
+            return None
         number = self._issued[ranks] = self._issued.get(ranks, 0) + 1
         # A meeting costs messages of all ranks. A missing rank is found at the next meeting.
         if number <= MEET_ALWAYS or number % MEET_EVERY == 0:
