@@ -74,14 +74,14 @@ def run_import(
     identity: str,
     trouble: object = None,
     step: int | None,
-    options: Options | None,
+    options: Options,
     imported: str,
 ) -> SaveReport:
     """Save what `collect` yields; nothing if this import has ended already.
 
     identity: of the source, which must be the same on all ranks. trouble: why this rank can't read it.
     """
-    options, left, files = options or Options(), list[str](), dict[str, bytes]()
+    left, files = list[str](), dict[str, bytes]()
 
     def choose(reports: dict[int, Json]) -> Json:
         known = _one_source(reports)
