@@ -282,9 +282,10 @@ def _tensor_parallel(value: DTensor) -> tuple[int | None, int, int]:
     """
     placements: Sequence[Any] = value.placements
     mesh = value.device_mesh
+    cut = [axis for axis, placement in enumerate(placements) if placement.is_shard()]
+    names = mesh.mesh_dim_names or ()
     last = len(placements) - 1
-    names = mesh.mesh_dim_names
-    if last < 1 or not names or "tp" not in names[last] or not placements[last].is_shard():
+    if last not in cut or not names or "tp" not in str(names[last]) or len(placements) < 2:
         return None, 0, 1
     return int(placements[last].dim), int(mesh.get_local_rank(last)), int(mesh.size(last))
 

@@ -18,12 +18,16 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 def _run_the_hidden_one() -> None:
     """Import the `sitecustomize` that Python would have found without this folder."""
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
-    mine = sys.modules.pop("sitecustomize")
-    if find_spec("sitecustomize") is not None:
-        import_module("sitecustomize")
-    else:
-        sys.modules["sitecustomize"] = mine
+    path = list(sys.path)
+    sys.path[:] = [entry for entry in path if os.path.abspath(entry or ".") != _HERE]
+    mine = sys.modules.pop("sitecustomize", None)
+    try:
+        if find_spec("sitecustomize") is not None:
+            import_module("sitecustomize")
+        elif mine is not None:
+            sys.modules["sitecustomize"] = mine
+    finally:
+        sys.path[:] = [entry for entry in path if os.path.abspath(entry or ".") != _HERE]
 
 
 def _install(module: ModuleType) -> None:
