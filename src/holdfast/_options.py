@@ -55,6 +55,10 @@ class Options:
     keep_failed: bool = False
     """Leave this rank's files of a failed save in place, for a post-mortem."""
 
+    nearest_rng: bool = False
+    """Where the layout that saved a checkpoint of megatron-core had no rank at this rank's place, a load
+    takes the state of random generators (`rng_state`) of the nearest rank; otherwise it fails."""
+
     def __post_init__(self) -> None:
         if self.check_replicas not in CHECKS:
             raise BadInput(f"check_replicas must be one of {CHECKS}, not {self.check_replicas!r}.")

@@ -22,7 +22,11 @@ class Trainer:
         import holdfast
 
         holdfast.install(
-            nearest_rng=nearest_rng, job=holdfast.Job(timeout=timeout, stall_timeout=stall_timeout)
+            job=holdfast.Job(
+                timeout=timeout,
+                stall_timeout=stall_timeout,
+                options=holdfast.Options(nearest_rng=nearest_rng),
+            )
         )
         import torch
 

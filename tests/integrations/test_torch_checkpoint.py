@@ -31,19 +31,13 @@ class Trainer:
     def load(self, state: dict[str, Any], **how: Any) -> None:
         dcp.load(state, no_dist=True, **how)
 
-    def save_by_position(self, state: dict[str, Any], writer: FileSystemWriter) -> Any:
-        return dcp.save(state, writer, no_dist=True)
-
-    def load_by_position(self, state: dict[str, Any], reader: FileSystemReader) -> None:
-        dcp.load(state, reader, no_dist=True)
-
     def load_old(self, state: dict[str, Any], reader: FileSystemReader, planner: Any) -> None:
-        dcp.load_state_dict(state, reader, no_dist=True, planner=planner)
+        dcp.load_state_dict(state, storage_reader=reader, no_dist=True, planner=planner)
 
 
 @pytest.fixture(autouse=True)
 def installed() -> Any:
-    names = ("save", "save_in_background", "load", "load_old", "save_by_position", "load_by_position")
+    names = ("save", "save_in_background", "load", "load_old")
     holdfast.install(
         "torch-dcp", guard=[f"{HERE}.Trainer.{name}" for name in names], job=holdfast.Job(timeout=60)
     )
@@ -59,19 +53,6 @@ def test_a_plain_writer_names_a_folder(tmp_path: Path) -> None:
     Trainer().load(back, storage_reader=FileSystemReader(tmp_path / "a"))
     assert torch.equal(back["w"], state["w"])
     assert back["step"] == 3
-
-
-def test_a_plain_writer_by_position(tmp_path: Path) -> None:
-    """As DCP still takes it, with a warning."""
-    Trainer().save_by_position({"w": torch.arange(4.0)}, FileSystemWriter(tmp_path / "a"))
-    assert (tmp_path / "a" / INDEX).exists()
-
-
-def test_a_plain_reader_by_position(tmp_path: Path) -> None:
-    Trainer().save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "a")
-    back = {"w": torch.zeros(4)}
-    Trainer().load_by_position(back, FileSystemReader(tmp_path / "a"))
-    assert torch.equal(back["w"], torch.arange(4.0))
 
 
 def test_the_deprecated_load_and_names_that_are_not_there(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast._integrations.torch_dist import import_torch_dist
 from holdfast._io import open_files
-from holdfast._maintenance.inspect import explain
 from holdfast._store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
 
@@ -148,24 +147,6 @@ def test_garbage_metadata_is_told(folder: Path) -> None:
         (folder / ".metadata").write_bytes(bad)
         with pytest.raises(CorruptCheckpoint, match="metadata of a torch_dist checkpoint"):
             holdfast.load(empty(), folder)
-
-
-def test_an_import_into_panels_checks_every_byte(tmp_path: Path) -> None:
-    wide = torch.arange(512 * 512, dtype=torch.float32).view(512, 512)
-    panels = holdfast.Options(columns=("*",))
-    dcp.save({"wide": wide}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    import_torch_dist(tmp_path / "dcp", tmp_path / "good", options=panels)
-    assert len(explain(tmp_path / "good", "wide").parts) > 1, "it is cut"
-    found = {"wide": torch.zeros(512, 512)}
-    holdfast.load(found, tmp_path / "good")
-    assert torch.equal(found["wide"], wide)
-
-    (data,) = (tmp_path / "dcp").glob("*.distcp")
-    content = bytearray(data.read_bytes())
-    content[content.index(wide[300, 400:410].numpy().tobytes())] ^= 1
-    data.write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match="'wide' is damaged in the checkpoint to be imported"):
-        import_torch_dist(tmp_path / "dcp", tmp_path / "bad", options=panels)
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["loaded", "imported"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast._maintenance.diff import compare
+from holdfast._options import Options
 from tests.integrations.megatron.models import Layout
 from tests.integrations.verl_jobs import save_and_load, save_without
 from tests.support.processes import ProcessWorld
@@ -24,7 +25,7 @@ HOME, OTHER = Layout(tp=2, ep=2), Layout(pp=2, ep=2)
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     folder = tmp_path_factory.mktemp("verl") / "global_step_1" / "actor"
     with ProcessWorld(RANKS, preload="verl") as world:
-        losses = world.run(save_and_load, HOME, str(folder), None, {}, timeout=200)
+        losses = world.run(save_and_load, HOME, str(folder), None, Options(), timeout=200)
     return folder, losses[0]
 
 
@@ -39,7 +40,7 @@ def test_the_folder_is_verls_own(saved: tuple[Path, list[float]]) -> None:
 def test_it_loads_and_training_goes_on_as_before(saved: tuple[Path, list[float]], tmp_path: Path) -> None:
     folder, losses = saved
     with ProcessWorld(RANKS, preload="verl") as world:
-        found = world.run(save_and_load, HOME, str(tmp_path / "a"), str(folder), {}, timeout=200)
+        found = world.run(save_and_load, HOME, str(tmp_path / "a"), str(folder), Options(), timeout=200)
     assert found[0] == losses
     for part in ("model", "optimizer"):
         report = compare(folder / part / "dist_ckpt", tmp_path / "a" / part / "dist_ckpt")
@@ -52,10 +53,10 @@ def test_another_layout_takes_the_generators_of_the_nearest_rank(
 ) -> None:
     folder, losses = saved
     with ProcessWorld(RANKS, preload="verl") as world, pytest.raises(Exception, match="nearest_rng"):
-        world.run(save_and_load, OTHER, str(tmp_path / "a"), str(folder), {}, timeout=200)
+        world.run(save_and_load, OTHER, str(tmp_path / "a"), str(folder), Options(), timeout=200)
     with ProcessWorld(RANKS, preload="verl") as world:
         found = world.run(
-            save_and_load, OTHER, str(tmp_path / "b"), str(folder), {"nearest_rng": True}, timeout=200
+            save_and_load, OTHER, str(tmp_path / "b"), str(folder), Options(nearest_rng=True), timeout=200
         )
     assert found[0] == pytest.approx(losses, rel=1e-4)
 

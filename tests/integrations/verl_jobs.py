@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holdfast._options import Options
 from tests.integrations.megatron.cpu import use_cpu
 from tests.integrations.megatron.jobs import training
 from tests.integrations.megatron.models import Layout, Recipe, Training
@@ -71,13 +72,14 @@ CONTENTS = ["model", "optimizer", "extra"]
 
 
 def save_and_load(
-    rank: int, layout: Layout, folder: str, load_from: str | None, options: dict[str, Any]
+    rank: int, layout: Layout, folder: str, load_from: str | None, options: Options
 ) -> list[float]:
     """With `install()` before verl is imported: losses after a save."""
     import holdfast
 
     os.environ["RANK"] = str(rank)
-    holdfast.install(warm_up=False, session=False, job=holdfast.Job(timeout=60, stall_timeout=30), **options)
+    job = holdfast.Job(timeout=60, stall_timeout=30, options=options)
+    holdfast.install(warm_up=False, session=False, job=job)
     import_verl()
     with training(layout, SMALL, seed=3) as run:
         manager = manager_of(run, CONTENTS)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast._layout.box import Box, cut, union
-from holdfast._plan.byte_ranges import ByteRange, _joined, _runs
+from holdfast._plan.byte_ranges import ByteRange, _joined, runs_of
 
 
 @st.composite
@@ -44,16 +44,16 @@ def test_runs_are_the_bytes_of_a_box(case: tuple[tuple[int, ...], list[Box]], it
     shape, boxes = case
     for box in boxes:
         where = np.arange(int(np.prod(shape)) * itemsize).reshape(*shape, itemsize) + 100
-        runs = _runs(shape, box, itemsize, 100)
+        runs = runs_of(shape, box, itemsize, 100)
         assert sorted(bytes_of(runs)) == sorted(where[box.slices()].ravel().tolist())
         assert sorted(bytes_of(_joined(sorted(runs, key=lambda run: run.start)))) == sorted(bytes_of(runs))
 
 
 def test_columns_are_one_range_that_repeats() -> None:
-    assert _runs((6, 8), Box((0, 4), (6, 4)), 2, 10) == [ByteRange(18, 8, 16, 6)]
-    assert _runs((3, 6, 8), Box((1, 0, 4), (2, 6, 4)), 2, 0) == [ByteRange(96 + 8, 8, 16, 12)]
-    assert _runs((6, 8), Box((2, 0), (3, 8)), 2, 0) == [ByteRange(32, 48, 48, 1)]
-    assert _runs((), Box((), ()), 4, 7) == [ByteRange(7, 4, 4, 1)]
+    assert runs_of((6, 8), Box((0, 4), (6, 4)), 2, 10) == [ByteRange(18, 8, 16, 6)]
+    assert runs_of((3, 6, 8), Box((1, 0, 4), (2, 6, 4)), 2, 0) == [ByteRange(96 + 8, 8, 16, 12)]
+    assert runs_of((6, 8), Box((2, 0), (3, 8)), 2, 0) == [ByteRange(32, 48, 48, 1)]
+    assert runs_of((), Box((), ()), 4, 7) == [ByteRange(7, 4, 4, 1)]
 
 
 @given(shapes_and_boxes())

@@ -32,13 +32,12 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
     from holdfast._options import Options
     from holdfast._protocol.job import Job
 
-    options = Options(fingerprint=fingerprint)
     with output.progress(f"import {source}") as advance:
         if kind == "hf":
-            job = Job(options=options, no_dist=True, timeout=7 * 86400.0)
+            job = Job(options=Options(fingerprint=fingerprint), no_dist=True, timeout=7 * 86400.0)
             report = import_huggingface(source, out, step=step, progress=advance, job=job)
         else:
-            report = import_torch_dist(source, out, step=step, options=options, progress=advance)
+            report = import_torch_dist(source, out, step=step, fingerprint=fingerprint, progress=advance)
     if as_json:
         output.print_json(report)
         return

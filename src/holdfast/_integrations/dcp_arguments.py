@@ -10,7 +10,7 @@ plans alone, so code that needs the plans of all ranks can't run.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ _DCP = "torch.distributed.checkpoint"
 class ArgumentRules(NamedTuple):
     """The decisions on the arguments of a class."""
 
-    plain: Callable[[Any], object]
-    """Makes an object like the given one, with the defaults of what may be refused."""
     honoured: tuple[str, ...] = ()
     moot: Mapping[str, str] = {}
     """Why any value gives what it promises."""
@@ -38,7 +36,6 @@ class ArgumentRules(NamedTuple):
 _COPY = "a copy is made in any case, and its memory is used again"
 _FLAT = "names are always the paths of values, joined by dots"
 _WRITER = ArgumentRules(
-    plain=lambda given: type(given)(given.path),
     honoured=("path", "overwrite", "thread_count"),
     moot={
         "sync_files": "files are always synced",
@@ -54,14 +51,12 @@ _WRITER = ArgumentRules(
     made=("save_id", "rank", "use_collectives", "state_dict_cache"),
 )
 _READER = ArgumentRules(
-    plain=lambda given: type(given)(given.path),
     honoured=("path",),
     refused={"_extension_registry": "compressed and encrypted files are not read"},
     kept_as={"_extension_registry": "transforms"},
     made=("load_id", "rank", "use_collectives", "storage_data"),
 )
 _SAVE_PLANNER = ArgumentRules(
-    plain=lambda given: type(given)(),
     moot={
         "dedup_replicated_tensors": "it has no effect in DCP either",
         "dedup_save_to_lowest_rank": "a replica is written once in any case",
@@ -72,7 +67,6 @@ _SAVE_PLANNER = ArgumentRules(
     made=("mappings",),
 )
 _LOAD_PLANNER = ArgumentRules(
-    plain=lambda given: type(given)(),
     honoured=("allow_partial_load",),
     refused={"flatten_state_dict": _FLAT, "flatten_sharded_tensors": _FLAT},
     made=("original_state_dict", "mappings"),
@@ -80,10 +74,9 @@ _LOAD_PLANNER = ArgumentRules(
 _WRITERS = {f"{_DCP}.filesystem.FileSystemWriter": _WRITER}
 _SAVE_PLANNERS = {f"{_DCP}.default_planner.DefaultSavePlanner": _SAVE_PLANNER}
 _STAGERS = {
-    # A stager only copies the state, so none of its attributes is looked at.
-    f"{_DCP}.staging.DefaultStager": ArgumentRules(lambda given: given, moot={"config": _COPY}),
+    f"{_DCP}.staging.DefaultStager": ArgumentRules(moot={"config": _COPY}),
     f"{_DCP}.staging.BlockingAsyncStager": ArgumentRules(
-        lambda given: given, moot={"cache_staged_state_dict": _COPY, "type_check": _COPY}
+        moot={"cache_staged_state_dict": _COPY, "type_check": _COPY}
     ),
 }
 TAKES: Mapping[str, Mapping[str, Mapping[str, ArgumentRules]]] = {
@@ -125,20 +118,23 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
     )
 
 
-def _check(call: str, name: str, value: object, checkpoint_id: object) -> None:
+def _check(call: str, name: str, value: Any, checkpoint_id: object) -> None:
     """Raise BadInput if an argument asks for something that Holdfast does not do."""
     theirs = type(value)
     kind = TAKES[call][name].get(f"{theirs.__module__}.{theirs.__qualname__}")
-    path = getattr(value, "path", None)
     if kind is None:
+        path = getattr(value, "path", None)
         there = f" and give checkpoint_id={os.fspath(path)!r}" if isinstance(path, str | os.PathLike) else ""
         raise BadInput(
             f"holdfast.dcp.{call} takes no {name}= ({theirs.__name__}): Holdfast plans, writes and reads by "
             f"itself.",
             hint=f"Leave {name} out{there if checkpoint_id is None else ''}.",
         )
+    if name == "async_stager":
+        return  # it only copies the state, so none of its attributes is looked at
     arguments = {attribute: argument for argument, attribute in kind.kept_as.items()}
-    plain = vars(kind.plain(value))
+    # An object like the given one, with the defaults of what may be refused.
+    plain = vars(theirs(value.path) if "path" in kind.honoured else theirs())
     for attribute, found in vars(value).items():
         argument = arguments.get(attribute, attribute)
         if argument in (*kind.honoured, *kind.moot, *kind.made):

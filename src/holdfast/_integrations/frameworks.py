@@ -215,6 +215,6 @@ def _told_apart(function: Callable[..., object], args: tuple[object, ...], named
         value = given.get(first)
         for attribute in attributes:
             value = getattr(value, attribute, None)
-        if isinstance(value, int | str | os.PathLike) and not isinstance(value, bool):
-            return f"{path}={os.fspath(value) if isinstance(value, os.PathLike) else value}"
+        if isinstance(value, int | str | os.PathLike):
+            return f"{path}={value}"
     return ""

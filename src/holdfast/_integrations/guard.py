@@ -1,9 +1,9 @@
 """Waits with a deadline in place of the barriers inside a framework's save function.
 
 Frameworks call barriers and object collectives around `dist_checkpointing.save`. If one rank never comes, the
-others wait in them until a watchdog ends the job. While a guarded function runs, these calls of
-`torch.distributed` go over the roster instead (`roster_collectives`), and an error names the missing rank
-when the deadline has passed.
+others wait in them until a watchdog ends the job. While a guarded function runs, the ranks of such a call of
+`torch.distributed` meet on the roster (`roster_collectives`), and an error names the missing rank when the
+deadline has passed.
 
 After a checkpoint was committed inside, a barrier that fails does not stop the function: the framework still
 writes its own tracker file, and the error is raised at the end of the function.
@@ -18,7 +18,7 @@ from functools import wraps
 
 import torch.distributed as dist
 
-from holdfast._integrations.roster_collectives import EXCHANGED, MEET_FIRST, NotCarried, RosterCollectives
+from holdfast._integrations.roster_collectives import MEET_FIRST, RosterCollectives
 from holdfast._protocol.job import Job, job_of
 from holdfast.errors import HoldfastError
 
@@ -43,13 +43,13 @@ class Guard:
     ) -> object:
         """Do what the guarded function asks of `torch.distributed.<name>`."""
         try:
-            if name in MEET_FIRST:
+            # Of an asynchronous barrier the framework wants the work object.
+            if name != "barrier" or named.get("async_op"):
                 return self.collectives.meet_first(name, original, args, named)
-            if name == "barrier" and self.postponed is not None:
-                return None  # after a failed barrier the ranks do not meet any more
-            return getattr(self.collectives, name)(*args, **named)
-        except NotCarried:
-            return original(*args, **named)
+            # After a failed barrier the ranks do not meet any more.
+            if self.postponed is None:
+                self.collectives.barrier(*args, **named)  # type: ignore[arg-type]
+            return None
         except HoldfastError as error:
             # Before a commit there is no checkpoint that this error could make look lost.
             if not self.committed:
@@ -75,7 +75,7 @@ _here = _Thread()
 def guarded(
     title: str, *, call: str = "", like_stock: bool = False, job: Job | None = None
 ) -> Iterator[None]:
-    """Let barriers and object collectives of `torch.distributed` wait over the roster, with a deadline.
+    """Let barriers of `torch.distributed` wait over the roster, with a deadline.
 
     The ranks of any other collective meet there before it is issued. Other threads are not affected.
 
@@ -138,7 +138,7 @@ def _enter() -> None:
         if not _users:
             # Set in the module, where frameworks look them up at each call. A name that was bound by
             # `from torch.distributed import barrier` stays the collective itself.
-            for name in (*EXCHANGED, *MEET_FIRST):
+            for name in ("barrier", *MEET_FIRST):
                 _originals[name] = original = getattr(dist, name)
                 setattr(dist, name, _dispatch(name, original))
         _users += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 
 import msgspec
-import numpy as np
 
 from holdfast._format.names import DATA, IMPORTED_MODEL
 from holdfast._integrations.conversion_folder import (
@@ -22,7 +21,7 @@ from holdfast._layout.box import Box
 from holdfast._layout.tensor import DTYPES, Dims, TensorSpec
 from holdfast._maintenance.target import number
 from holdfast._options import Options
-from holdfast._plan.shard_table import contiguous_at
+from holdfast._plan.byte_ranges import runs_of
 from holdfast._protocol.call import Call
 from holdfast._protocol.operation import agree
 from holdfast._saving.job import SaveJob, SaveReport
@@ -47,10 +46,10 @@ class FileMemory:
 
     def gather(self, box: Box, out: Buffer) -> None:
         view, done = memoryview(out).cast("B"), 0
-        for start, count in _runs(self._shape, box):
-            size = count * self._itemsize
-            self.read(start * self._itemsize, view[done : done + size])
-            done += size
+        for run in runs_of(self._shape, box, self._itemsize, 0):
+            for repeat in range(run.count):
+                self.read(run.start + repeat * run.step, view[done : done + run.length])
+                done += run.length
         self._meter.moved(done)
 
     def read(self, offset: int, view: memoryview) -> None:
@@ -60,17 +59,6 @@ class FileMemory:
 
     def scatter(self, box: Box, data: Buffer, shape: Dims, inside: Box) -> None:
         raise AssertionError("a file that is imported is not written to")
-
-
-def _runs(shape: Dims, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield where the parts of a box begin that are contiguous in a row-major tensor, and their elements."""
-    start = contiguous_at(shape, box)
-    if start is not None:
-        yield start, box.volume
-        return
-    for row in np.ndindex(*box.shape[:-1]):
-        place = (*(a + b for a, b in zip(row, box.offset, strict=False)), box.offset[-1])
-        yield int(np.ravel_multi_index(place, shape)), box.shape[-1]
 
 
 def leaf(name: str, value: object) -> Leaf:
@@ -86,14 +74,14 @@ def run_import(
     identity: str,
     trouble: object = None,
     step: int | None,
-    options: Options | None,
+    options: Options,
     imported: str,
 ) -> SaveReport:
     """Save what `collect` yields; nothing if this import has ended already.
 
     identity: of the source, which must be the same on all ranks. trouble: why this rank can't read it.
     """
-    options, left, files = options or Options(), list[str](), dict[str, bytes]()
+    left, files = list[str](), dict[str, bytes]()
 
     def choose(reports: dict[int, Json]) -> Json:
         known = _one_source(reports)

@@ -120,7 +120,6 @@ def install(
     warm_up: bool | Sequence[str] = True,
     session: bool = True,
     memory_budget: int | None = None,
-    nearest_rng: bool = False,
     after_end: float | None = 120.0,
     job: Job | None = None,
 ) -> None:
@@ -141,15 +140,13 @@ def install(
     checkpoints: replace saves and loads.
     huggingface: replace the functions that load published weights into a model, or save a model as published
         weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
-    guard: inside the frameworks' functions that save, load and finalize, barriers, object collectives and
-        tensor collectives wait over the roster with these deadlines (`guarded`). A list of dotted names adds
+    guard: inside the frameworks' functions that save, load and finalize, barriers wait, and ranks of other
+        collectives meet, over the roster with these deadlines (`guarded`). A list of dotted names adds
         functions of your own.
     warm_up: `initialize_model_parallel` issues the first collectives of every group at its end, with these
         deadlines, and `memory_budget` bytes of GPU memory (`holdfast.warm_up`). A list names the operations.
     session: after `initialize_model_parallel`, to the end of the process, ranks watch each other, and groups
         are closed in order (`holdfast.session`).
-    nearest_rng: where the layout that saved had no rank at this rank's place, a load takes the state of
-        random generators from the nearest rank.
 
     Raises BadInput for an unknown framework or function; then nothing is changed.
     """
@@ -168,7 +165,6 @@ def install(
         session=session,
         operations=None if isinstance(warm_up, bool) else chosen_operations(warm_up),
         memory_budget=memory_budget,
-        nearest_rng=nearest_rng,
         after_end=after_end,
     )
     made = _Installation(settings, _frameworks(framework))

@@ -94,10 +94,7 @@ class Patches:
             # This hook belongs to an installation that was undone.
             if not self._active:
                 return
-            known = {id(done.replacement) for done in self.done}
             for replacement in self._wanted.get(module.__name__, ()):
-                if id(replacement) in known:
-                    continue  # the module is imported again (importlib.reload)
                 try:
                     self._replace(module, replacement)
                 except Exception as error:  # a framework's import must not fail because of Holdfast

@@ -25,7 +25,6 @@ class Settings:
     session: bool = True
     operations: tuple[str, ...] | None = None
     memory_budget: int | None = None
-    nearest_rng: bool = False
     after_end: float | None = 120.0
 
     def of_a_guard(self) -> Job:

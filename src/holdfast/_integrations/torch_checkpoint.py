@@ -24,11 +24,10 @@ _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    """Yield replacements of DCP's public functions, with the deprecated ones that frameworks still call."""
+    """Yield replacements of DCP's public functions, with the deprecated one that frameworks still call."""
     for module, name, ours in (
         (_SAVER, "save", "save"),
         (_SAVER, "async_save", "async_save"),
-        (_SAVER, "save_state_dict", "save"),
         (_LOADER, "load", "load"),
         (_LOADER, "load_state_dict", "load"),
     ):
@@ -41,39 +40,37 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
     def make(original: Callable[..., object]) -> Callable[..., object]:
         @wraps(original)
         def call(state_dict: StateDict, *args: Any, **named: Any) -> object:
-            if not is_guarded():
+            # By position come only deprecated arguments, which no framework gives.
+            if args or not is_guarded():
                 return original(state_dict, *args, **named)
             # Imported here: `install` must not import torch DCP into programs that don't use it.
             from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
             from holdfast._integrations import dcp, dcp_arguments
 
-            # The deprecated functions also take other arguments by position.
-            given = dict(zip(_POSITIONAL[original.__name__], args, strict=False)) | named
-            objects = {key: given[key] for key in dcp_arguments.TAKES[name] if key in given}
+            objects = {key: named[key] for key in dcp_arguments.TAKES[name] if key in named}
             try:
-                dcp_arguments.understand(name, given.get("checkpoint_id"), **objects)
+                dcp_arguments.understand(name, named.get("checkpoint_id"), **objects)
             except BadInput as error:
                 # The framework gives this argument, and its user can't remove it (docs/decisions/0016).
                 warn_once(f"torch.distributed.checkpoint.{original.__name__} is not replaced: {error}")
-                return original(state_dict, *args, **named)
+                return original(state_dict, **named)
             how: dict[str, Any] = {
                 **objects,
-                "checkpoint_id": given.get("checkpoint_id"),
-                "process_group": given.get("process_group"),
-                "no_dist": given.get("no_dist", False),
+                "checkpoint_id": named.get("checkpoint_id"),
+                "process_group": named.get("process_group"),
+                "no_dist": named.get("no_dist", False),
                 # A process group already says who takes part; giving both is an error.
-                "job": settings.of_a_call(anyone=given.get("process_group") is not None),
+                "job": settings.of_a_call(anyone=named.get("process_group") is not None),
             }
-            if name == "load":
-                with allowing(_enumerations()):
-                    return dcp.load(state_dict, **how)
-            how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
             with allowing(_enumerations()):
+                if name == "load":
+                    return dcp.load(state_dict, **how)
+                how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
                 if name == "async_save":
                     made = dcp.async_save(state_dict, **how)
                     # DCP returns a Future, or with a stager an AsyncSaveResponse; torchtitan asserts which.
-                    if given.get("async_stager"):
+                    if named.get("async_stager"):
                         return AsyncSaveResponse(made.staging_completion, made)  # type: ignore[arg-type]
                     return made
                 report = dcp.save(state_dict, **how)
@@ -93,14 +90,3 @@ def _enumerations() -> tuple[Allowed, ...]:
     from holdfast._integrations.megatron import mcore
 
     return mcore.safe_types()
-
-
-_POSITIONAL = {
-    # DCP accepts the writer or reader by position, with a warning (`_api_bc_check`).
-    "save": ("storage_writer",),
-    "async_save": (),
-    "load": ("storage_reader",),
-    "save_state_dict": ("storage_writer", "process_group", "coordinator_rank", "no_dist", "planner"),
-    "load_state_dict": ("storage_reader", "process_group", "coordinator_rank", "no_dist", "planner"),
-}
-"""Arguments that DCP takes by position after the state."""

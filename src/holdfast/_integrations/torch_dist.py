@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast._format import objects
 from holdfast._format.archive import Archive, BadArchive
-from holdfast._format.columns import Array, unpad
+from holdfast._format.columns import unpad
 from holdfast._format.index import Index
 from holdfast._format.limits import bounded_memory
 from holdfast._format.names import (
@@ -65,9 +65,6 @@ from holdfast.errors import BadInput, CorruptCheckpoint
 
 PER_FILE = 4 << 30
 """Bytes in a data file after which an export begins the next one."""
-CHECKED_AT_ONCE = 8 << 20
-"""Bytes of a chunk that are read at a time to check its CRC."""
-
 _EXPORT = "holdfast-export-"
 """Begins the `save_id` in the `.metadata` of an export."""
 
@@ -77,32 +74,16 @@ class _Checked(FileMemory):
 
     def __init__(self, spec: TensorSpec, box: Box, reader: Reader, location: ChunkLocation, meter: Meter):
         super().__init__(spec, box, reader, location.position, meter)
-        self._spec, self._location = spec, location
-        self._crc, self._next = 0, 0
+        self._spec, self._location, self._crc = spec, location, 0
 
     def read(self, offset: int, view: memoryview) -> None:
-        # A CRC can only be continued. A member that several tensors share is not checked.
-        whole = self._location.whole
-        if whole and offset != self._next != self.nbytes:
-            self._check_all()
         super().read(offset, view)
-        if whole and offset == self._next:
-            self._crc, self._next = zlib.crc32(view, self._crc), offset + len(view)
-            if self._next == self.nbytes:
-                self._refuse_damage(self._crc)
-
-    def _check_all(self) -> None:
-        """Check the CRC of the whole chunk, before a part of it is read out of order."""
-        crc = 0
-        for low in range(0, self.nbytes, CHECKED_AT_ONCE):
-            size = min(CHECKED_AT_ONCE, self.nbytes - low)
-            crc = zlib.crc32(self.reader.read(self.position + low, size), crc)
-        self._next = self.nbytes
-        self._refuse_damage(crc)
-
-    def _refuse_damage(self, crc: int) -> None:
+        # A save without column panels reads a chunk from its first byte to its last, as a CRC needs them.
+        self._crc = zlib.crc32(view, self._crc if offset else 0)
+        # A member that several tensors share is not checked.
+        is_end = self._location.whole and offset + len(view) == self.nbytes
         # A stored CRC of 0 means none: torch has an option not to compute them.
-        if self._location.crc not in (0, crc):
+        if is_end and self._location.crc not in (0, self._crc):
             name = self._spec.name
             raise CorruptCheckpoint(
                 f"{name!r} is damaged in the checkpoint to be imported: its bytes do not match their CRC-32.",
@@ -115,13 +96,14 @@ def import_torch_dist(
     out: str | os.PathLike[str],
     *,
     step: int | None = None,
-    options: Options | None = None,
+    fingerprint: bool = False,
     progress: ReportProgress = quiet,
 ) -> SaveReport:
     """Convert a torch DCP or megatron-core `torch_dist` checkpoint to a Holdfast one.
 
     source: the folder with `.metadata`. out: a folder that does not exist, is empty, or in which the same
         import was interrupted, which then starts again; after one that has ended nothing is left to do.
+    fingerprint: as in `Options`.
     Raises BadInput, NotCommitted, CorruptCheckpoint (with the tensor or file), StorageError.
     """
     store, target = open_store(source), open_store(out)
@@ -137,7 +119,7 @@ def import_torch_dist(
             lambda: _leaves(store, opened, Meter(progress), has_config),
             identity=opened.identity,
             step=step,
-            options=options,
+            options=Options(fingerprint=fingerprint),
             imported="torch_dist",
         )
     # After the commit, as in a save: frameworks recognise a distributed checkpoint by this file.
@@ -265,7 +247,8 @@ def _export(store: Store, index: Index, writer: _Writer, progress: ReportProgres
         for offset, size in zip(one.offset, one.size, strict=True):
             box = Box(unpad(offset, ndim), unpad(size, ndim))
             content = read_box(store, one, box, index.where)
-            writer.add(dcp.MetadataIndex(name, box.offset), _archive(_tensor(content, dtype, box.shape)))
+            tensor = torch.from_numpy(content).view(dtype).view(box.shape)
+            writer.add(dcp.MetadataIndex(name, box.offset), _archive(tensor))
             chunks.append(dcp.ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape)))
             meter.moved(content.nbytes)
         shape = torch.Size(one.shape_of(0))
@@ -320,9 +303,3 @@ def _archive(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
-
-
-def _tensor(data: Array, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    if not len(data):
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).view(shape)

@@ -62,11 +62,11 @@ def byte_ranges(columns: Columns, pairs: Overlaps) -> dict[str, list[ByteRange]]
                 mine.append(ByteRange(position + start, length, length, 1))
         else:
             for box in boxes:
-                mine += _runs(shape, box, itemsize, position)
+                mine += runs_of(shape, box, itemsize, position)
     return {name: _joined(sorted(by_file[name], key=lambda run: run.start)) for name in sorted(by_file)}
 
 
-def _runs(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange]:
+def runs_of(shape: Dims, box: Box, itemsize: int, position: int) -> list[ByteRange]:
     """Return the bytes of a box of a row-major tensor of `shape` that begins at `position`."""
     axis = len(shape) - 1  # from this axis on, the box consists of contiguous runs
     while axis > 0 and box.shape[axis] == shape[axis]:

@@ -22,13 +22,12 @@ class Bridge:
     def __init__(self, run: FsdpTraining, folder: str, load_from: str) -> None:
         stand_in_for("megatron-bridge")
         from megatron.bridge.training import checkpointing, config
-        from megatron.bridge.training.state import GlobalState, TrainState
+        from megatron.bridge.training.state import GlobalState
         from megatron.bridge.training.tokenizers.config import TokenizerConfig
         from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
         init_num_microbatches_calculator(0, None, 8, 1, 1)
-        torch.serialization.add_safe_globals([TrainState])
         self.module, self.run = checkpointing, run
         self.state = GlobalState()
         self.state.cfg = config.ConfigContainer(

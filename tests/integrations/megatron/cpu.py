@@ -65,15 +65,17 @@ def with_a_device() -> Iterator[None]:
         self.on_host = True  # type: ignore[attr-defined]
         return self
 
-    before = torch.Tensor.pin_memory
+    before, capability = torch.Tensor.pin_memory, torch.cuda.get_device_capability
     torch.Tensor.pin_memory = pinned  # type: ignore[assignment,method-assign]
     torch.Tensor.is_cuda = property(lambda self: not getattr(self, "on_host", False))
+    torch.cuda.get_device_capability = lambda device=None: (8, 0)  # a broadcast asks for it
     _marking.append(None)
     try:
         yield
     finally:
         _marking.pop()
         torch.Tensor.pin_memory = before  # type: ignore[method-assign]
+        torch.cuda.get_device_capability = capability
         del torch.Tensor.is_cuda
 
 

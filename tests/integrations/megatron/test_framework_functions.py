@@ -114,9 +114,7 @@ def bridge_state(run: Training, folder: str, load_from: str, **settings: Any) ->
 def megatron_bridge(run: Training, folder: str, load_from: str) -> Framework:
     state, schedule = bridge_state(run, folder, load_from), scheduler(run)
     from megatron.bridge.training import checkpointing as bridge
-    from megatron.bridge.training.state import TrainState
 
-    torch.serialization.add_safe_globals([TrainState])  # its load broadcasts one
     context: dict[str, Any] = {}
 
     def save() -> None:
@@ -215,12 +213,12 @@ MODULES = {
     "bridge-manager": "megatron.bridge",
     "megatron-lm": "megatron.training",
 }
-# Barriers of their own around a save, and tensor collectives of their own in a load, which `guard` leaves.
+# Barriers of their own around a save, and other collectives of their own in a load, which `guard` leaves.
 BARRIERS = {"ms-swift": 1, "megatron-bridge": 3, "bridge-manager": 0, "megatron-lm": 2}
 LEFT = {
     "ms-swift": {"all_reduce"},
-    "megatron-bridge": set[str](),
-    "bridge-manager": set[str](),
+    "megatron-bridge": {"broadcast_object_list", "broadcast"},
+    "bridge-manager": {"broadcast_object_list", "broadcast"},
     "megatron-lm": {"all_reduce"},
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from holdfast._format.torch_objects import allowing
 from holdfast._integrations.guard import guarded
 from holdfast._integrations.install import install, is_installed
 from holdfast._protocol.job import Job
@@ -43,10 +42,7 @@ class CheckpointManager:
 
     def load(self, ctx: object) -> tuple[int, int]:
         """Load; return (iteration, floating point operations so far), or (0, 0) if there is no checkpoint."""
-        from megatron.bridge.training.state import TrainState
-
-        # Rank 0 reads `train_state.pt` and broadcasts it as an object of this class, which must decode.
-        with self._guarded("load"), allowing([TrainState]):
+        with self._guarded("load"):
             iteration, operations = self._default.load(ctx)
             return iteration, operations
 

@@ -123,7 +123,6 @@ def load(
     strict: mcore.StrictHandling | str = mcore.StrictHandling.ASSUME_OK_UNEXPECTED,
     *,
     verify_integrity: bool = False,
-    nearest_rng: bool = False,
     job: Job | None = None,
 ) -> Any:
     """Load what a sharded state dict asks for, as `megatron.core.dist_checkpointing.load` does.
@@ -132,8 +131,6 @@ def load(
     their dtype. Every byte of a Holdfast checkpoint is verified; `torch_dist` checkpoints also load, but have
     no digests.
 
-    nearest_rng: where the layout that saved had no rank at this rank's place, take the state of random
-        generators (`rng_state`) of the nearest one; otherwise such a load fails with MissingTensors.
     strict: a `StrictHandling` or its value. Unexpected keys are those that this rank asks for and the
         checkpoint does not have; missing keys are in the checkpoint, and no participant asks for them.
 
@@ -147,7 +144,6 @@ def load(
         strict,
         begin_call(job),
         job_of(job).options,
-        nearest_rng,
     )
 
 
@@ -157,16 +153,15 @@ def load_state(
     strict: mcore.StrictHandling | str,
     call: Call,
     options: Options | None = None,
-    nearest_rng: bool | None = None,
     left_out: frozenset[str] = frozenset(),
     may_be_left: Callable[[str], bool] | None = None,
 ) -> Any:
     """Load from a store; otherwise as `load`.
 
-    nearest_rng: None if the caller's function does not have it.
     left_out, may_be_left: as in `LoadRequest`; None: as `strict` says.
     """
-    request = _Request(store, mcore.parse_strict_flag(strict), nearest_rng)
+    options = options or Options()
+    request = _Request(store, mcore.parse_strict_flag(strict), options.nearest_rng)
     rank, limit = call.rank, call.deadline.left()
 
     def prepare(state: mcore.StateDict) -> None:
@@ -195,7 +190,7 @@ def load_state(
             store=store,
             collect=collect,
             call=call,
-            options=options or Options(),
+            options=options,
             signature=request.mode.value,
             left_out=left_out,
             may_be_left=may_be_left or (lambda name: not refuses),
@@ -223,7 +218,7 @@ BUCKETS = ".optimizer.distributed.dp_group_idx_"
 class _Request:
     """The state dict that one rank loads, taken apart and put together again as in megatron-core."""
 
-    def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool | None) -> None:
+    def __init__(self, store: Store, mode: mcore.StrictHandling, nearest_rng: bool) -> None:
         self.store, self.mode, self.nearest_rng = store, mode, nearest_rng
         self.stored_as: dict[str, str] = {}
         """The stored name for a key or a rank's object, where it differs."""

@@ -59,13 +59,13 @@ _here = threading.local()
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    def bound(name: str, **more: object) -> MakeReplacement:
+    def bound(name: str) -> MakeReplacement:
         # A lambda, because participants are asked for at each call: groups are made after install().
-        return _standing_in("checkpointing", name, lambda: {"job": settings.of_a_call(), **more})
+        return _standing_in("checkpointing", name, lambda: {"job": settings.of_a_call()})
 
     serialization = f"{_CORE}.serialization"
     yield Replacement(serialization, "save", "checkpoints", bound("save"))
-    yield Replacement(serialization, "load", "checkpoints", bound("load", nearest_rng=settings.nearest_rng))
+    yield Replacement(serialization, "load", "checkpoints", bound("load"))
     yield Replacement(serialization, "load_plain_tensors", "checkpoints", bound("load_plain_tensors"))
     for name in (
         "load_common_state_dict",

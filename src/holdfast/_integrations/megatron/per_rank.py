@@ -25,12 +25,11 @@ def is_per_rank(item: object) -> bool:
 
 
 def nearest(
-    items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool | None
+    items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
 ) -> dict[str, str]:
     """Map each object that the checkpoint `where` does not have to the stored name of the nearest rank's.
 
-    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`;
-        None: the caller's function does not have that argument.
+    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`.
     """
     items = list(items)
     stored: dict[str, dict[str, tuple[Coordinates, Coordinates]]] = {}
@@ -49,13 +48,8 @@ def nearest(
             raise MissingTensors(
                 f"{where} was saved in another layout, and has no {item.key} of this rank's place: "
                 f"{item.unique_key!r} is not among {', '.join(sorted(there)[:4])}.",
-                hint="Leave the states of random generators out of the load"
-                + (
-                    ", or give nearest_rng=True to `holdfast.install` or `load`: each rank takes the nearest "
-                    "one's."
-                    if allowed is not None
-                    else "."
-                ),
+                hint="Leave the states of random generators out of the load, or give a job with "
+                "holdfast.Options(nearest_rng=True): each rank takes the nearest one's.",
                 details={"missing": [item.unique_key]},
             )
         goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
