@@ -7,7 +7,7 @@ A ShardedObject of such state is named by its coordinates in the grid of pipelin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from holdfast._format.names import SHARD
 from holdfast._integrations.megatron import mcore
@@ -16,7 +16,6 @@ from holdfast.errors import MissingTensors
 log = logging.getLogger("holdfast")
 PER_RANK = ("rng_state", "rerun_state_machine_state")
 """Keys of objects that differ on every rank, in megatron-core's frameworks."""
-Coordinates = tuple[int, ...]
 
 
 def is_per_rank(item: object) -> bool:
@@ -25,44 +24,32 @@ def is_per_rank(item: object) -> bool:
 
 
 def nearest(
-    items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool | None
+    items: Collection[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
 ) -> dict[str, str]:
     """Map each object that the checkpoint `where` does not have to the stored name of the nearest rank's.
 
-    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`;
-        None: the caller's function does not have that argument.
+    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`.
     """
-    items = list(items)
-    stored: dict[str, dict[str, tuple[Coordinates, Coordinates]]] = {}
-    keys = {item.key for item in items}
+    stored: dict[str, dict[str, mcore.ShardedObject]] = {item.key: {} for item in items}
     for name in names:
-        key, separator, rest = name.partition(SHARD)
-        if separator and key in keys:
-            offset, _, shape = rest.partition("_")
-            stored.setdefault(key, {})[name] = (_coordinates(offset), _coordinates(shape))
+        key, separator, _ = name.partition(SHARD)
+        if separator and key in stored:
+            stored[key][name] = mcore.ShardedObject.empty_from_unique_key(name)
     chosen: dict[str, str] = {}
     for item in items:
-        there = stored.get(item.key, {})
+        there = stored[item.key]
         if not there or item.unique_key in there:
             continue  # the layout is the same here, or the checkpoint has no such state at all
         if not allowed:
             raise MissingTensors(
                 f"{where} was saved in another layout, and has no {item.key} of this rank's place: "
                 f"{item.unique_key!r} is not among {', '.join(sorted(there)[:4])}.",
-                hint="Leave the states of random generators out of the load"
-                + (
-                    ", or give nearest_rng=True to `holdfast.install` or `load`: each rank takes the nearest "
-                    "one's."
-                    if allowed is not None
-                    else "."
-                ),
+                hint="Leave the states of random generators out of the load, or let each rank take the "
+                "nearest one's: holdfast.install(nearest_rng=True), megatron.load(nearest_rng=True).",
                 details={"missing": [item.unique_key]},
             )
-        goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
         # By name if two are equally near, so that a repeated load takes the same one.
-        chosen[item.unique_key] = min(
-            there, key=lambda name: (_distance(goal, _relative(*there[name])), name)
-        )
+        chosen[item.unique_key] = min(there, key=lambda name: (_distance(item, there[name]), name))
     if chosen:
         log.warning(
             "%s was saved in another layout: %s.",
@@ -72,15 +59,8 @@ def nearest(
     return chosen
 
 
-def _coordinates(text: str) -> Coordinates:
-    return tuple(int(part) for part in text.split(".")) if text else ()
-
-
-def _relative(offset: Coordinates, shape: Coordinates) -> tuple[float, ...]:
-    """Return coordinates in a grid as fractions of its sides."""
-    return tuple(coordinate / max(size, 1) for coordinate, size in zip(offset, shape, strict=True))
-
-
-def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Return the distance of two places; if the grids differ in dimensions, the leading ones count."""
-    return sum(abs(a - b) for a, b in zip(one, other, strict=False))
+def _distance(one: mcore.ShardedObject, other: mcore.ShardedObject) -> float:
+    """Return the distance of two places in their grids, in fractions of the grids' sides; if the grids differ
+    in dimensions, the leading ones count."""
+    grids = zip(one.global_offset, one.global_shape, other.global_offset, other.global_shape, strict=False)
+    return float(sum(abs(mine / size - theirs / length) for mine, size, theirs, length in grids))
