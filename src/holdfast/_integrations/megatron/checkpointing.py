@@ -18,9 +18,9 @@ from holdfast._integrations.guard import note_committed
 from holdfast._integrations.megatron import mcore, steps
 from holdfast._integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast._integrations.megatron.optimizer import as_we_save
-from holdfast._integrations.megatron.per_rank import is_per_rank, nearest
+from holdfast._integrations.megatron.per_rank import nearest
 from holdfast._integrations.megatron.queue import Committed
-from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
+from holdfast._integrations.megatron.saving import own_containers, read_state_dict
 from holdfast._integrations.megatron.shards import take_data, to_load
 from holdfast._integrations.reporting import warn_once
 from holdfast._io.open_checkpoint import TorchDist, open_source
@@ -82,18 +82,14 @@ def save(
     step = step_of(Path(checkpoint_dir).name)
     job = job_of(job)
 
-    state = StateArguments(
-        sharded_state_dict,
-        content_metadata,
-        validate_access_integrity,
-        preprocess_common_before_consistancy_check,
-    )
-
     def make(call: Call) -> SaveJob:
         return read_state_dict(
             store,
-            state,
+            sharded_state_dict,
             call,
+            content_metadata=content_metadata,
+            compares=validate_access_integrity,
+            preprocess=preprocess_common_before_consistancy_check,
             step=step,
             expected=expected,
             options=job.options,
@@ -209,7 +205,7 @@ def load_state(
     return loaded
 
 
-BUCKETS = ".optimizer.distributed.dp_group_idx_"
+BUCKETS = "optimizer.distributed.dp_group_idx_"
 """Part of the keys in megatron-core's dp_reshardable description of an optimizer, bucket by bucket."""
 
 
@@ -257,13 +253,12 @@ class _Request:
             self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
             if isinstance(source, TorchDist):
                 self.is_stock, self.common = is_stock(self.store), read_common(self.store)
-            per_rank = [item for item in self.asked if is_per_rank(item)]
-            self.stored_as = nearest(per_rank, names, self.store.url, self.nearest_rng)
+            self.stored_as = nearest(self.asked, names, self.store.url, self.nearest_rng)
             self.stored_as |= _in_chains(asked, names)
             if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
                 self._have = self._keys(source)
-                self.unexpected = {key for key in asked if self._stored(key) not in self._have}
-        buckets = {key for key in asked if BUCKETS in f".{key}"}
+                self.unexpected = {key for key in asked if self.stored_as.get(key, key) not in self._have}
+        buckets = {key for key in asked if BUCKETS in key}
         self.lacks_buckets = bool(buckets) and buckets.isdisjoint(map(_key, names))
 
     def check_buckets(self) -> None:
@@ -287,10 +282,6 @@ class _Request:
         # Transformer Engine's, which no published model has, and no load of one misses.
         return (asked & keys) | made | {key for key in asked if "_extra_state" in key}
 
-    def _stored(self, key: str) -> str:
-        """Return the key under which the checkpoint has what is asked for as `key`."""
-        return self.stored_as.get(key, key)
-
     def missing(self, call: Call) -> set[str]:
         """Return the keys that no rank asks for, if the mode needs them."""
         if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
@@ -301,7 +292,7 @@ class _Request:
 
         title = f"comparison of the keys in {self.store.url}"
         # Only keys of the checkpoint: others can't be missing.
-        mine = sorted({self._stored(item.key) for item in self.asked} & self._have)
+        mine = sorted({self.stored_as.get(item.key, item.key) for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
         return set(agree(title, place, unasked, call, mine))
 

@@ -10,16 +10,13 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch.distributed import get_process_group_ranks
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from holdfast._format.torch_objects import Allowed
 from holdfast._integrations.patching import original_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 try:
     from megatron.core import dist_checkpointing, parallel_state
@@ -219,8 +216,3 @@ def fsdp_state(optimizer: DistributedOptimizer) -> dict[str, StateDict]:
 def synchronize_steps(chained: ChainedOptimizer) -> None:
     """Give all parameter groups of a ChainedOptimizer the same step."""
     chained._synchronize_steps()
-
-
-def holders(optimizer: DistributedOptimizer) -> tuple[int, ...]:
-    """Return the global ranks over which a DistributedOptimizer shards its state."""
-    return tuple(get_process_group_ranks(optimizer.data_parallel_group))

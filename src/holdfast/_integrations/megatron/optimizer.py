@@ -24,7 +24,7 @@ import torch
 
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.shards import WrittenCopies
-from holdfast._integrations.megatron.steps import SavedSteps, groups_of, step_of
+from holdfast._integrations.megatron.steps import groups_of, step_of, step_of_others
 from holdfast._layout.box import from_flat_range
 from holdfast.errors import BadInput
 
@@ -195,10 +195,10 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
     # The saved state may have more optimizers.
     saved = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
     saved = [part for part in [state, *saved] if "optimizer" in part]
-    steps = SavedSteps(saved)  # it raises on all ranks or on none
+    others = step_of_others(saved)
     for part, own in zip(parts, mine, strict=True):
         if MARK in own:
-            _restore(part, saved, steps, own.get("param_state", {}))
+            _restore(part, saved, others, own.get("param_state", {}))
         elif _is_fsdp(part, own):
             _restore_fsdp(part, own)
         elif not getattr(part, "is_stub_optimizer", False):
@@ -210,7 +210,7 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
 def _restore(
     optimizer: mcore.DistributedOptimizer,
     saved: list[mcore.StateDict],
-    steps: SavedSteps,
+    others: float,
     param_state: dict[int, dict[str, list[mcore.ShardedTensor]]],
 ) -> None:
     if not saved:
@@ -222,7 +222,7 @@ def _restore(
     own = optimizer.optimizer.state_dict()["param_groups"]
     matches = [_group(group, groups) for group in own]
     scaler = {"grad_scaler": saved[0]["grad_scaler"]} if "grad_scaler" in saved[0] else {}
-    _load_groups(optimizer, matches, [steps.of(group) for group in matches], **scaler)
+    _load_groups(optimizer, matches, [step_of(group) or others for group in matches], **scaler)
     for number, (param, _, _) in enumerate(mcore.local_ranges(optimizer)):
         present, loaded = mcore.parameter_state(optimizer, param), param_state.get(number, {})
         # The load has filled the live state itself; only copies in another precision must be set.
@@ -284,7 +284,7 @@ def _describe(
         for item in mcore.nested_values(model)
         if isinstance(item, mcore.ShardedTensor | mcore.ShardedTensorFactory)
     }
-    holders = mcore.holders(optimizer)
+    holders = torch.distributed.get_process_group_ranks(optimizer.data_parallel_group)
     copies = WrittenCopies(torch.distributed.get_rank(), ())
     pieces: dict[int, dict[str, list[mcore.ShardedTensor]]] = {}
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):

@@ -7,7 +7,7 @@ A ShardedObject of such state is named by its coordinates in the grid of pipelin
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from holdfast._format.names import SHARD
 from holdfast._integrations.megatron import mcore
@@ -18,18 +18,18 @@ PER_RANK = ("rng_state", "rerun_state_machine_state")
 """Keys of objects that differ on every rank, in megatron-core's frameworks."""
 
 
-def is_per_rank(item: object) -> bool:
-    """Return whether an item is an object that differs on every rank."""
-    return isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
+def nearest(asked: Iterable[object], names: Iterable[str], where: str, allowed: bool) -> dict[str, str]:
+    """Map each object of one rank that the checkpoint `where` does not have to the stored name of the nearest
+    rank's.
 
-
-def nearest(
-    items: Collection[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
-) -> dict[str, str]:
-    """Map each object that the checkpoint `where` does not have to the stored name of the nearest rank's.
-
-    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`.
+    asked: all that this rank asks for. names: all names in the checkpoint. Raises MissingTensors if a name is
+        needed and this is not `allowed`.
     """
+    items = [
+        item
+        for item in asked
+        if isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
+    ]
     stored: dict[str, dict[str, mcore.ShardedObject]] = {item.key: {} for item in items}
     for name in names:
         key, separator, _ = name.partition(SHARD)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from holdfast._format import objects
 from holdfast._format.names import COMMON
@@ -19,25 +21,29 @@ from holdfast._store.base import Store
 from holdfast._values import Message
 
 
-class StateArguments(NamedTuple):
-    """The arguments of `megatron.core.dist_checkpointing.save` that describe the state."""
+def read_state_dict(
+    store: Store,
+    sharded_state_dict: mcore.StateDict,
+    call: Call,
+    *,
+    content_metadata: mcore.StateDict | None = None,
+    compares: bool = False,
+    preprocess: Callable[[mcore.StateDict], mcore.StateDict] | None = None,
+    **how: Any,
+) -> SaveJob:
+    """Make a save that has collected the state and has yet to run.
 
-    sharded_state_dict: mcore.StateDict
-    content_metadata: mcore.StateDict | None = None
-    validate: bool = False
-    """Compare common state between ranks, after `preprocess`."""
-    preprocess: Callable[[mcore.StateDict], mcore.StateDict] | None = None
-
-
-def read_state_dict(store: Store, state: StateArguments, call: Call, **how: Any) -> SaveJob:
-    """Make a save that has collected the state and has yet to run. how: fields of `SaveRequest`."""
+    compares: compare common state between ranks, after `preprocess`.
+    how: fields of `SaveRequest`.
+    """
     everyone = call.participants
-    compares = state.validate and len(everyone) > 1
     report: Message = {}
     """What this rank adds to its report: the steps of its optimizers, and digests of its common state."""
 
     def collect(rank: int) -> Flat:
-        parts, common = take_apart(state)
+        parts, common = take_apart(sharded_state_dict)
+        if content_metadata is not None:
+            common[mcore.CONTENT_METADATA] = _clean(content_metadata, common)
         # Only the lowest participant's is stored; on other ranks it may contain anything.
         if rank == everyone[0]:
             _check_storable(common)
@@ -46,7 +52,7 @@ def read_state_dict(store: Store, state: StateArguments, call: Call, **how: Any)
         if compares:
             copied = own_containers(common)  # the functions below change it
             steps.leave_out(copied)
-            seen = state.preprocess(copied) if state.preprocess is not None else copied
+            seen = preprocess(copied) if preprocess is not None else copied
             report["common"] = common_state.digests(seen)
         return Flat(to_save(parts, common, WrittenCopies(rank, everyone)))
 
@@ -70,15 +76,13 @@ def read_state_dict(store: Store, state: StateArguments, call: Call, **how: Any)
         return SaveJob(request)
 
 
-def take_apart(state: StateArguments) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
+def take_apart(sharded_state_dict: mcore.StateDict) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
     """Return the ShardedTensors and ShardedObjects in a state dict, and its common state."""
     # A copy, because megatron-core changes containers in place, and these are the caller's.
-    copied = own_containers(state.sharded_state_dict)
+    copied = own_containers(sharded_state_dict)
     mcore.apply_factories(copied)
     _, copied = mcore.extract_nonpersistent(copied)
     sharded, common = mcore.extract_sharded_base(copied)
-    if state.content_metadata is not None:
-        common[mcore.CONTENT_METADATA] = _clean(state.content_metadata, common)
     return list(mcore.nested_values(sharded)), common
 
 
@@ -95,8 +99,6 @@ def _clean(content_metadata: Mapping[str, object], common: object) -> mcore.Stat
     Frameworks that save a model and its optimizer into two folders (verl) read the optimizer's format from
     the model's folder. So the metadata of every folder has it where `install` describes optimizers.
     """
-    from torch.distributed import ProcessGroup
-
     # Frameworks put process groups in it, which no other process can use.
     metadata = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
     kind = metadata.get(mcore.SHARDING_TYPE)

@@ -92,23 +92,19 @@ def leave_out(common: object) -> None:
             group.pop("step", None)
 
 
-class SavedSteps:
-    """The steps in a checkpoint's parameter groups. All ranks get the same steps, or the same error."""
+def step_of_others(saved: list[mcore.StateDict]) -> float:
+    """Return the step for the groups of saved optimizers that have none, but parameters in this layout.
 
-    def __init__(self, saved: list[mcore.StateDict]) -> None:
-        groups = [group for optimizer in saved for group in groups_of(optimizer)]
-        known = sorted({step for step in map(step_of, groups) if step})
-        if len(known) > 1:
-            raise BadInput(
-                f"The parameter groups in the checkpoint have different steps: "
-                f"{'; '.join(f'{step:g}' for step in known)}.",
-                hint="megatron-core has one step for all groups. Load the model alone, and begin with a new "
-                "optimizer.",
-            )
-        self.last = known[0] if known else 0.0
-        """The step of all groups that have one."""
-        self._complete = all(optimizer.get(COMPLETE) for optimizer in saved)
-
-    def of(self, group: mcore.StateDict) -> float:
-        """Return the step for a group of this layout that has parameters. group: the saved one for it."""
-        return step_of(group) or (0.0 if self._complete else self.last)
+    Raises BadInput, on all ranks or on none, if groups have different steps.
+    """
+    groups = [group for optimizer in saved for group in groups_of(optimizer)]
+    known = sorted({step for step in map(step_of, groups) if step})
+    if len(known) > 1:
+        raise BadInput(
+            f"The parameter groups in the checkpoint have different steps: "
+            f"{'; '.join(f'{step:g}' for step in known)}.",
+            hint="megatron-core has one step for all groups. Load the model alone, and begin with a new "
+            "optimizer.",
+        )
+    complete = all(optimizer.get(COMPLETE) for optimizer in saved)
+    return known[0] if known and not complete else 0.0
