@@ -38,7 +38,6 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_integrations/huggingface/export.py": [huggingface.export],
     "_integrations/huggingface/published_tensors.py": [huggingface.export],
     "_integrations/megatron/checkpointing.py": [megatron.load] if megatron else [],
-    "_integrations/megatron/per_rank.py": [holdfast.install],
     "_layout/grid.py": [holdfast.Grid],
     "_integrations/huggingface/fetch.py": [huggingface.fetch],
     "_loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],

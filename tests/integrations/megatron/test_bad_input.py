@@ -16,6 +16,7 @@ import holdfast
 import tests.integrations.megatron.preload  # noqa: F401 (imports megatron-core without its warnings)
 from holdfast import megatron
 from holdfast._integrations.megatron import mcore
+from holdfast._integrations.torch_dist import export_torch_dist
 from holdfast._roster.memory import MemoryRoster
 from holdfast.errors import (
     BadInput,
@@ -158,6 +159,20 @@ def test_what_the_process_allows_stays_allowed(tmp_path: Path) -> None:
         save({"w": shard("w", 2), "args": Namespace(backend=AttnBackend.flash)}, tmp_path / "a")
         assert load({"w": shard("w", 2)}, tmp_path / "a")["args"].backend is AttnBackend.flash
         assert {Namespace, AttnBackend} <= set(torch.serialization.get_safe_globals())
+
+
+def test_generators_of_another_layout_are_taken_from_the_nearest_rank(tmp_path: Path) -> None:
+    """Of our checkpoints, and of megatron-core's."""
+
+    def state(data: Any, ranks: int, rank: int) -> dict[str, Any]:
+        return {"w": shard("w", 2), "rng": mcore.ShardedObject("rng_state", data, (ranks,), (rank,))}
+
+    save(state({"seed": 7}, 1, 0), tmp_path / "ours")
+    export_torch_dist(tmp_path / "ours", tmp_path / "stock")
+    for name in ("ours", "stock"):
+        with pytest.raises(MissingTensors, match="nearest_rng=True"):
+            load(state(None, 2, 1), tmp_path / name)
+        assert load(state(None, 2, 1), tmp_path / name, options=Options(nearest_rng=True))["rng"] == {"seed": 7}
 
 
 def test_a_checkpoint_changes_no_enumeration(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from holdfast._integrations.huggingface.importing import published_folder
 from holdfast._integrations.huggingface.published_tensors import config_of, view_to_export
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
-from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
+from holdfast._integrations.megatron.saving import own_containers, read_state_dict
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import listed
 from holdfast._protocol.call import Call
@@ -150,7 +150,7 @@ def export(
     with _left_if_not_ours():
         weights = _agree(asked, str(target), call, to_load=False)
         try:
-            read_state_dict(open_store(between), StateArguments(weights.describe()), call).run()
+            read_state_dict(open_store(between), weights.describe(), call).run()
             report = run_export(
                 open_store(between),
                 open_store(weights.folder),

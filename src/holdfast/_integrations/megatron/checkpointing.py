@@ -18,12 +18,12 @@ from holdfast._integrations.guard import note_committed
 from holdfast._integrations.megatron import mcore, steps
 from holdfast._integrations.megatron.metadata import is_stock, load_tensors_metadata, mark, read_common
 from holdfast._integrations.megatron.optimizer import as_we_save
-from holdfast._integrations.megatron.per_rank import is_per_rank, nearest
+from holdfast._integrations.megatron.per_rank import nearest
 from holdfast._integrations.megatron.queue import Committed
-from holdfast._integrations.megatron.saving import StateArguments, own_containers, read_state_dict
+from holdfast._integrations.megatron.saving import own_containers, read_state_dict
 from holdfast._integrations.megatron.shards import take_data, to_load
 from holdfast._integrations.reporting import warn_once
-from holdfast._io.open_checkpoint import open_own, open_source
+from holdfast._io.open_checkpoint import TorchDist, open_source
 from holdfast._io.source import Source
 from holdfast._layout.tensor import listed
 from holdfast._loading.job import run_load
@@ -40,7 +40,7 @@ from holdfast._store.local import open_store
 from holdfast._store.run_folder import step_of
 from holdfast._threads import within
 from holdfast._views.hugging_face import PublishedModel
-from holdfast.errors import BadInput, LoadFailed, MissingTensors, NotCommitted
+from holdfast.errors import BadInput, MissingTensors
 
 log = logging.getLogger("holdfast")
 AT_ONCE = 8
@@ -55,7 +55,7 @@ def save(
     common_strategy: object = None,
     validate_access_integrity: bool = True,
     async_sharded_save: bool = False,
-    preprocess_common_before_consistancy_check: Callable[[mcore.StateDict], object] | None = None,
+    preprocess_common_before_consistancy_check: Callable[[mcore.StateDict], mcore.StateDict] | None = None,
     content_metadata: mcore.StateDict | None = None,
     *,
     async_strategy: object = None,
@@ -82,18 +82,14 @@ def save(
     step = step_of(Path(checkpoint_dir).name)
     job = job_of(job)
 
-    state = StateArguments(
-        sharded_state_dict,
-        content_metadata,
-        validate_access_integrity,
-        preprocess_common_before_consistancy_check,
-    )
-
     def make(call: Call) -> SaveJob:
         return read_state_dict(
             store,
-            state,
+            sharded_state_dict,
             call,
+            content_metadata=content_metadata,
+            compares=validate_access_integrity,
+            preprocess=preprocess_common_before_consistancy_check,
             step=step,
             expected=expected,
             options=job.options,
@@ -164,14 +160,16 @@ def load_state(
     request = _Request(store, mcore.parse_strict_flag(strict), options.nearest_rng)
     rank, limit = call.rank, call.deadline.left()
 
-    def prepare(state: mcore.StateDict) -> None:
-        request.take_apart(state)
+    def prepare() -> None:
         # The protocol bounds everything after it; before it, `within` bounds the time for storage.
+        request.take_apart(sharded_state_dict)
         within(limit, f"looking into {store.url}", request.look)
+        if request.lacks_buckets:
+            request.take_apart(as_we_save(sharded_state_dict))
+            within(limit, f"looking into {store.url}", request.look)
+        request.check_buckets()
 
-    trouble = read_state(lambda: prepare(sharded_state_dict), rank)
-    if request.lacks_buckets:
-        trouble = read_state(lambda: prepare(as_we_save(sharded_state_dict)), rank)
+    trouble = read_state(prepare, rank)
     # Also on a rank with an error: the others wait for its keys here, and get the error in the load.
     missing = request.missing(call)
     common: list[mcore.StateDict] = []
@@ -197,21 +195,13 @@ def load_state(
             lenient="strict='log_unexpected'",
         )
         report = run_load(load)
-    try:
-        loaded = request.give(common[0] if common else request.common)
-    except Exception as error:
-        raise LoadFailed(
-            f"load of {store.url}: all was read, but putting the state dict together failed on rank {rank}: "
-            f"{type(error).__name__}: {error}",
-            rank=rank,
-            hint="Other ranks don't know of this.",
-        ) from error
+    loaded = request.give(common[0] if common else request.common)
     if mcore.StrictHandling.requires_returning_mismatch_keys(request.mode):
         return loaded, missing | set(report.unasked), request.unexpected
     return loaded
 
 
-BUCKETS = ".optimizer.distributed.dp_group_idx_"
+BUCKETS = "optimizer.distributed.dp_group_idx_"
 """Part of the keys in megatron-core's dp_reshardable description of an optimizer, bucket by bucket."""
 
 
@@ -232,6 +222,7 @@ class _Request:
         self.common: mcore.StateDict = {}
         """The common state of a stock checkpoint."""
         self._have: set[str] = set()
+        """Keys in the checkpoint; filled only if the mode needs them."""
         self._steps: object = None
         """The note of optimizers' steps in the index."""
 
@@ -251,34 +242,30 @@ class _Request:
 
     def look(self) -> None:
         """Read from the checkpoint what must be known before the load."""
-        try:
-            with open_own(self.store) as index:
-                notes = index.about.get("notes")
-                self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
-                per_rank = [item for item in self.asked if is_per_rank(item)]
-                buckets = [item.key for item in self.asked if BUCKETS in f".{item.key}"]
-                # An imported checkpoint may have them; others load by the description that `install` offers.
-                lacks = bool(buckets) and not set(buckets) & {_key(name) for name in index.names()}
-                if lacks and self.lacks_buckets:
-                    raise BadInput(
-                        f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
-                        f"{self.store.url} holds it as fully_reshardable, whatever the save was told.",
-                        hint="Give optimizer.sharded_state_dict() the checkpoint's own metadata, "
-                        "load_content_metadata(folder), or none.",
-                    )
-                self.lacks_buckets = lacks
-                if per_rank:
-                    self.stored_as = nearest(per_rank, index.names(), self.store.url, self.nearest_rng)
-        # No index of ours: stock megatron-core's checkpoint, or nothing, for which the load raises.
-        except NotCommitted:
-            self.is_stock = is_stock(self.store)
-            self.common = read_common(self.store)
-            if self.is_stock:
-                self._look_into_chains()
-        if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
-            with open_source(self.store) as index:
-                self._have = self._keys(index)
-            self.unexpected = {item.key for item in self.asked if self._stored(item) not in self._have}
+        asked = {item.key for item in self.asked}
+        with open_source(self.store) as source:
+            names = set(source.names())
+            notes = source.about.get("notes")
+            self._steps = notes.get(steps.NOTE) if isinstance(notes, dict) else None
+            if isinstance(source, TorchDist):
+                self.is_stock, self.common = is_stock(self.store), read_common(self.store)
+            self.stored_as = nearest(self.asked, names, self.store.url, self.nearest_rng)
+            self.stored_as |= _in_chains(asked, names)
+            if mcore.StrictHandling.requires_explicit_ckpt_mismatch_check(self.mode):
+                self._have = self._keys(source)
+                self.unexpected = {key for key in asked if self.stored_as.get(key, key) not in self._have}
+        buckets = {key for key in asked if BUCKETS in key}
+        self.lacks_buckets = bool(buckets) and buckets.isdisjoint(map(_key, names))
+
+    def check_buckets(self) -> None:
+        """Raise BadInput if the checkpoint does not have the asked format of an optimizer's state."""
+        if self.lacks_buckets:
+            raise BadInput(
+                f"The optimizer's state is asked for as megatron-core's dp_reshardable; "
+                f"{self.store.url} holds it as fully_reshardable, whatever the save was told.",
+                hint="Give optimizer.sharded_state_dict() the checkpoint's own metadata, "
+                "load_content_metadata(folder), or none.",
+            )
 
     def _keys(self, index: Source) -> set[str]:
         """Return the keys that a checkpoint has; of a published model, those of this rank that it gives.
@@ -291,22 +278,6 @@ class _Request:
         # Transformer Engine's, which no published model has, and no load of one misses.
         return (asked & keys) | made | {key for key in asked if "_extra_state" in key}
 
-    def _look_into_chains(self) -> None:
-        """Find stored names with the prefix `chained_<number>.`, which stock writes for a chain of optimizers
-        without `chained_optim_avoid_prefix`. A parameter is in only one optimizer of the chain."""
-        asked = {item.key for item in self.asked if item.key.startswith("optimizer.")}
-        if not asked:
-            return
-        with open_source(self.store) as source:
-            names = set(source.names())
-        chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
-        self.stored_as |= {key: chained[key] for key in (asked - names) & chained.keys()}
-
-    def _stored(self, item: mcore.ShardedTensor) -> str:
-        """Return the key under which the checkpoint has an item."""
-        key: str = item.key
-        return self.stored_as.get(key, key)
-
     def missing(self, call: Call) -> set[str]:
         """Return the keys that no rank asks for, if the mode needs them."""
         if not mcore.StrictHandling.requires_global_app_metadata(self.mode):
@@ -317,7 +288,7 @@ class _Request:
 
         title = f"comparison of the keys in {self.store.url}"
         # Only keys of the checkpoint: others can't be missing.
-        mine = sorted({self._stored(item) for item in self.asked} & self._have)
+        mine = sorted({self.stored_as.get(item.key, item.key) for item in self.asked} & self._have)
         place = f"{self.store.url}|{self.mode.value}"
         return set(agree(title, place, unasked, call, mine))
 
@@ -332,20 +303,15 @@ class _Request:
             )
             if names
         ]
-        if not differences or self.mode not in (
-            strict.RAISE_UNEXPECTED,
-            strict.RAISE_ALL,
-            strict.LOG_UNEXPECTED,
-            strict.LOG_ALL,
-        ):
+        if not differences:
             return
         text = f"The keys of the state dict and of {self.store.url} differ: {'; '.join(differences)}."
         if self.mode in (strict.LOG_UNEXPECTED, strict.LOG_ALL):
             log.warning(text)
-            return
-        raise MissingTensors(
-            text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
-        )
+        elif self.mode in (strict.RAISE_UNEXPECTED, strict.RAISE_ALL):
+            raise MissingTensors(
+                text, details={"missing": sorted(missing)[:100], "unexpected": sorted(self.unexpected)[:100]}
+            )
 
     def give(self, loaded: mcore.StateDict) -> mcore.StateDict:
         """Merge common state, local objects and loaded values into the whole state dict."""
@@ -379,17 +345,19 @@ def _key(name: str) -> str:
     return name.partition(SHARD)[0]
 
 
+def _in_chains(asked: set[str], names: set[str]) -> dict[str, str]:
+    """Map keys of optimizers to stored names with the prefix `chained_<number>.`, which stock writes for a
+    chain of optimizers without `chained_optim_avoid_prefix`. A parameter is in only one of the chain."""
+    chained = {name.partition(".")[2]: name for name in names if name.startswith("chained_")}
+    return {key: chained[key] for key in (asked - names) & chained.keys()}
+
+
 def _note_strategies(*strategies: object) -> None:
     """Warn once of each strategy that is not megatron-core's own, and of each hint: they have no effect."""
     for strategy in strategies:
         kind = type(strategy)
-        # Every framework passes stock strategies, which do not express a wish of the caller.
-        known = (
-            strategy is None
-            or isinstance(strategy, str | tuple)
-            or kind.__module__.startswith("megatron.core")
-        )
-        if not known:
+        # Frameworks pass None, names, and stock strategies, which do not express a wish of the caller.
+        if not kind.__module__.startswith(("builtins", "megatron.core")):
             warn_once(
                 f"The strategy {kind.__module__}.{kind.__qualname__} has no effect: Holdfast saves and loads "
                 f"in one way."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast._integrations.megatron import mcore
-from holdfast._integrations.megatron.saving import StateArguments, take_apart
+from holdfast._integrations.megatron.saving import take_apart
 from holdfast._integrations.megatron.shards import WrittenCopies, to_save
 from holdfast._maintenance.fingerprints import Fingerprint, fingerprint_leaves
 from holdfast._protocol.call import begin_call
@@ -25,7 +25,7 @@ def fingerprint(sharded_state_dict: mcore.StateDict, *, job: Job | None = None) 
     call = begin_call(job)
 
     def collect(rank: int) -> Flat:
-        parts, _ = take_apart(StateArguments(sharded_state_dict))
+        parts, _ = take_apart(sharded_state_dict)
         tensors = [part for part in parts if isinstance(part, mcore.ShardedTensor)]
         return Flat(to_save(tensors, {}, WrittenCopies(rank, call.participants)))
 

@@ -3,7 +3,6 @@ names the newest committed one."""
 
 from __future__ import annotations
 
-import logging
 import os
 from functools import partial
 from typing import Any
@@ -13,17 +12,13 @@ from holdfast._format.names import TRACKER
 from holdfast._integrations.huggingface.export import ExportReport, run_export
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.checkpointing import load_state
-from holdfast._integrations.megatron.metadata import mark
-from holdfast._integrations.megatron.saving import StateArguments, read_state_dict
+from holdfast._integrations.megatron.metadata import mark, write_after_commit
+from holdfast._integrations.megatron.saving import read_state_dict
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._run.folder import RunFolder
 from holdfast._saving.job import SaveJob
-from holdfast._store.base import replace_file
 from holdfast._store.local import open_store
 from holdfast._store.run_folder import committed_steps
-from holdfast.errors import HoldfastError
-
-log = logging.getLogger("holdfast")
 
 
 class Checkpoints(RunFolder):
@@ -52,8 +47,9 @@ class Checkpoints(RunFolder):
         def make(call: Call) -> SaveJob:
             return read_state_dict(
                 self._folder(iteration),
-                StateArguments(sharded_state_dict, content_metadata),
+                sharded_state_dict,
                 call,
+                content_metadata=content_metadata,
                 step=iteration,
                 grid=self._job.grid,
                 options=self._job.options,
@@ -111,7 +107,4 @@ class Checkpoints(RunFolder):
         with self._tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
             newest = max(committed_steps(self.store), default=iteration)
-            try:
-                replace_file(self.store, TRACKER, str(newest).encode())
-            except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
-                log.warning("%s could not be written in %s: %s", TRACKER, self.store.url, error)
+            write_after_commit(self.store, TRACKER, str(newest))

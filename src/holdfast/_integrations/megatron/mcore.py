@@ -10,15 +10,13 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from holdfast._format.torch_objects import Allowed
 from holdfast._integrations.patching import original_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 try:
     from megatron.core import dist_checkpointing, parallel_state
@@ -39,7 +37,11 @@ try:
         is_main_replica,
     )
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
-    from megatron.core.dist_checkpointing.utils import extract_nonpersistent, extract_sharded_base
+    from megatron.core.dist_checkpointing.utils import (
+        extract_nonpersistent,
+        extract_sharded_base,
+        force_all_tensors_to_non_fp8,
+    )
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
     from megatron.core.optimizer import ChainedOptimizer, distrib_optimizer
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -49,18 +51,6 @@ except ImportError as error:
     raise ImportError(
         f"holdfast.megatron needs megatron-core ({error}). Install it: pip install megatron-core."
     ) from error
-
-try:
-    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
-except ImportError:  # before 0.14
-
-    def force_all_tensors_to_non_fp8(sharded_state_dict: StateDict) -> None:
-        from megatron.core.fp8_utils import dequantize_fp8_tensor, is_float8tensor
-
-        for value in nested_values(sharded_state_dict):
-            if is_float8tensor(getattr(value, "data", None)):
-                value.data = dequantize_fp8_tensor(value.data)
-
 
 StateDict: TypeAlias = dict[str, Any]
 """A state dict, sharded or not, or a part of one: nested dicts and lists with a framework's values."""
@@ -75,35 +65,30 @@ FSDP_DTENSOR = "fsdp_dtensor"
 def groups() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the global ranks of this rank's data-parallel group (with context parallel) and of its expert
     one, in the order of their replica numbers; empty where Megatron's own groups are not set up."""
+    # Megatron's own groups may not be set up: its models and optimizers take others as arguments.
+    if not parallel_state.is_initialized():
+        return (), ()
     return (
-        _copies(functools.partial(parallel_state.get_data_parallel_group, with_context_parallel=True)),
-        _copies(functools.partial(parallel_state.get_expert_data_parallel_group)),
+        _copies(parallel_state.get_data_parallel_group, with_context_parallel=True),
+        _copies(parallel_state.get_expert_data_parallel_group),
     )
 
 
-def _copies(find: functools.partial[ProcessGroup]) -> tuple[int, ...]:
+def _copies(find: Callable[..., ProcessGroup], **how: bool) -> tuple[int, ...]:
     """Return the ranks over which copies of a tensor are numbered; none where that depends on the tensor.
 
     Since 0.19 weights may be sharded over a part of the data-parallel group (generalized tensor parallelism):
     their copies are numbered over the rest of it, those of other tensors over all of it.
     """
-    ranks = _ranks(find)
-    cuts_weights = "with_gtp_remat" in inspect.signature(find.func).parameters and (
-        _ranks(functools.partial(find, with_gtp_remat=False)) != ranks
-    )
-    return () if cuts_weights else ranks
-
-
-def _ranks(find: Callable[[], ProcessGroup]) -> tuple[int, ...]:
-    from torch.distributed import get_process_group_ranks
-
-    # Megatron's own groups may not be set up: its models and optimizers take others as arguments.
-    if not parallel_state.is_initialized():
-        return ()
     try:
-        return tuple(get_process_group_ranks(find()))
+        ranks = get_process_group_ranks(find(**how))
+        if "with_gtp_remat" in inspect.signature(find).parameters and (
+            get_process_group_ranks(find(**how, with_gtp_remat=False)) != ranks
+        ):
+            return ()
     except AssertionError:  # this group was not made
         return ()
+    return tuple(ranks)
 
 
 @functools.cache
@@ -229,12 +214,4 @@ def fsdp_state(optimizer: DistributedOptimizer) -> dict[str, StateDict]:
 
 def synchronize_steps(chained: ChainedOptimizer) -> None:
     """Give all parameter groups of a ChainedOptimizer the same step."""
-    if hasattr(chained, "_synchronize_steps"):  # since 0.14
-        chained._synchronize_steps()
-
-
-def holders(optimizer: DistributedOptimizer) -> tuple[int, ...]:
-    """Return the global ranks over which a DistributedOptimizer shards its state."""
-    from torch.distributed import get_process_group_ranks
-
-    return tuple(get_process_group_ranks(optimizer.data_parallel_group))
+    chained._synchronize_steps()

@@ -137,9 +137,13 @@ def strategies(stock: Callable[..., object], checkpoint_dir: str, *args: object,
 
 
 def mark(store: Store) -> None:
-    """Write the file by which frameworks recognise a distributed checkpoint, after the commit; warn if that
-    fails. Holdfast itself looks for the index."""
+    """Write the file by which frameworks recognise a distributed checkpoint. Holdfast looks for the index."""
+    write_after_commit(store, CONFIG, json.dumps(HOLDFAST_CONFIG))
+
+
+def write_after_commit(store: Store, name: str, text: str) -> None:
+    """Replace a small file; only warn if that fails, because the checkpoint is committed."""
     try:
-        replace_file(store, CONFIG, json.dumps(HOLDFAST_CONFIG).encode())
+        replace_file(store, name, text.encode())
     except HoldfastError as error:
-        log.warning("%s could not be written in %s: %s", CONFIG, store.url, error)
+        log.warning("%s could not be written in %s: %s", name, store.url, error)

@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
 from holdfast._integrations.megatron import mcore
 from holdfast._integrations.megatron.shards import WrittenCopies
-from holdfast._integrations.megatron.steps import SavedSteps, groups_of, step_of
+from holdfast._integrations.megatron.steps import groups_of, step_of, step_of_others
 from holdfast._layout.box import from_flat_range
 from holdfast.errors import BadInput
 
@@ -43,14 +42,6 @@ _STOCK_FORMATS = (
 """Formats of optimizer state that only stock's description can load."""
 _SHARED = "step"
 """State without the parameter's shape: it is stored in the parameter groups."""
-
-
-class _ParameterPart(NamedTuple):
-    """A ShardedTensor of the model, and its offset in the parameter, in elements."""
-
-    tensor: mcore.ShardedTensor
-    start: int
-    writes: bool = False
 
 
 def sharded_state_dict(
@@ -74,9 +65,9 @@ def sharded_state_dict(
     if not isinstance(optimizer, mcore.DistributedOptimizer):
         stock: mcore.ByOptimizer = optimizer.sharded_state_dict(model_sharded_state_dict, is_loading)
         return stock
-    if _is_stub(optimizer):
+    if optimizer.is_stub_optimizer:
         return {}
-    allocate(optimizer, is_loading)
+    _allocate(optimizer, is_loading)
     state = _common_part(optimizer)
     state["param_state"] = _describe(optimizer, model_sharded_state_dict)
     # The stock format with these names and shapes.
@@ -91,7 +82,6 @@ def describe(
     optimizer: mcore.DistributedOptimizer,
     model_sharded_state_dict: mcore.StateDict | None = None,
     is_loading: bool = False,
-    sharding_type: str | None = None,
     metadata: Mapping[str, object] | None = None,
     **named: object,
 ) -> object:
@@ -99,12 +89,9 @@ def describe(
     ours = partial(sharded_state_dict, optimizer, model_sharded_state_dict or {}, is_loading)
     # Ours describes every save except Megatron-FSDP's. State in a format of stock's own loads only with
     # stock's description.
-    wanted = sharding_type or (metadata or {}).get(mcore.SHARDING_TYPE)
+    wanted = named.get("sharding_type") or (metadata or {}).get(mcore.SHARDING_TYPE)
     if wanted != mcore.FSDP_DTENSOR and not (is_loading and wanted in _STOCK_FORMATS):
         return ours()
-    # Only if it was given: a chain passes it to optimizers that do not have this argument.
-    if sharding_type is not None:
-        named["sharding_type"] = sharding_type
     state = stock(optimizer, model_sharded_state_dict or {}, is_loading, metadata=metadata, **named)
     # A save in this format wrote ours, too; the load sees which the checkpoint holds.
     if isinstance(state, dict) and "param_state" in state:
@@ -118,11 +105,6 @@ def as_we_save(state: mcore.ByOptimizer) -> mcore.ByOptimizer:
         described: mcore.ByOptimizer = state[OTHERWISE].unwrap()()
         return described
     return {key: as_we_save(part) if isinstance(part, dict) else part for key, part in state.items()}
-
-
-def _is_stub(optimizer: mcore.DistributedOptimizer) -> bool:
-    """Return whether it is a placeholder without parameters and state."""
-    return bool(getattr(optimizer, "is_stub_optimizer", False))
 
 
 def _common_part(optimizer: mcore.DistributedOptimizer) -> mcore.ByOptimizer:
@@ -144,7 +126,7 @@ def _common_part(optimizer: mcore.DistributedOptimizer) -> mcore.ByOptimizer:
     return state
 
 
-def allocate(optimizer: mcore.DistributedOptimizer, is_loading: bool = True) -> None:
+def _allocate(optimizer: mcore.DistributedOptimizer, is_loading: bool) -> None:
     """Allocate zero moments for an optimizer that has not stepped yet, so that a load can fill them and a
     save can write them."""
     if len(optimizer.optimizer.state) or not mcore.local_ranges(optimizer):
@@ -213,13 +195,13 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
     # The saved state may have more optimizers.
     saved = [state[key] for key in sorted(key for key in state if isinstance(key, int))]
     saved = [part for part in [state, *saved] if "optimizer" in part]
-    steps = SavedSteps(saved)  # it raises on all ranks or on none
+    others = step_of_others(saved)
     for part, own in zip(parts, mine, strict=True):
         if MARK in own:
-            _restore(part, saved, steps, own.get("param_state", {}))
+            _restore(part, saved, others, own.get("param_state", {}))
         elif _is_fsdp(part, own):
             _restore_fsdp(part, own)
-        elif not _is_stub(part):
+        elif not getattr(part, "is_stub_optimizer", False):
             part.load_state_dict(own)
     if len(parts) > 1:
         mcore.synchronize_steps(optimizer)
@@ -228,7 +210,7 @@ def load_state_dict(optimizer: mcore.DistributedOptimizer, state: mcore.ByOptimi
 def _restore(
     optimizer: mcore.DistributedOptimizer,
     saved: list[mcore.StateDict],
-    steps: SavedSteps,
+    others: float,
     param_state: dict[int, dict[str, list[mcore.ShardedTensor]]],
 ) -> None:
     if not saved:
@@ -240,15 +222,15 @@ def _restore(
     own = optimizer.optimizer.state_dict()["param_groups"]
     matches = [_group(group, groups) for group in own]
     scaler = {"grad_scaler": saved[0]["grad_scaler"]} if "grad_scaler" in saved[0] else {}
-    _load_groups(optimizer, matches, [steps.of(group) for group in matches], **scaler)
-    for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
+    _load_groups(optimizer, matches, [step_of(group) or others for group in matches], **scaler)
+    for number, (param, _, _) in enumerate(mcore.local_ranges(optimizer)):
         present, loaded = mcore.parameter_state(optimizer, param), param_state.get(number, {})
         # The load has filled the live state itself; only copies in another precision must be set.
         if all(pieces[0].data_ptr() == present[key].data_ptr() for key, pieces in loaded.items() if pieces):
             continue
         # megatron-core sets every key that the state has, so the present step is passed unchanged.
         tensors = {key: value for key, value in present.items() if key == _SHARED}
-        tensors |= {key: _joined(pieces, stop - start) for key, pieces in loaded.items()}
+        tensors |= {key: torch.cat([piece.reshape(-1) for piece in pieces]) for key, pieces in loaded.items()}
         mcore.set_parameter_state(optimizer, param, tensors)
     if mcore.is_offloaded(optimizer):
         mcore.sync_offloaded(optimizer)
@@ -302,7 +284,7 @@ def _describe(
         for item in mcore.nested_values(model)
         if isinstance(item, mcore.ShardedTensor | mcore.ShardedTensorFactory)
     }
-    holders = mcore.holders(optimizer)
+    holders = torch.distributed.get_process_group_ranks(optimizer.data_parallel_group)
     copies = WrittenCopies(torch.distributed.get_rank(), ())
     pieces: dict[int, dict[str, list[mcore.ShardedTensor]]] = {}
     for number, (param, start, stop) in enumerate(mcore.local_ranges(optimizer)):
@@ -320,17 +302,17 @@ def _describe(
             if key != _SHARED and isinstance(value, torch.Tensor)
         }
         # Decided once for each parameter, not for each box of each state.
-        parts = [part._replace(writes=copies.writes_state(part.tensor, holders)) for part in _parts(item)]
+        parts = [(part, offset, copies.writes_state(part, holders)) for part, offset in _parts(item)]
         pieces[number] = {
             key: list(_pieces(parts, f"{PREFIX}.{key}", value, start, stop)) for key, value in tensors.items()
         }
     return pieces
 
 
-def _parts(item: mcore.ShardedTensor) -> list[_ParameterPart]:
-    """List the ShardedTensors of a parameter, with their offsets in it."""
+def _parts(item: mcore.ShardedTensor) -> list[tuple[mcore.ShardedTensor, int]]:
+    """List the ShardedTensors of a parameter, with their offsets in it, in elements."""
     if isinstance(item, mcore.ShardedTensor):
-        return [_ParameterPart(item, 0)]
+        return [(item, 0)]
     base, parts = item.data, []
     for built in mcore.nested_values(item.build()):
         data = built.data
@@ -343,14 +325,21 @@ def _parts(item: mcore.ShardedTensor) -> list[_ParameterPart]:
                 hint="Legacy GroupedMLP does this: use TEGroupedMLP or SequentialMLP "
                 "(no moe_use_legacy_grouped_gemm).",
             )
-        parts.append(_ParameterPart(built, data.storage_offset() - base.storage_offset()))
-    return sorted(parts, key=lambda part: part.start)
+        parts.append((built, data.storage_offset() - base.storage_offset()))
+    return sorted(parts, key=lambda part: part[1])
 
 
 def _pieces(
-    parts: list[_ParameterPart], prefix: str, values: torch.Tensor, start: int, stop: int
+    parts: list[tuple[mcore.ShardedTensor, int, bool]],
+    prefix: str,
+    values: torch.Tensor,
+    start: int,
+    stop: int,
 ) -> Iterator[mcore.ShardedTensor]:
-    """Yield the flat range [start, stop) of a parameter as boxes over `values`, its state, in flat order."""
+    """Yield the flat range [start, stop) of a parameter as boxes over `values`, its state, in flat order.
+
+    parts: the parameter's ShardedTensors, their offsets in it, and whether this rank writes their state.
+    """
     flat = values.detach().view(-1)
     for tensor, begin, writes in parts:
         low, high = max(start, begin), min(stop, begin + math.prod(tensor.local_shape))
@@ -381,10 +370,3 @@ def _pieces(
                 *(o + i for o, i in zip(inner, box.offset, strict=True)),
             )
             yield piece
-
-
-def _joined(pieces: list[torch.Tensor], length: int) -> torch.Tensor:
-    flat = torch.cat([piece.reshape(-1) for piece in pieces]) if len(pieces) != 1 else pieces[0].reshape(-1)
-    if flat.numel() != length:
-        raise BadInput(f"Optimizer state of {flat.numel()} elements was loaded where {length} belong.")
-    return flat

@@ -16,32 +16,28 @@ from holdfast.errors import MissingTensors
 log = logging.getLogger("holdfast")
 PER_RANK = ("rng_state", "rerun_state_machine_state")
 """Keys of objects that differ on every rank, in megatron-core's frameworks."""
-Coordinates = tuple[int, ...]
 
 
-def is_per_rank(item: object) -> bool:
-    """Return whether an item is an object that differs on every rank."""
-    return isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
+def nearest(asked: Iterable[object], names: Iterable[str], where: str, allowed: bool) -> dict[str, str]:
+    """Map each object of one rank that the checkpoint `where` does not have to the stored name of the nearest
+    rank's.
 
-
-def nearest(
-    items: Iterable[mcore.ShardedObject], names: Iterable[str], where: str, allowed: bool
-) -> dict[str, str]:
-    """Map each object that the checkpoint `where` does not have to the stored name of the nearest rank's.
-
-    names: all names in the checkpoint. Raises MissingTensors if a name is needed and this is not `allowed`.
+    asked: all that this rank asks for. names: all names in the checkpoint. Raises MissingTensors if a name is
+        needed and this is not `allowed`.
     """
-    items = list(items)
-    stored: dict[str, dict[str, tuple[Coordinates, Coordinates]]] = {}
-    keys = {item.key for item in items}
+    items = [
+        item
+        for item in asked
+        if isinstance(item, mcore.ShardedObject) and item.key.rpartition(".")[2] in PER_RANK
+    ]
+    stored: dict[str, dict[str, mcore.ShardedObject]] = {item.key: {} for item in items}
     for name in names:
-        key, separator, rest = name.partition(SHARD)
-        if separator and key in keys:
-            offset, _, shape = rest.partition("_")
-            stored.setdefault(key, {})[name] = (_coordinates(offset), _coordinates(shape))
+        key, separator, _ = name.partition(SHARD)
+        if separator and key in stored:
+            stored[key][name] = mcore.ShardedObject.empty_from_unique_key(name)
     chosen: dict[str, str] = {}
     for item in items:
-        there = stored.get(item.key, {})
+        there = stored[item.key]
         if not there or item.unique_key in there:
             continue  # the layout is the same here, or the checkpoint has no such state at all
         if not allowed:
@@ -52,11 +48,8 @@ def nearest(
                 "holdfast.Options(nearest_rng=True): each rank takes the nearest one's.",
                 details={"missing": [item.unique_key]},
             )
-        goal = _relative(tuple(item.global_offset), tuple(item.global_shape))
         # By name if two are equally near, so that a repeated load takes the same one.
-        chosen[item.unique_key] = min(
-            there, key=lambda name: (_distance(goal, _relative(*there[name])), name)
-        )
+        chosen[item.unique_key] = min(there, key=lambda name: (_distance(item, there[name]), name))
     if chosen:
         log.warning(
             "%s was saved in another layout: %s.",
@@ -66,15 +59,8 @@ def nearest(
     return chosen
 
 
-def _coordinates(text: str) -> Coordinates:
-    return tuple(int(part) for part in text.split(".")) if text else ()
-
-
-def _relative(offset: Coordinates, shape: Coordinates) -> tuple[float, ...]:
-    """Return coordinates in a grid as fractions of its sides."""
-    return tuple(coordinate / max(size, 1) for coordinate, size in zip(offset, shape, strict=True))
-
-
-def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
-    """Return the distance of two places; if the grids differ in dimensions, the leading ones count."""
-    return sum(abs(a - b) for a, b in zip(one, other, strict=False))
+def _distance(one: mcore.ShardedObject, other: mcore.ShardedObject) -> float:
+    """Return the distance of two places in their grids, in fractions of the grids' sides; if the grids differ
+    in dimensions, the leading ones count."""
+    grids = zip(one.global_offset, one.global_shape, other.global_offset, other.global_shape, strict=False)
+    return float(sum(abs(mine / size - theirs / length) for mine, size, theirs, length in grids))

@@ -34,10 +34,6 @@ class Committed:
         functions of frameworks have barriers."""
         return self.pending.done() if no_dist else self._consensus.reached()
 
-    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Answer the stock queue, which asks if `uninstall` put it back while it has our request."""
-        return blocking or self.is_due(no_dist)
-
 
 class _Call(NamedTuple):
     """An entry of `AsyncCallsQueue.async_calls`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from holdfast._format import objects
 from holdfast._format.names import COMMON
@@ -17,32 +19,48 @@ from holdfast._saving.request import SaveRequest
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store
 from holdfast._values import Message
-from holdfast.errors import BadInput
 
 
-class StateArguments(NamedTuple):
-    """The arguments of `megatron.core.dist_checkpointing.save` that describe the state."""
+def read_state_dict(
+    store: Store,
+    sharded_state_dict: mcore.StateDict,
+    call: Call,
+    *,
+    content_metadata: mcore.StateDict | None = None,
+    compares: bool = False,
+    preprocess: Callable[[mcore.StateDict], mcore.StateDict] | None = None,
+    **how: Any,
+) -> SaveJob:
+    """Make a save that has collected the state and has yet to run.
 
-    sharded_state_dict: mcore.StateDict
-    content_metadata: mcore.StateDict | None = None
-    validate: bool = False
-    """Compare common state between ranks, after `preprocess`."""
-    preprocess: Callable[[mcore.StateDict], object] | None = None
-
-
-def read_state_dict(store: Store, state: StateArguments, call: Call, **how: Any) -> SaveJob:
-    """Make a save that has collected the state and has yet to run. how: fields of `SaveRequest`."""
+    compares: compare common state between ranks, after `preprocess`.
+    how: fields of `SaveRequest`.
+    """
     everyone = call.participants
-    report = _Report(state, compares=state.validate and len(everyone) > 1)
+    report: Message = {}
+    """What this rank adds to its report: the steps of its optimizers, and digests of its common state."""
 
     def collect(rank: int) -> Flat:
-        parts, common = take_apart(state)
+        parts, common = take_apart(sharded_state_dict)
+        if content_metadata is not None:
+            common[mcore.CONTENT_METADATA] = _clean(content_metadata, common)
         # Only the lowest participant's is stored; on other ranks it may contain anything.
         if rank == everyone[0]:
             _check_storable(common)
         # Now, on the caller's thread: in an asynchronous save, training goes on before the report is sent.
-        report.read(common)
+        report["steps"] = steps.counted(common)
+        if compares:
+            copied = own_containers(common)  # the functions below change it
+            steps.leave_out(copied)
+            seen = preprocess(copied) if preprocess is not None else copied
+            report["common"] = common_state.digests(seen)
         return Flat(to_save(parts, common, WrittenCopies(rank, everyone)))
+
+    def merge(reports: dict[int, Message]) -> Message:
+        """Return what goes into the notes of the index."""
+        if compares:
+            common_state.compare({rank: message["common"] for rank, message in reports.items()})
+        return steps.note({rank: message["steps"] for rank, message in reports.items()})
 
     # `allowing` ends with the making of the job, which reads and encodes the state.
     with allowing(mcore.safe_types()):
@@ -51,58 +69,21 @@ def read_state_dict(store: Store, state: StateArguments, call: Call, **how: Any)
             collect=collect,
             call=call,
             notes={"megatron-core": mcore.VERSION},
-            report=report.message,
-            merge_reports=report.merge,
+            report=lambda: report,
+            merge_reports=merge,
             **how,
         )
         return SaveJob(request)
 
 
-def take_apart(state: StateArguments) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
+def take_apart(sharded_state_dict: mcore.StateDict) -> tuple[list[mcore.ShardedTensor], mcore.StateDict]:
     """Return the ShardedTensors and ShardedObjects in a state dict, and its common state."""
     # A copy, because megatron-core changes containers in place, and these are the caller's.
-    copied = own_containers(state.sharded_state_dict)
+    copied = own_containers(sharded_state_dict)
     mcore.apply_factories(copied)
     _, copied = mcore.extract_nonpersistent(copied)
     sharded, common = mcore.extract_sharded_base(copied)
-    if state.content_metadata is not None:
-        common[mcore.CONTENT_METADATA] = _clean(state.content_metadata, common)
     return list(mcore.nested_values(sharded)), common
-
-
-class _Report:
-    """What a rank adds to its report of a save, and how the committer merges these reports."""
-
-    def __init__(self, state: StateArguments, compares: bool) -> None:
-        self._preprocess = state.preprocess
-        self._compares = compares
-        self._digests: dict[str, str] = {}
-        """Of this rank's common state, by key."""
-        self._steps: dict[str, float] | None = None
-        """The step of each optimizer; None if no optimizer's state is saved."""
-
-    def read(self, common: mcore.StateDict) -> None:
-        # Not None even if no optimizer has stepped: the notes have steps if any optimizer is saved.
-        if any(True for _ in steps.optimizers(common)):
-            self._steps = steps.counted(common)
-        if self._compares:
-            # The user's function gets a copy; its error fails the save on all ranks.
-            copied = own_containers(common)
-            seen = self._preprocess(copied) if self._preprocess is not None else copied
-            self._digests = common_state.digests(steps.comparable(seen))
-
-    def message(self) -> Message:
-        message: Message = {"steps": self._steps} if self._steps else {}
-        return message | ({"common": self._digests} if self._digests else {})
-
-    def merge(self, messages: dict[int, Message]) -> Message:
-        """Return what goes into the notes of the index."""
-        if self._compares:
-            common_state.compare({rank: message.get("common", {}) for rank, message in messages.items()})
-        if self._steps is None:
-            return {}
-        counts = {rank: message.get("steps", {}) for rank, message in messages.items()}
-        return {steps.NOTE: steps.merge(counts, self._steps)}
 
 
 def own_containers(state: Any) -> Any:
@@ -118,23 +99,16 @@ def _clean(content_metadata: Mapping[str, object], common: object) -> mcore.Stat
     Frameworks that save a model and its optimizer into two folders (verl) read the optimizer's format from
     the model's folder. So the metadata of every folder has it where `install` describes optimizers.
     """
-    from torch.distributed import ProcessGroup
-
     # Frameworks put process groups in it, which no other process can use.
     metadata = {key: value for key, value in content_metadata.items() if not isinstance(value, ProcessGroup)}
     kind = metadata.get(mcore.SHARDING_TYPE)
     ours = mcore.describes_optimizers() and kind is not None and kind != mcore.FSDP_DTENSOR
-    if ours or any(True for _ in steps.optimizers(common)):
+    if ours or steps.optimizers(common):
         metadata[mcore.SHARDING_TYPE] = mcore.FULLY_RESHARDABLE
     return metadata
 
 
 def _check_storable(common: Mapping[str, object]) -> None:
-    """Raise BadInput if common state can't be stored, and name the part of it."""
-    try:
-        objects.encode(dict(common), COMMON)
-    except BadInput:
-        # The whole mostly encodes. Part by part only to name the one that does not.
-        for key, value in common.items():
-            objects.encode(value, f"{COMMON}[{key!r}]")
-        raise
+    """Raise BadInput if a part of common state can't be stored, and name it."""
+    for key, value in common.items():
+        objects.encode(value, f"{COMMON}[{key!r}]")

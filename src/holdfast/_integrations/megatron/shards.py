@@ -44,8 +44,6 @@ class _Group:
         # Renumbered among the participants, because other ranks write nothing.
         sharing = [other for other in ranks if other in present]
         self.share = (sharing.index(rank), len(sharing)) if rank in sharing else _SOLE
-        self.is_first = not self.share[0]
-        """Is this rank the first participant of the group?"""
 
 
 class WrittenCopies:
@@ -73,7 +71,8 @@ class WrittenCopies:
             return _SOLE if number == 0 else None
         if _is_parameter(tensor.data):
             return group.share
-        return _SOLE if group.is_first else None  # the main replica, or the first participant in its place
+        # The main replica, or the first participant in its place.
+        return _SOLE if group.share[0] == 0 else None
 
     def writes_state(self, tensor: mcore.ShardedTensor, holders: Collection[int]) -> bool:
         """Return whether this rank writes its shard of the optimizer state of a model tensor.
