@@ -17,7 +17,7 @@ from holdfast._format.digest import digest, hex_digest
 from holdfast._io.index_file import open_index
 from holdfast._io.raw_read import read_box
 from holdfast._layout.box import Box
-from holdfast._maintenance.inspect import explain, parse_box
+from holdfast._maintenance.explain import explain, parse_box
 from holdfast._plan.explain import needed
 from holdfast._plan.read import touched_blocks
 from holdfast._store.local import LocalStore

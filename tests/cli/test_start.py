@@ -41,7 +41,7 @@ def modules_after(*arguments: object) -> tuple[int, set[str]]:
 def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
     calls: list[tuple[object, ...]] = [
         ("latest", kept.parent),
-        ("inspect", checkpoint, "--chunks"),
+        ("inspect", checkpoint),
         ("verify", checkpoint),
         ("explain", checkpoint, "wide", "--box", "0:4,500:520"),
         ("diff", checkpoint, kept, "--values"),

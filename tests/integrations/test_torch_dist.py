@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast._integrations.torch_dist import import_torch_dist
 from holdfast._io import open_files
-from holdfast._maintenance.inspect import explain
+from holdfast._maintenance.explain import explain
 from holdfast._store.local import LocalStore
 from holdfast.errors import CorruptCheckpoint, MissingTensors, NotCommitted
 

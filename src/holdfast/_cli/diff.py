@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from holdfast._cli import output
@@ -14,8 +16,7 @@ from holdfast._values import size_text
 @click.argument("b", type=click.Path())
 @click.option("--values", is_flag=True, help="Count the elements that differ, and by how much at most.")
 @output.as_json
-@click.pass_context
-def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> None:
+def command(a: str, b: str, values: bool, as_json: bool) -> None:
     """Compare two checkpoints.
 
     Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest
@@ -23,16 +24,12 @@ def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> 
     missing.
     """
     comparison = compare(a, b, values)
-    if as_json:
-        output.print_json(comparison)
-    else:
-        output.say_chosen("A", a, comparison.a)
-        output.say_chosen("B", b, comparison.b)
-        _show(comparison)
-    ctx.exit(0 if comparison.same else 1)
+    output.report(comparison, as_json, partial(_show, a, b), comparison.same)
 
 
-def _show(comparison: Compared) -> None:
+def _show(a: str, b: str, comparison: Compared) -> None:
+    output.say_chosen("A", a, comparison.a)
+    output.say_chosen("B", b, comparison.b)
     read = f"{size_text(comparison.bytes_read)} of data read"
     if comparison.same:
         output.say(f"The same: {output.count(comparison.equal, 'name')}, {read}.")
@@ -44,12 +41,7 @@ def _show(comparison: Compared) -> None:
         (item.name, "value" if item.kind == "object" else "content", _detail(item))
         for item in comparison.content
     ]
-    if rows:
-        output.print_table(("name", "differs in", "how"), rows)
-    for item in comparison.misplaced:
-        output.say(
-            f"{item.path} is a folder of step {item.folder_step}; its index is of step {item.index_step}."
-        )
+    output.print_table(("name", "differs in", "how"), rows)
     output.say(f"Different: {output.count(len(rows), 'name')}; equal: {comparison.equal}; {read}.")
 
 

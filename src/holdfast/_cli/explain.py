@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast._cli import output
-from holdfast._maintenance.inspect import Explained, explain
+from holdfast._maintenance.explain import Explained, explain
 
 
 @click.command("explain")

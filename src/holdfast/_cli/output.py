@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -41,12 +41,14 @@ def say_chosen(letter: str, given: str, path: str) -> None:
         say(f"{letter} is {path}.")
 
 
-def report(value: Report, as_json: bool, show: Callable[[Report], None]) -> None:
-    """Print the result of a command: as JSON, or by `show`."""
+def report(value: Report, as_json: bool, show: Callable[[Report], None], passed: bool = True) -> None:
+    """Print the result of a command, as JSON or by `show`. Exit with code 1 if a check has not passed."""
     if as_json:
         print_json(value)
     else:
         show(value)
+    if not passed:
+        click.get_current_context().exit(1)
 
 
 def print_json(value: object) -> None:
@@ -62,8 +64,10 @@ def print_json(value: object) -> None:
     click.echo(text)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-    """Print a plain table; the columns in `right` are aligned right."""
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print a plain table, or nothing if it has no rows; the columns in `right` are aligned right."""
+    if not rows:
+        return
     import sys
 
     from rich import box
