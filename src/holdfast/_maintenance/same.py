@@ -328,7 +328,7 @@ class _Comparison:
         return text_of(sums)
 
     def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
-        """Return whether elements differ; if `where` was asked for, also how many, and the first one's index."""
+        """Return whether elements differ; with `where` also how many, and the index of the first."""
         folders = [side for side in sides if isinstance(side, FolderSide)]
         if len(folders) < len(sides):  # of a live state only the fingerprint is known
             return True, None, None
