@@ -377,7 +377,7 @@ def test_the_command(tmp_path: Path) -> None:
     c = spread(weights(1), tmp_path / "c", 2)
     said = CliRunner().invoke(cli, ["same", str(a), str(c), "--exclude", "none"])
     assert said.exit_code == 1
-    assert "Different: 4; equal: 0" in said.output
+    assert "Different: 4 tensors; equal: 0" in said.output
 
 
 def test_large_tensors_are_read_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

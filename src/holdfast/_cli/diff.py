@@ -28,21 +28,13 @@ def command(a: str, b: str, values: bool, as_json: bool) -> None:
 
 
 def _show(a: str, b: str, comparison: Compared) -> None:
-    output.say_chosen("A", a, comparison.a)
-    output.say_chosen("B", b, comparison.b)
-    read = f"{size_text(comparison.bytes_read)} of data read"
-    if comparison.same:
-        output.say(f"The same: {output.count(comparison.equal, 'name')}, {read}.")
-        return
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
-    rows += [(name, "only in B", "") for name in comparison.only_b]
-    rows += [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
+    rows = [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
     rows += [
         (item.name, "value" if item.kind == "object" else "content", _detail(item))
         for item in comparison.content
     ]
-    output.print_table(("name", "differs in", "how"), rows)
-    output.say(f"Different: {output.count(len(rows), 'name')}; equal: {comparison.equal}; {read}.")
+    read = f"{size_text(comparison.bytes_read)} of data read"
+    output.print_comparison((a, b), comparison, rows, "name", read)
 
 
 def _detail(item: Content) -> str:

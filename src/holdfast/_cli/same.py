@@ -51,15 +51,6 @@ def command(
 
 
 def _show(a: str, b: str, comparison: Same) -> None:
-    output.say_chosen("A", a, comparison.a)
-    output.say_chosen("B", b, comparison.b)
-    read = f"{size_text(comparison.bytes_read)} of weights read"
-    if not comparison.bytes_read:
-        read = "by fingerprints, nothing read"
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
-    rows += [(name, "only in B", "") for name in comparison.only_b]
-    rows += [(one.name, "different", _detail(one)) for one in comparison.different]
-    output.print_table(("name", "is", "how"), rows)
     if comparison.converted:
         output.say(
             f"{output.count(len(comparison.converted), 'tensor')} of another dtype in A, compared in the "
@@ -68,10 +59,11 @@ def _show(a: str, b: str, comparison: Same) -> None:
     if comparison.rounded:
         rounded = [f"{name!r} to {dtype}" for name, dtype in comparison.rounded.items()]
         output.say(f"Rounded for this: {output.listed(rounded, 3)}.")
-    if comparison.same:
-        output.say(f"The same: {output.count(comparison.equal, 'tensor')}, {read}.")
-    else:
-        output.say(f"Different: {len(rows)}; equal: {comparison.equal}; {read}.")
+    rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
+    read = f"{size_text(comparison.bytes_read)} of weights read"
+    if not comparison.bytes_read:
+        read = "by fingerprints, nothing read"
+    output.print_comparison((a, b), comparison, rows, "tensor", read)
 
 
 def _detail(one: Unlike) -> str:
