@@ -49,7 +49,8 @@ class Counting(LocalStore):
 def test_parts_are_where_they_are_said_to_be(kept: Path, run: Run, run_json: Json) -> None:
     found, code = run_json("explain", kept, "wide")
     assert code == 0
-    assert (found["dtype"], found["shape"], found["offset"]) == ("float32", [512, 1024], None)
+    assert (found["dtype"], found["shape"], found["size"]) == ("float32", [512, 1024], [512, 1024])
+    assert found["bytes_wanted"] == found["bytes_read"] == WIDE.nbytes
     assert [part["rank"] for part in found["parts"]] == [0, 1]
     for part in found["parts"]:
         data = (kept / part["file"]).read_bytes()[part["start"] : part["stop"]]

@@ -39,14 +39,14 @@ def command(
     from holdfast._maintenance.same import same
 
     with output.progress(f"same {a} {b}") as advance:
-        done = 0
-
-        def read(moved: int) -> None:
-            nonlocal done
-            done += moved
-            advance(done, done)
-
-        comparison = same(a, b, where=where, include=include or None, exclude=exclude or None, progress=read)
+        comparison = same(
+            a,
+            b,
+            where=where,
+            include=include or None,
+            exclude=exclude or None,
+            progress=lambda done: advance(done, done),
+        )
     output.report(comparison, as_json, partial(_show, a, b), comparison.same)
 
 

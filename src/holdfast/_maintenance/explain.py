@@ -6,16 +6,16 @@ import msgspec
 import numpy as np
 
 from holdfast._io.index_file import open_index
-from holdfast._layout.box import Box
+from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, nearest
 from holdfast._maintenance.target import checkpoint_at
-from holdfast._plan.explain import ChunkPart, needed, parts
+from holdfast._plan.explain import ChunkPart, needed
 from holdfast._store.base import Folder
 from holdfast.errors import BadInput, MissingTensors
 
 
 class Explained(msgspec.Struct, frozen=True):
-    """Where a tensor is stored, and what a reader of a box (if one was given) needs."""
+    """Where a tensor is stored, and what a reader of a box of it reads."""
 
     path: str
     name: str
@@ -23,17 +23,19 @@ class Explained(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[ChunkPart, ...]
-    offset: tuple[int, ...] | None = None
-    size: tuple[int, ...] | None = None
-    bytes_wanted: int | None = None
-    bytes_read: int | None = None
+    offset: tuple[int, ...]
+    """Of the box."""
+    size: tuple[int, ...]
+    bytes_wanted: int
+    bytes_read: int
     """More than `bytes_wanted` where digest blocks also hold other bytes."""
 
 
 def explain(path: Folder, name: str, box: str | None = None) -> Explained:
-    """Return where a tensor's parts are stored; with a box such as `0:4,10:20`, what a reader of it needs.
+    """Return where a tensor's parts are stored, and what a reader needs of them.
 
-    A run folder stands for its newest committed step.
+    A run folder stands for its newest committed step. box: a part of the tensor such as `0:4,10:20`; by
+    default all of it.
     """
     store = checkpoint_at(path)
     with open_index(store) as index:
@@ -47,25 +49,19 @@ def explain(path: Folder, name: str, box: str | None = None) -> Explained:
         columns = index.select(np.asarray([row]))
     shape, is_object = columns.shape_of(0), int(columns.kind[0]) == OBJECT
     dtype = DTYPES[int(columns.dtype[0])]
-    explained = Explained(
+    wanted = whole(shape) if box is None else parse_box(box, shape)
+    parts = needed(columns, 0, wanted)
+    return Explained(
         store.url,
         name,
         KINDS[int(columns.kind[0])],
         "" if is_object else dtype.name,
         shape,
-        parts(columns, 0),
-    )
-    if box is None:
-        return explained
-    wanted = parse_box(box, shape)
-    needs = needed(columns, 0, wanted)
-    return msgspec.structs.replace(
-        explained,
-        parts=needs,
-        offset=wanted.offset,
-        size=wanted.shape,
+        parts,
+        wanted.offset,
+        wanted.shape,
         bytes_wanted=wanted.volume * dtype.size,
-        bytes_read=sum(stop - start for part in needs for start, stop in part.ranges),
+        bytes_read=sum(stop - start for part in parts for start, stop in part.ranges),
     )
 
 

@@ -84,7 +84,7 @@ def same(
     where: bool = False,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
-    progress: Callable[[int], None] = lambda moved: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Same:
     """Compare the weights in two places bit by bit. This process alone reads them.
 
@@ -96,7 +96,7 @@ def same(
         If one is a published model, the other must have its names, megatron-core's or transformers'.
     where: also count the elements that differ, and find the first of each tensor.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
-    progress: called with the bytes read since the last call.
+    progress: called with the bytes that were read so far.
 
     Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
     Fingerprints stand for data files that are there, whole, and of the same save as the index; their data is
@@ -350,7 +350,7 @@ class _Comparison:
         stored = region.stored[place]
         tensor = side.read(pair.specs[place], part, stored)
         self.bytes_read += tensor.nbytes
-        self._progress(tensor.nbytes)
+        self._progress(self.bytes_read)
         if stored == region.dtype:
             return Elements(_bytes_of(tensor))
         cast = tensor.to(torch_dtype(region.dtype))
