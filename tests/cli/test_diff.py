@@ -161,6 +161,21 @@ def test_a_data_file_that_is_gone_or_short_is_trouble_not_sameness(
         assert f"{checkpoint} can't be compared: its data file data/{gone.name} {words}" in result.stderr
 
 
+def test_an_index_in_the_folder_of_another_step_is_a_difference(
+    kept: Path, tmp_path: Path, run: Run, run_json: Json
+) -> None:
+    moved = Path(shutil.copytree(kept, tmp_path / "step-00000020"))
+    found, code = run_json("diff", kept, moved)
+    assert (code, found["same"], found["equal"]) == (1, False, 10)
+    assert found["misplaced"] == [{"path": str(moved), "folder_step": 20, "index_step": 7}]
+    shown = run("diff", kept, moved).stdout
+    assert f"{moved} is a folder of step 20; its index is of step 7." in shown
+    assert shutil.copytree(kept, tmp_path / "backup").exists()
+    assert run("diff", kept, tmp_path / "backup").exit_code == 0, (
+        "a folder that is no step's has no step to differ in"
+    )
+
+
 def test_of_a_run_folder_the_newest_committed_step_is_compared(kept: Path, tmp_path: Path, run: Run) -> None:
     for step in (5, 7):
         save_ranks(tmp_path / "run" / f"step-{step:08d}", step=step, lr=0.25 if step == 7 else 0.5)

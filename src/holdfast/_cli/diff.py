@@ -33,6 +33,10 @@ def _show(a: str, b: str, comparison: Compared) -> None:
         (item.name, "value" if item.kind == "object" else "content", _detail(item))
         for item in comparison.content
     ]
+    for moved in comparison.misplaced:
+        output.say(
+            f"{moved.path} is a folder of step {moved.folder_step}; its index is of step {moved.index_step}."
+        )
     read = f"{size_text(comparison.bytes_read)} of data read"
     output.print_comparison((a, b), comparison, rows, "name", read)
 

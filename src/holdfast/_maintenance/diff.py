@@ -6,7 +6,8 @@ Otherwise (the same tensor saved in another layout) the bytes of both are read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -21,10 +22,11 @@ from holdfast._io.raw_read import read_box
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import DTYPES, OBJECT
 from holdfast._maintenance.comparing import Difference, Elements, check_files, differences
-from holdfast._maintenance.target import checkpoint_at
+from holdfast._maintenance.target import checkpoint_at, number
 from holdfast._plan.agreement import what
 from holdfast._store.base import Folder, Store
 from holdfast._store.pins import Pin
+from holdfast._store.run_folder import step_of
 
 _Chunks = dict[Box, tuple[int, bytes]]
 """Of each chunk: the bytes of a block, and the digests of all blocks."""
@@ -57,12 +59,21 @@ class Content(msgspec.Struct, frozen=True):
     """The largest absolute difference; None where it is no number."""
 
 
+class Misplaced(msgspec.Struct, frozen=True):
+    """An index of another step than the folder that it is in."""
+
+    path: str
+    folder_step: int
+    index_step: int
+
+
 class Compared(msgspec.Struct, frozen=True):
     """The differences of two checkpoints."""
 
     a: str
     b: str
     same: bool
+    """All names are equal, and each index belongs to its folder."""
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     changed: tuple[Changed, ...]
@@ -71,6 +82,7 @@ class Compared(msgspec.Struct, frozen=True):
     """Names that are in both and equal."""
     bytes_read: int
     """Bytes of data that were read; 0 if digests were enough."""
+    misplaced: tuple[Misplaced, ...]
 
 
 @dataclass
@@ -216,16 +228,25 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
         work = _IndexComparison(sides, values)
         for row in range(len(both)):
             work.row(row)
+        misplaced = tuple(found for store, index in opened for found in _misplaced(store, index))
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
     unequal = len(work.changed) + len(work.content)
     return Compared(
         stores[0].url,
         stores[1].url,
-        not (only_a or only_b or unequal),
+        not (only_a or only_b or unequal or misplaced),
         tuple(only_a),
         tuple(only_b),
         tuple(work.changed),
         tuple(work.content),
         len(both) - unequal,
         sum(side.bytes_read for side in sides),
+        misplaced,
     )
+
+
+def _misplaced(store: Store, index: Index) -> Iterator[Misplaced]:
+    folder_step = step_of(os.path.basename(store.url.rstrip("/")))
+    index_step = number(index.about.get("step"))
+    if folder_step is not None and index_step is not None and folder_step != index_step:
+        yield Misplaced(store.url, folder_step, index_step)
