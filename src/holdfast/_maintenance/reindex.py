@@ -96,16 +96,10 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
     taken = {file.name for file in chosen}
     others = [file.name for file in whole if file.name not in taken]
     left = [*broken, *(LeftOut(name, "it belongs to another attempt") for name in others)]
-    return _reindexed(store, "would write" if dry_run else "written", chosen[0].about, columns, left)
-
-
-def _reindexed(
-    store: Store, action: str, about: dict[str, object], columns: Columns, left: Sequence[LeftOut] = ()
-) -> Reindexed:
     return Reindexed(
         store.url,
-        action,
-        number(about.get("step")),
+        "would write" if dry_run else "written",
+        number(chosen[0].about.get("step")),
         len(columns.names),
         tuple(columns.file_names),
         tuple(left),
@@ -117,9 +111,12 @@ def _good_index(store: Store) -> Reindexed | None:
     """Return the present index, if every row of it can be read and verified."""
     try:
         with open_index(store) as index:
-            return _reindexed(store, "none", index.about, index.select())
+            columns = index.select()
+            step = number(index.about.get("step"))
     except HoldfastError:
         return None
+    files = tuple(columns.file_names)
+    return Reindexed(store.url, "none", step, len(columns.names), files, (), int(columns.file_size.sum()))
 
 
 def _data_files(store: Store, only: Sequence[str]) -> list[str]:
