@@ -88,8 +88,8 @@ DATA = {"holdfast._io.file_reader", "holdfast._format.objects"}
     [
         ("--help", 120, {"numpy", "msgspec", "holdfast._store", "holdfast.errors"}),
         ("latest", 155, {"numpy", "holdfast._format.index"}),
-        ("inspect", 290, DATA),
-        ("inspect an object", 310, set()),
+        ("inspect", 280, DATA),
+        ("inspect an object", 295, set()),
     ],
 )
 def test_what_is_imported_at_the_start(
