@@ -4,6 +4,7 @@
 
     holdfast.save(state, "run/step-100")      # no collective; durable on return
     holdfast.load(state, "run/step-100")      # in place, any layout, every byte verified
+    holdfast.open("run/step-100")["w"][3:5]   # any part of any tensor, without a state
 
     ckpt = holdfast.Checkpoints("run/", keep=3)
     ckpt.restore(state)                       # newest committed step, or None
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast._integrations.session import session
     from holdfast._layout.grid import Grid
     from holdfast._loading.job import load
+    from holdfast._loading.opened import open as open  # noqa: A004
     from holdfast._loading.request import LoadReport
     from holdfast._maintenance.fingerprints import fingerprint
     from holdfast._maintenance.same import same
@@ -69,6 +71,7 @@ _WHERE = {
     "installed": "holdfast._integrations.install",
     "latest": "holdfast._store.run_folder",
     "load": "holdfast._loading.job",
+    "open": "holdfast._loading.opened",
     "open_groups": "holdfast._groups.lifecycle.open",
     "same": "holdfast._maintenance.same",
     "save": "holdfast._saving.job",
@@ -78,7 +81,8 @@ _WHERE = {
     "warm_up": "holdfast._groups.lifecycle.warm_up",
 }
 _MODULES = ("dcp", "errors", "events", "huggingface", "interfaces", "megatron", "megatron_fsdp", "testing")
-"""Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not."""
+"""Those of Megatron are not in `__all__`: they need megatron-core, and `from holdfast import *` must not.
+Nor is `open`, which would hide Python's."""
 
 __all__ = [
     "Checkpoints",
@@ -126,4 +130,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, "open"])

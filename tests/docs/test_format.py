@@ -285,11 +285,11 @@ def test_numbers_on_the_page() -> None:
         """The page's sentence about blocks, word by word."""
         if nbytes < 128 << 10:
             return max(nbytes, 1)
-        parts = 2 if nbytes < 256 << 10 else 4 if nbytes < 512 << 10 else 8
-        size = min(-(-nbytes // (16 * parts)) * 16, 4 << 20)
-        if row <= 4 << 20:
-            size = max(size // row, 1) * row if size == 4 << 20 else -(-size // row) * row
-        return size
+        parts = 2
+        while nbytes >= 2 * parts * (64 << 10) and (parts < 64 or nbytes > parts * (256 << 10)):
+            parts *= 2
+        size = -(-nbytes // (16 * parts)) * 16
+        return -(-size // row) * row if row <= 256 << 10 else size
 
     rng = random.Random(0)
     for _ in range(2000):

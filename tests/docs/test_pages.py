@@ -121,6 +121,7 @@ def test_calls_of_torchs_dcp_stay_as_they_are() -> None:
     [
         "save",
         "load",
+        "open",
         "Checkpoints",
         "Job",
         "Options",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -45,10 +46,11 @@ def test_a_block_is_within_bounds_and_whole_rows(nbytes: int, row: int) -> None:
     assert (count - 1) * block < nbytes <= count * block
 
 
-def test_eighths_of_a_matrix_lie_on_block_boundaries() -> None:
-    rows, row = 4096, 1024
-    block = block_size(rows * row, row)
-    assert rows * row // 8 % block == 0
+@pytest.mark.parametrize(
+    ("rows", "row"), [(4096, 1024), (768, 8192), (2048, 3072), (1536, 4096), (14336, 8192)]
+)
+def test_eighths_of_a_matrix_lie_on_block_boundaries(rows: int, row: int) -> None:
+    assert rows * row // 8 % block_size(rows * row, row) == 0
 
 
 def test_an_empty_chunk_has_no_block() -> None:

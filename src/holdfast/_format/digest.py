@@ -4,10 +4,11 @@ xxh3 detects accidental damage (all but 2^-64 of it), not forgery. It runs at 10
 releases the GIL.
 
 A chunk is cut into blocks of equal size; the last one may be shorter. A fixed rule gives the size, so that
-writer, witness and reader need not exchange it: an eighth of the chunk (a quarter below 512 KiB, a half below
-256 KiB, all of it below 128 KiB), rounded up to a multiple of 16 bytes (the widest element), 4 MiB at most;
-then, where rows are small, rounded up to whole rows (rounded down at 4 MiB). With eighths, the usual
-tensor-parallel slices (halves, quarters, eighths, also of gate and up) end on block boundaries.
+writer and witness need not exchange it; a reader finds it in the index. It is the chunk divided by a power of
+two, so that the usual tensor-parallel slices (halves, quarters, eighths, also of gate and up) end on block
+boundaries: 64 parts, fewer if a block had less than 64 KiB, more if it had more than 256 KiB. That is rounded
+up to a multiple of 16 bytes (the widest element), and where rows are small, to whole rows. So a rank that
+reads a sixth of a chunk reads little more than it needs (docs/decisions/0002-column-panels-on-request.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import xxhash
 
 from holdfast._values import Buffer
 
-MIN_BLOCK, MAX_BLOCK = 64 << 10, 4 << 20
+MIN_BLOCK, MAX_BLOCK = 64 << 10, 256 << 10
+PARTS = 64
 
 
 def digest(data: Buffer) -> int:
@@ -34,14 +36,17 @@ def digest_many(digests: npt.NDArray[np.uint64]) -> int:
 def block_sizes(nbytes: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return the bytes per block of chunks of `nbytes` whose rows (along their first axis) have `rows`
     bytes."""
-    # Rounded up, so a chunk below the bound has at most `parts` blocks. Integer arithmetic only: writer and
-    # witness must get the same result.
-    parts = np.select([nbytes >= count * MIN_BLOCK for count in (8, 4, 2)], [8, 4, 2], 1)
-    size = np.minimum(-(-nbytes // (16 * parts)) * 16, MAX_BLOCK)
+    # Integer arithmetic only: writer and witness must get the same result.
+    parts = np.ones_like(nbytes)
+    for _ in range(40):
+        more = (nbytes >= 2 * parts * MIN_BLOCK) & ((parts < PARTS) | (nbytes > parts * MAX_BLOCK))
+        if not more.any():
+            break
+        parts[more] *= 2
+    size = -(-nbytes // (16 * parts)) * 16
     fits = (rows > 0) & (rows <= MAX_BLOCK)
     row = np.where(fits, rows, 1)
-    whole = np.where(size >= MAX_BLOCK, np.maximum(size // row, 1) * row, -(-size // row) * row)
-    return np.where(parts == 1, np.maximum(nbytes, 1), np.where(fits, whole, size))
+    return np.where(parts == 1, np.maximum(nbytes, 1), np.where(fits, -(-size // row) * row, size))
 
 
 def block_counts(nbytes: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

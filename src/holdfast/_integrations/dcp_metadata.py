@@ -50,27 +50,31 @@ def dcp_marker(columns: Columns) -> bytes:
 
     Tensors of one dtype and shape share their description, which is most of the cost.
     """
-    described: Described = {}
-    stored: Stored = {}
-    nowhere, bytes_only = filesystem._StorageInfo(MARKER, 0, 0), dcp.BytesStorageMetadata()
+    described, nowhere = describe(columns), filesystem._StorageInfo(MARKER, 0, 0)
+    stored = {
+        dcp.MetadataIndex(
+            name, None if isinstance(one, dcp.BytesStorageMetadata) else one.chunks[0].offsets
+        ): nowhere
+        for name, one in described.items()
+    }
+    return encode(described, {}, stored, save_id=MARKER)
+
+
+def describe(columns: Columns) -> Described:
+    """Describe every tensor, as one chunk, and every object."""
+    bytes_only, described = dcp.BytesStorageMetadata(), Described()
     # A model has 100,000 tensors of some dozen shapes; pickle writes a shared object once.
     shared = cache(_whole_tensor)
     numbers = zip(columns.names, columns.kind.tolist(), columns.dtype.tolist(), strict=True)
     for row, (name, kind, dtype) in enumerate(numbers):
-        if kind == OBJECT:
-            described[name] = bytes_only
-            stored[dcp.MetadataIndex(name)] = nowhere
-            continue
-        described[name], start = shared(DTYPES[dtype].name, columns.shape_of(row))
-        stored[dcp.MetadataIndex(name, start)] = nowhere
-    return encode(described, {}, stored, save_id=MARKER)
+        described[name] = bytes_only if kind == OBJECT else shared(DTYPES[dtype].name, columns.shape_of(row))
+    return described
 
 
-def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> tuple[dcp.TensorStorageMetadata, torch.Size]:
-    """Describe a tensor of one chunk; also return the offset of the chunk."""
+def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetadata:
     size, start = torch.Size(shape), torch.Size((0,) * len(shape))
     properties = dcp.TensorProperties(dtype=getattr(torch, dtype))
-    return dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(start, size)]), start
+    return dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(start, size)])
 
 
 def mark(store: Store) -> None:

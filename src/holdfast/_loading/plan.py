@@ -18,6 +18,7 @@ from holdfast._loading.filling import check_filled
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
 from holdfast._loading.request import LoadRequest
 from holdfast._plan.agreement import what
+from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import Memory, ShardTable, describe
 from holdfast._state.leaf import Leaf
 from holdfast._state.memory import BytesMemory, TensorMemory, torch_dtype
@@ -65,11 +66,15 @@ def plan_load(
     keep = np.flatnonzero(rows >= 0).tolist()
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
-    wanted = ShardTable(table.rank)
     blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
+    wanted = ShardTable(table.rank)
+    as_stored = _as_stored(table, keep, columns, position).tolist()
     kinds, dtypes = columns.kind.tolist(), columns.dtype.tolist()
-    for row, at in zip(keep, position.tolist(), strict=True):
+    for row, at, fits in zip(keep, position.tolist(), as_stored, strict=True):
         spec, box, memory = table.specs[row], table.boxes[row], table.memory[row]
+        if fits:  # mostly
+            wanted.add(spec, box, (0, 1), False, memory)
+            continue
         stored = TensorSpec(spec.name, dtypes[at], columns.shape_of(at), kinds[at])
         if spec.kind == OBJECT == stored.kind:
             assert isinstance(memory, BytesMemory)
@@ -124,6 +129,18 @@ def _check_missing(
             details={"missing": names[:100]},
         )
     return names, len(table) - len(empty)
+
+
+def _as_stored(table: ShardTable, rows: list[int], columns: Columns, position: Array) -> Array:
+    """Return for each of these rows whether a tensor with its dtype and shape is stored."""
+    dims = max(table.arrays().dims, columns.dims)
+    given = np.asarray([(spec.kind, spec.dtype, len(spec.shape)) for spec in table.specs]).reshape(-1, 3)[
+        rows
+    ]
+    stored = np.stack([columns.kind, columns.dtype, columns.ndim], axis=1)[position]
+    shapes = widen(table.arrays().shape, dims, 1)[rows] == widen(columns.shape, dims, 1)[position]
+    alike: Array = (given == stored).all(axis=1) & shapes.all(axis=1) & (given[:, 0] == TENSOR)
+    return alike
 
 
 def _fit(

@@ -1,0 +1,242 @@
+"""A checkpoint as a value: its names, shapes and dtypes, and any part of any tensor, without a state."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
+
+import numpy as np
+import torch
+
+from holdfast._format import objects
+from holdfast._format.limits import bounded_memory
+from holdfast._io.open_checkpoint import open_source
+from holdfast._io.raw_read import read_all
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import OBJECT, TensorSpec, dtype_code, listed, nearest
+from holdfast._loading.boxes import Wanted, read_boxes
+from holdfast._state.memory import torch_dtype
+from holdfast._store.base import Folder
+from holdfast._store.local import open_store
+from holdfast.errors import BadInput, MissingTensors
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+
+class StoredTensor:
+    """A tensor of a checkpoint. Its elements are read, and verified, when it is indexed.
+
+    w = ckpt["model.weight"]
+    w.shape, w.dtype       # nothing is read
+    w[3:5], w[..., 0]      # torch tensors; only the blocks that hold them are read
+    w[...], np.asarray(w)  # all of it
+    """
+
+    def __init__(self, checkpoint: StoredCheckpoint, spec: TensorSpec) -> None:
+        self._checkpoint, self.spec = checkpoint, spec
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.spec.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.spec.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        if not self.spec.shape:
+            raise TypeError(f"{self.name!r} has no dimensions, so it has no length.")
+        return self.spec.shape[0]
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        """Read whole numbers and slices with steps from 1 on, and `...`, along the axes."""
+        box, steps = _box(index, self.spec)
+        return self._checkpoint.read_boxes([Wanted(self.spec, box, self.spec.dtype)])[0][steps]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError(f"{self.name!r} is read from storage, so there is nothing to share.")
+        return np.asarray(self[...].numpy(), dtype=dtype)
+
+    def __repr__(self) -> str:
+        return f"StoredTensor({self.name!r}, {str(self.dtype)[6:]}{list(self.spec.shape)})"
+
+
+class StoredCheckpoint(Mapping[str, Any]):
+    """A checkpoint of Holdfast, torch DCP or megatron-core, or a model as Hugging Face's libraries write it.
+
+    A mapping of names, in their order, to a `StoredTensor` or the value of an object. It reads on this
+    process alone, and holds the folder's index open until `close`, or until it is no longer used.
+    """
+
+    def __init__(self, path: Folder) -> None:
+        self._store = open_store(path)
+        with ExitStack() as opened:
+            self._source = opened.enter_context(open_source(self._store))
+            self._names = self._source.names()
+            self._close = finalize(self, opened.pop_all().close)
+
+    @property
+    def path(self) -> str:
+        return self._store.url
+
+    @property
+    def step(self) -> int | None:
+        """The step that was given to the save."""
+        step = self._source.about.get("step")
+        return step if isinstance(step, int) else None
+
+    @property
+    def notes(self) -> Any:
+        """The JSON value that was given to the save."""
+        return self._source.about.get("notes")
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return {name: row for row, name in enumerate(self._names)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._row
+
+    def __getitem__(self, name: str) -> Any:
+        """Return a StoredTensor, or the value of an object. KeyError if there is no such name."""
+        if name not in self._row:
+            near = nearest(str(name), self._names)
+            raise KeyError(f"{self.path} does not hold {name!r}" + (f"; nearest: {near!r}" if near else ""))
+        [spec] = self.specs([name])
+        if spec.kind != OBJECT:
+            return StoredTensor(self, spec)
+        with bounded_memory(f"The object {name!r} of {self.path}"):
+            columns = self._source.select(np.asarray([self._row[name]]))
+            data = read_all(self._store, columns, self._source.where)
+            return objects.decode(self._source.object_prefix + data, name)
+
+    def read(self, prefix: str = "", dtype: torch.dtype | None = None) -> dict[str, Any]:
+        """Read all values below a prefix, by their names without it, as `load_state_dict` of a module wants.
+
+            model.load_state_dict(holdfast.open("run/step-100").read("model"))
+
+        prefix: for `model`, the names that begin with `model.`. dtype: of floating-point tensors; None: as
+            they are stored. Raises MissingTensors if nothing lies below the prefix.
+        """
+        start = f"{prefix}." if prefix else ""
+        names = [name for name in self._names if name.startswith(start)]
+        if prefix and not names:
+            raise MissingTensors(
+                f"{self.path} holds no name below {prefix!r}.",
+                hint=f"It holds {len(self)} names, for example {listed(self._names[:3])}.",
+            )
+        specs = self.specs(names)
+        tensors = [spec for spec in specs if spec.kind != OBJECT]
+        boxes = [Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors]
+        found = dict(zip([spec.name for spec in tensors], self.read_boxes(boxes), strict=True))
+        values = {spec.name: self[spec.name] if spec.kind == OBJECT else found[spec.name] for spec in specs}
+        return {name[len(start) :]: value for name, value in values.items()}
+
+    def specs(self, names: Iterable[str]) -> list[TensorSpec]:
+        """Return dtype, shape and kind of each of these names, in the order of the checkpoint."""
+        rows = np.asarray(sorted({self._row[name] for name in names}), np.int64)
+        columns = self._source.select(rows)
+        dtypes, kinds = columns.dtype.tolist(), columns.kind.tolist()
+        shapes = map(columns.shape_of, range(len(rows)))
+        return [TensorSpec(*row) for row in zip(columns.names, dtypes, shapes, kinds, strict=True)]
+
+    def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
+        """Read boxes of tensors, all at once."""
+        return read_boxes(self._store, self._source, boxes)[0]
+
+    def close(self) -> None:
+        """Close the index. Nothing can be read after that."""
+        self._close()
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"StoredCheckpoint({self.path!r}, {len(self)} names)"
+
+
+def open(path: Folder) -> StoredCheckpoint:  # noqa: A001
+    """Open a checkpoint to look at it and to read parts of it, without a state, ranks or a process group.
+
+    path: the folder, or a store, of one checkpoint: of Holdfast, torch DCP or megatron-core, or a model that
+        Hugging Face's libraries wrote.
+
+    Every byte is verified. Nothing in a checkpoint is executed. Raises NotCommitted if there is no
+    checkpoint.
+    """
+    return StoredCheckpoint(path)
+
+
+def _code(spec: TensorSpec, wanted: torch.dtype | None) -> int:
+    if wanted is None or not torch_dtype(spec.dtype).is_floating_point:
+        return spec.dtype
+    if not wanted.is_floating_point:
+        raise BadInput(f"dtype must be one of floating-point numbers, not {wanted}.")
+    return dtype_code(str(wanted)[6:], "The result")
+
+
+def _box(index: Index, spec: TensorSpec) -> tuple[Box, tuple[int | slice, ...]]:
+    """Return the box that holds all elements of an index, and the index of them in it."""
+    given = index if isinstance(index, tuple) else (index,)
+    dots = sum(part is Ellipsis for part in given)
+    missing = len(spec.shape) - len(given) + dots
+    if dots > 1 or missing < 0:
+        raise BadInput(f"{spec.name!r} has {len(spec.shape)} dimensions; the index {index!r} has more.")
+    at = next((i for i, part in enumerate(given) if part is Ellipsis), len(given))
+    parts = [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+    offset, shape, steps = [], [], list[int | slice]()
+    for part, size in zip(parts, spec.shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise BadInput(
+                    f"The index {index!r} of {spec.name!r} has a step of {step}; steps begin at 1."
+                )
+            steps.append(slice(None, None, step))
+        else:
+            start = _whole_number(part, index, spec.name)
+            if not -size <= start < size:
+                raise IndexError(
+                    f"{spec.name!r} has the shape {list(spec.shape)}; {index!r} lies outside it."
+                )
+            start %= size
+            stop = start + 1
+            steps.append(0)
+        offset.append(start)
+        shape.append(max(stop - start, 0))
+    return Box(tuple(offset), tuple(shape)), tuple(steps)
+
+
+def _whole_number(part: object, index: object, name: str) -> int:
+    if not isinstance(part, bool) and hasattr(part, "__index__"):
+        try:
+            return operator.index(part)
+        except TypeError:  # a tensor or an array of several elements
+            pass
+    raise BadInput(f"The index {index!r} of {name!r} must be made of whole numbers, slices and `...`.")

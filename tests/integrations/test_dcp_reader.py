@@ -1,0 +1,101 @@
+"""The way back: stock torch DCP reads a Holdfast checkpoint; and every name of DCP is there after the switch."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as stock
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import holdfast
+from holdfast import dcp
+from holdfast.errors import CorruptCheckpoint
+from tests.support.processes import ProcessWorld
+
+ALONE = holdfast.Job(no_dist=True)
+
+
+def sharded_load(rank: int, folder: str) -> list[bool]:
+    """Stock DCP loads DTensors over two ranks from a checkpoint that one process wrote."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(7 * 6.0).reshape(7, 6)
+    places = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
+    state = {name: distribute_tensor(torch.zeros(7, 6), mesh, place) for name, place in places.items()}
+    stock.load(state, storage_reader=dcp.HoldfastReader(folder))
+    return [torch.equal(state[name].full_tensor(), whole) for name in places]
+
+
+def test_stock_dcp_loads_shards_of_a_holdfast_checkpoint(tmp_path: Path) -> None:
+    whole = torch.arange(7 * 6.0).reshape(7, 6)
+    holdfast.save(dict.fromkeys(["rows", "columns", "all"], whole), tmp_path / "it", job=ALONE)
+    with ProcessWorld(2) as world:
+        assert world.run(sharded_load, str(tmp_path / "it"), timeout=120) == [[True] * 3] * 2
+
+
+def test_stock_dcp_loads_modules_optimizers_and_objects(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "step": 7,
+        "names": ["a", {"b": (1, 2)}],
+        "half": torch.ones(3).bfloat16(),
+    }
+    holdfast.save({**state, "optimizer": optimizer}, tmp_path / "it", job=ALONE)
+    blank = {
+        "model": torch.nn.Linear(4, 3).state_dict(),
+        "step": 0,
+        "names": None,
+        "half": torch.zeros(3).bfloat16(),
+    }
+    stock.load(blank, storage_reader=dcp.HoldfastReader(tmp_path / "it"), no_dist=True)
+    assert torch.equal(blank["model"]["weight"], model.weight)
+    assert (blank["step"], blank["names"]) == (7, ["a", {"b": (1, 2)}])
+    assert torch.equal(blank["half"], state["half"])
+
+
+def test_a_checkpoint_becomes_one_file_of_torch_save(tmp_path: Path) -> None:
+    """What torch's `dcp_to_torch_save` does, with our reader."""
+    holdfast.save({"w": torch.arange(5.0), "step": 3}, tmp_path / "it", job=ALONE)
+    state: dict[str, object] = {}
+    reader, planner = dcp.HoldfastReader(tmp_path / "it"), _EmptyStateDictLoadPlanner()
+    _load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+    torch.save(state, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt")
+    assert torch.equal(found["w"], torch.arange(5.0))
+    assert found["step"] == 3
+
+
+def test_damage_and_folders_without_a_checkpoint(tmp_path: Path) -> None:
+    holdfast.save({"w": torch.ones(1000)}, tmp_path / "it", job=ALONE)
+    assert dcp.HoldfastReader.validate_checkpoint_id(tmp_path / "it")
+    assert not dcp.HoldfastReader.validate_checkpoint_id(tmp_path)
+    [data] = (tmp_path / "it" / "data").glob("*.safetensors")
+    raw = bytearray(data.read_bytes())
+    raw[raw.index(torch.ones(9).numpy().tobytes())] ^= 1
+    data.write_bytes(raw)
+    # Stock DCP raises what a rank raised in an exception of its own, which is no Exception.
+    with pytest.raises(BaseException, match="damaged") as caught:
+        stock.load({"w": torch.zeros(1000)}, storage_reader=dcp.HoldfastReader(tmp_path / "it"), no_dist=True)
+    assert CorruptCheckpoint.__name__ in str(caught.value)
+
+
+def test_every_public_name_of_dcp_is_there() -> None:
+    ours = {"async_save", "load", "save"}
+    for name in dir(stock):
+        if name.startswith("_"):
+            continue
+        value = getattr(dcp, name)
+        assert (value is getattr(stock, name)) == (name not in ours), name
+        assert isinstance(value, types.ModuleType) or value.__doc__ is not None or isinstance(value, type)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = dcp.nothing
