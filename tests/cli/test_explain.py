@@ -17,7 +17,7 @@ from holdfast._format.digest import digest, hex_digest
 from holdfast._io.index_file import open_index
 from holdfast._io.raw_read import read_box
 from holdfast._layout.box import Box
-from holdfast._maintenance.inspect import explain, parse_box
+from holdfast._maintenance.explain import explain, parse_box
 from holdfast._plan.explain import needed
 from holdfast._plan.read import touched_blocks
 from holdfast._store.local import LocalStore
@@ -49,7 +49,8 @@ class Counting(LocalStore):
 def test_parts_are_where_they_are_said_to_be(kept: Path, run: Run, run_json: Json) -> None:
     found, code = run_json("explain", kept, "wide")
     assert code == 0
-    assert (found["dtype"], found["shape"], found["offset"]) == ("float32", [512, 1024], None)
+    assert (found["dtype"], found["shape"], found["size"]) == ("float32", [512, 1024], [512, 1024])
+    assert found["bytes_wanted"] == found["bytes_read"] == WIDE.nbytes
     assert [part["rank"] for part in found["parts"]] == [0, 1]
     for part in found["parts"]:
         data = (kept / part["file"]).read_bytes()[part["start"] : part["stop"]]

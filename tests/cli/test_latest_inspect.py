@@ -116,21 +116,8 @@ def test_inspect_filters_and_limits(kept: Path, run: Run, run_json: Json) -> Non
     assert run_json("inspect", kept, "--name", "nothing")[0]["shown"] == []
 
 
-def test_inspect_chunks_are_where_the_bytes_are(kept: Path, run: Run, run_json: Json) -> None:
-    import numpy as np
-
-    found, _ = run_json("inspect", kept, "--name", "experts", "--chunks")
-    (experts,) = found["shown"]
-    for part in experts["parts"]:
-        data = (kept / part["file"]).read_bytes()[part["start"] : part["stop"]]
-        first = part["offset"][0] * 60
-        assert np.frombuffer(data, "<f4").tolist() == list(range(first, first + 240))
-    assert "0:4,0:6,0:10" in run("inspect", kept, "--name", "experts", "--chunks").stdout
-
-
 def test_inspect_shows_damage_of_an_object_and_the_rest(checkpoint: Path, run_json: Json) -> None:
-    found, _ = run_json("inspect", checkpoint, "--name", "lr", "--chunks")
-    (part,) = found["shown"][0]["parts"]
+    (part,) = run_json("explain", checkpoint, "lr")[0]["parts"]
     flip(checkpoint / part["file"], part["start"])
     found, code = run_json("inspect", checkpoint)
     shown = {tensor["name"]: tensor["value"] for tensor in found["shown"]}

@@ -12,6 +12,7 @@ from keyword import iskeyword
 
 import click
 
+from holdfast._collector import collector_paused
 from holdfast._version import __version__
 
 # Copies of the commands' own first lines, because `--help` would otherwise import every command. A test
@@ -45,7 +46,9 @@ class LazyGroup(click.Group):
             return None
         # `import` is a keyword of Python, so the module is named `import_`.
         module = cmd_name + "_" * iskeyword(cmd_name)
-        command: click.Command = import_module(f"holdfast._cli.{module}").command
+        # Imports let nothing go, so collections in between would only take time.
+        with collector_paused():
+            command: click.Command = import_module(f"holdfast._cli.{module}").command
         return command
 
     # click's own method gets every command, which would import them all.

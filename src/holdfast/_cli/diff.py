@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from holdfast._cli import output
@@ -14,8 +16,7 @@ from holdfast._values import size_text
 @click.argument("b", type=click.Path())
 @click.option("--values", is_flag=True, help="Count the elements that differ, and by how much at most.")
 @output.as_json
-@click.pass_context
-def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> None:
+def command(a: str, b: str, values: bool, as_json: bool) -> None:
     """Compare two checkpoints.
 
     Digests answer where both are cut alike; where they are not, data is read. Of a run folder the newest
@@ -23,34 +24,21 @@ def command(ctx: click.Context, a: str, b: str, values: bool, as_json: bool) -> 
     missing.
     """
     comparison = compare(a, b, values)
-    if as_json:
-        output.print_json(comparison)
-    else:
-        output.say_chosen("A", a, comparison.a)
-        output.say_chosen("B", b, comparison.b)
-        _show(comparison)
-    ctx.exit(0 if comparison.same else 1)
+    output.report(comparison, as_json, partial(_show, a, b), comparison.same)
 
 
-def _show(comparison: Compared) -> None:
-    read = f"{size_text(comparison.bytes_read)} of data read"
-    if comparison.same:
-        output.say(f"The same: {output.count(comparison.equal, 'name')}, {read}.")
-        return
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
-    rows += [(name, "only in B", "") for name in comparison.only_b]
-    rows += [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
+def _show(a: str, b: str, comparison: Compared) -> None:
+    rows = [(item.name, "shape or dtype", f"{item.a} -> {item.b}") for item in comparison.changed]
     rows += [
         (item.name, "value" if item.kind == "object" else "content", _detail(item))
         for item in comparison.content
     ]
-    if rows:
-        output.print_table(("name", "differs in", "how"), rows)
-    for item in comparison.misplaced:
+    for moved in comparison.misplaced:
         output.say(
-            f"{item.path} is a folder of step {item.folder_step}; its index is of step {item.index_step}."
+            f"{moved.path} is a folder of step {moved.folder_step}; its index is of step {moved.index_step}."
         )
-    output.say(f"Different: {output.count(len(rows), 'name')}; equal: {comparison.equal}; {read}.")
+    read = f"{size_text(comparison.bytes_read)} of data read"
+    output.print_comparison((a, b), comparison, rows, "name", read)
 
 
 def _detail(item: Content) -> str:

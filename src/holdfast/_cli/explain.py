@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast._cli import output
-from holdfast._maintenance.inspect import Explained, explain
+from holdfast._maintenance.explain import Explained, explain
 
 
 @click.command("explain")
@@ -23,9 +23,8 @@ def command(path: str, name: str, box: str | None, as_json: bool) -> None:
 
 def _show(report: Explained) -> None:
     output.say(f"{report.name}: {report.dtype or report.kind} {list(report.shape)}, in {report.path}")
-    if report.bytes_wanted is not None:
-        wanted = f"{output.box_text(report.offset or (), report.size or ())} is {report.bytes_wanted} bytes"
-        output.say(f"  {wanted}; a reader reads {report.bytes_read} bytes, whole digest blocks.")
+    wanted = f"{output.box_text(report.offset, report.size)} is {report.bytes_wanted} bytes"
+    output.say(f"  {wanted}; a reader reads {report.bytes_read} bytes, whole digest blocks.")
     rows = [
         (
             output.box_text(part.offset, part.shape),

@@ -23,20 +23,21 @@ SHOWN = 50
     type=click.IntRange(min=0),
     help=f"Show at most this many names; 0 is all. Default: {SHOWN}, with --json all.",
 )
-@click.option("--chunks", is_flag=True, help="Show where each part of each tensor is.")
 @output.as_json
-def command(path: str, name: str | None, limit: int | None, chunks: bool, as_json: bool) -> None:
+def command(path: str, name: str | None, limit: int | None, as_json: bool) -> None:
     """Show what is in a checkpoint, or which steps a run has."""
     # A person gets a screenful, a program everything.
     if limit is None and not as_json:
         limit = SHOWN
-    description = describe(path, name, limit or None, chunks)
-    if as_json:
-        output.print_json(description)
-    elif isinstance(description, Run):
+    description = describe(path, name, limit or None)
+    output.report(description, as_json, _show)
+
+
+def _show(description: Checkpoint | Run) -> None:
+    if isinstance(description, Run):
         _run(description)
     else:
-        _checkpoint(description, chunks)
+        _checkpoint(description)
 
 
 def _run(run: Run) -> None:
@@ -54,7 +55,7 @@ def _state(committed: bool, problem: str | None) -> str:
     return "committed" if committed else "not committed"
 
 
-def _checkpoint(checkpoint: Checkpoint, chunks: bool) -> None:
+def _checkpoint(checkpoint: Checkpoint) -> None:
     output.say(checkpoint.path)
     facts = {
         "step": checkpoint.step,
@@ -72,14 +73,10 @@ def _checkpoint(checkpoint: Checkpoint, chunks: bool) -> None:
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
     shown = checkpoint.shown
-    if shown:
-        names = [_row(tensor) for tensor in shown]
-        head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
-        output.print_table(head, names, right=("chunks", "bytes"))
+    head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
+    output.print_table(head, [_row(tensor) for tensor in shown], right=("chunks", "bytes"))
     if len(shown) < checkpoint.matched:
         output.say(f"{len(shown)} of {output.count(checkpoint.matched, 'name')}; --limit 0 shows all.")
-    if chunks:
-        _chunks(shown)
 
 
 def _plain(value: object) -> str:
@@ -93,20 +90,3 @@ def _row(tensor: Tensor) -> tuple[object, ...]:
     shown = str(list(tensor.shape)) if tensor.value is None else tensor.value
     writers = output.listed(tensor.writers, 4)
     return tensor.name, tensor.dtype or tensor.kind, shown, tensor.chunks, tensor.bytes, writers
-
-
-def _chunks(shown: tuple[Tensor, ...]) -> None:
-    rows = [
-        (
-            tensor.name,
-            output.box_text(part.offset, part.shape),
-            part.file,
-            part.start,
-            part.stop,
-            len(part.digests),
-        )
-        for tensor in shown
-        for part in tensor.parts or ()
-    ]
-    head = ("name", "box", "file", "from byte", "to byte", "blocks")
-    output.print_table(head, rows, right=("from byte", "to byte", "blocks"))

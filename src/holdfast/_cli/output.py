@@ -1,4 +1,4 @@
-"""Output of commands: JSON, tables, sizes, times and a progress bar. rich is imported when needed.
+"""Output of commands: JSON, tables, sizes, times and a progress bar.
 
 Names in a checkpoint are untrusted data. They are printed without markup and control characters, so that
 looking at a file can't do anything to a terminal.
@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
+
+if TYPE_CHECKING:
+    from holdfast._maintenance.diff import Compared
+    from holdfast._maintenance.same import Same
 
 Report = TypeVar("Report")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-WIDE = 10_000
-"""Width of a table that goes to a file or pipe, in characters: nothing is cut or wrapped there."""
 
 
 def printable(value: object) -> str:
@@ -35,18 +37,14 @@ def say(sentence: str) -> None:
     click.echo(printable(sentence))
 
 
-def say_chosen(letter: str, given: str, path: str) -> None:
-    """Print which step of a run folder was chosen, unless it is the path that was given."""
-    if os.path.abspath(given) != path:
-        say(f"{letter} is {path}.")
-
-
-def report(value: Report, as_json: bool, show: Callable[[Report], None]) -> None:
-    """Print the result of a command: as JSON, or by `show`."""
+def report(value: Report, as_json: bool, show: Callable[[Report], None], passed: bool = True) -> None:
+    """Print the result of a command, as JSON or by `show`. Exit with code 1 if a check has not passed."""
     if as_json:
         print_json(value)
     else:
         show(value)
+    if not passed:
+        click.get_current_context().exit(1)
 
 
 def print_json(value: object) -> None:
@@ -62,23 +60,43 @@ def print_json(value: object) -> None:
     click.echo(text)
 
 
-def print_table(columns: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> None:
-    """Print a plain table; the columns in `right` are aligned right."""
-    import sys
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[str] = ()) -> None:
+    """Print a plain table, or nothing if it has no rows; the columns in `right` are aligned right."""
+    if not rows:
+        return
+    # By hand: importing rich for it takes as long as half of NumPy.
+    cells = [[printable(cell) for cell in row] for row in (columns, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    for row in cells:
+        parts = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, cell, width in zip(columns, row, widths, strict=True)
+        ]
+        click.echo("  ".join(parts).rstrip())
 
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
-    for row in rows:
-        # As Text, because rich would take `[bold]` in a name for markup.
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    # Without a terminal rich takes 80 columns, and would wrap names.
-    Console(width=None if sys.stdout.isatty() else WIDE, highlight=False).print(table)
+def print_comparison(
+    given: tuple[str, str],
+    found: Compared | Same,
+    differ: Sequence[tuple[str, str, str]],
+    word: str,
+    read: str,
+) -> None:
+    """Print the result of a comparison. differ: the rows of names that are in both places; word: what a name
+    stands for; read: what was read."""
+    for letter, place, path in zip("AB", given, (found.a, found.b), strict=True):
+        # Of a run folder a step was chosen.
+        if os.path.abspath(place) != path:
+            say(f"{letter} is {path}.")
+    rows = [(name, "only in A", "") for name in found.only_a]
+    rows += [(name, "only in B", "") for name in found.only_b]
+    rows += differ
+    print_table(("name", "differs in", "how"), rows)
+    if found.same:
+        say(f"The same: {count(found.equal, word)}, {read}.")
+    else:
+        say(f"Different: {count(len(rows), word)}; equal: {found.equal}; {read}.")
 
 
 def when(seconds: float | None) -> str:

@@ -31,13 +31,10 @@ def command(run: str, keep: int | None, older_than: float, dry_run: bool, as_jso
 
 
 def _show(report: Pruned) -> None:
-    if report.removed:
-        rows = [(item.path, size_text(item.bytes), item.why) for item in report.removed]
-        output.print_table(
-            ("would go" if report.dry_run else "removed", "size", "because"), rows, right=("size",)
-        )
-    if report.skipped:
-        output.print_table(("left alone", "because"), [(item.path, item.why) for item in report.skipped])
+    rows = [(item.path, size_text(item.bytes), item.why) for item in report.removed]
+    head = "would go" if report.dry_run else "removed"
+    output.print_table((head, "size", "because"), rows, right=("size",))
+    output.print_table(("left alone", "because"), [(item.path, item.why) for item in report.skipped])
     verb = "would be freed" if report.dry_run else "freed"
     output.say(
         f"{size_text(report.bytes_freed)} {verb}; {output.count(len(report.kept), 'committed step')} kept."

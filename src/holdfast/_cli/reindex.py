@@ -31,5 +31,4 @@ def _show(report: Reindexed) -> None:
         return
     verb = "An index would be written" if report.action == "would write" else "An index was written"
     output.say(f"{verb} to {report.path}: {contents}, {size_text(report.bytes)}.")
-    if report.left_out:
-        output.print_table(("left out", "because"), [(item.name, item.why) for item in report.left_out])
+    output.print_table(("left out", "because"), [(item.name, item.why) for item in report.left_out])

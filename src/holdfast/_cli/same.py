@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -16,13 +17,11 @@ if TYPE_CHECKING:
 @click.command("same")
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--where", is_flag=True, help="Find the boxes that differ.")
+@click.option("--where", is_flag=True, help="Count the elements that differ, and find the first.")
 @click.option("--include", multiple=True, help="Compare names that match this pattern only. Repeatable.")
 @click.option("--exclude", multiple=True, help="Do not compare names that match this pattern. Repeatable.")
 @output.as_json
-@click.pass_context
 def command(
-    ctx: click.Context,
     a: str,
     b: str,
     where: bool,
@@ -40,32 +39,18 @@ def command(
     from holdfast._maintenance.same import same
 
     with output.progress(f"same {a} {b}") as advance:
-        done = 0
-
-        def read(moved: int) -> None:
-            nonlocal done
-            done += moved
-            advance(done, done)
-
-        comparison = same(a, b, where=where, include=include or None, exclude=exclude or None, progress=read)
-    if as_json:
-        output.print_json(comparison)
-    else:
-        output.say_chosen("A", a, comparison.a)
-        output.say_chosen("B", b, comparison.b)
-        _show(comparison)
-    ctx.exit(0 if comparison.same else 1)
+        comparison = same(
+            a,
+            b,
+            where=where,
+            include=include or None,
+            exclude=exclude or None,
+            progress=lambda done: advance(done, done),
+        )
+    output.report(comparison, as_json, partial(_show, a, b), comparison.same)
 
 
-def _show(comparison: Same) -> None:
-    read = f"{size_text(comparison.bytes_read)} of weights read"
-    if not comparison.bytes_read:
-        read = "by fingerprints, nothing read"
-    rows: list[tuple[object, ...]] = [(name, "only in A", "") for name in comparison.only_a]
-    rows += [(name, "only in B", "") for name in comparison.only_b]
-    rows += [(one.name, "different", _detail(one)) for one in comparison.different]
-    if rows:
-        output.print_table(("name", "is", "how"), rows)
+def _show(a: str, b: str, comparison: Same) -> None:
     if comparison.converted:
         output.say(
             f"{output.count(len(comparison.converted), 'tensor')} of another dtype in A, compared in the "
@@ -74,13 +59,15 @@ def _show(comparison: Same) -> None:
     if comparison.rounded:
         rounded = [f"{name!r} to {dtype}" for name, dtype in comparison.rounded.items()]
         output.say(f"Rounded for this: {output.listed(rounded, 3)}.")
-    if comparison.same:
-        output.say(f"The same: {output.count(comparison.equal, 'tensor')}, {read}.")
-    else:
-        output.say(f"Different: {len(rows)}; equal: {comparison.equal}; {read}.")
+    rows = [(one.name, "weights", _detail(one)) for one in comparison.different]
+    read = f"{size_text(comparison.bytes_read)} of weights read"
+    if not comparison.bytes_read:
+        read = "by fingerprints, nothing read"
+    output.print_comparison((a, b), comparison, rows, "tensor", read)
 
 
 def _detail(one: Unlike) -> str:
-    if not one.boxes:
-        return "" if one.a == one.b else f"{one.a} -> {one.b}"
-    return "at " + output.listed([output.box_text(offset, shape) for offset, shape in one.boxes], 5)
+    how = [] if one.a == one.b else [f"{one.a} -> {one.b}"]
+    if one.elements is not None:
+        how.append(f"{output.count(one.elements, 'element')}, the first at {list(one.first or ())}")
+    return "; ".join(how)

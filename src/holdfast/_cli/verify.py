@@ -7,7 +7,7 @@ import os
 import click
 
 from holdfast._cli import output
-from holdfast._maintenance.verify import Verified, verify
+from holdfast._maintenance.verify import Verified, VerifiedRun, verify
 from holdfast._values import size_text
 
 
@@ -22,8 +22,7 @@ from holdfast._values import size_text
     help="Threads that read and hash.",
 )
 @output.as_json
-@click.pass_context
-def command(ctx: click.Context, path: str, quick: bool, threads: int, as_json: bool) -> None:
+def command(path: str, quick: bool, threads: int, as_json: bool) -> None:
     """Re-read a checkpoint and report all damage.
 
     PATH may be a run folder: then all committed steps are checked. Exit code 1 if anything is
@@ -31,15 +30,15 @@ def command(ctx: click.Context, path: str, quick: bool, threads: int, as_json: b
     """
     with output.progress("verifying") as bar:
         report = verify(path, quick, threads, bar)
-    if as_json:
-        output.print_json(report)
-    else:
-        for step in (report,) if isinstance(report, Verified) else report.steps:
-            _show(step)
-    ctx.exit(0 if report.whole else 1)
+    output.report(report, as_json, _show, report.whole)
 
 
-def _show(report: Verified) -> None:
+def _show(report: Verified | VerifiedRun) -> None:
+    for step in (report,) if isinstance(report, Verified) else report.steps:
+        _show_step(step)
+
+
+def _show_step(report: Verified) -> None:
     read = f"{size_text(report.bytes_checked)} of data read" if not report.quick else "data was not read"
     contents = f"{output.count(report.tensors, 'name')} in {output.count(report.files, 'file')}, {read}"
     if report.whole:

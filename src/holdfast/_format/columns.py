@@ -138,7 +138,7 @@ def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
     out = np.full((len(values), dims), fill, "<i8")
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     # One assignment per number of dimensions, of which there are a handful, not one per row (100,000).
-    for length in np.unique(lengths).tolist():
+    for length in sorted(set(lengths.tolist())):
         if length:
             rows = np.flatnonzero(lengths == length).tolist()
             out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")

@@ -46,8 +46,9 @@ from holdfast._integrations.importing import FileMemory, leaf, run_import
 from holdfast._integrations.reporting import Meter, quiet
 from holdfast._io.index_file import open_index
 from holdfast._io.open_checkpoint import TorchDist, open_source
-from holdfast._io.raw_read import read_all, read_box, read_object
+from holdfast._io.raw_read import read_all, read_box
 from holdfast._io.small_files import read_file
+from holdfast._io.stored_object import read_object
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import OBJECT, TensorSpec, dtype_code
 from holdfast._options import Options

@@ -118,7 +118,8 @@ class _Job:
         self.lock = threading.Lock()
         files = columns.file[runs.chunk]
         done = 0
-        for file in np.unique(files).tolist():
+        # Not by `np.unique`, which imports numpy.ma: a part of the start of `holdfast inspect` that shows.
+        for file in sorted(set(files.tolist())):
             low, high = np.searchsorted(files, [file, file + 1]).tolist()
             name = columns.file_names[file]
             with closing(self.store.open(name)) as reader:

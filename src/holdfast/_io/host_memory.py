@@ -70,7 +70,7 @@ def even_ranges(nbytes: Array, threads: int) -> Iterator[tuple[int, int]]:
     of magnitude, and the slowest range determines the total time."""
     ends = np.cumsum(nbytes)
     cuts = np.searchsorted(ends, np.linspace(0, ends[-1], 4 * threads + 1)[1:-1])
-    return pairwise(np.unique([0, *cuts, len(nbytes)]).tolist())
+    return pairwise(sorted({0, *cuts.tolist(), len(nbytes)}))
 
 
 class _Sized(Protocol):

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from holdfast._format import objects
 from holdfast._format.columns import Array, Columns
-from holdfast._format.limits import bounded_memory
 from holdfast._io.file_reader import plan_read, read_into
 from holdfast._io.host_memory import HostMemory
-from holdfast._io.open_checkpoint import open_source
 from holdfast._io.source import Source
 from holdfast._layout.box import Box, from_flat_range, whole
 from holdfast._layout.tensor import DTYPES, TensorSpec, listed
@@ -41,18 +38,6 @@ def read_box(store: Store, columns: Columns, box: Box, where: str, fetched_for: 
 def read_all(store: Store, columns: Columns, where: str) -> bytes:
     """Return all bytes of the single tensor (or object) in `columns`."""
     return read_box(store, columns, whole(columns.shape_of(0)), where).tobytes()
-
-
-def read_object(store: Store, name: str) -> object:
-    """Return an object of a committed checkpoint by its name, or None if there is none of that name."""
-    with open_source(store) as index:
-        row = index.find_one(name)
-        if row < 0:
-            return None
-        columns, where = index.select(np.asarray([row])), index.where
-        prefix = index.object_prefix
-    with bounded_memory(f"The object {name!r} of {where}"):
-        return objects.decode(prefix + read_all(store, columns, where), name)
 
 
 def fill_rows(store: Store, source: Source, table: ShardTable, threads: int = 1) -> None:

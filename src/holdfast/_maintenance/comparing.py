@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast._format.columns import Array, runs
+from holdfast._format.columns import Array
 from holdfast._io.raw_read import slabs
 from holdfast._layout.box import Box
 from holdfast._maintenance.reindex import LeftOut, look
@@ -74,28 +74,3 @@ def check_files(store: Store, files: Iterable[tuple[str, int]], embedded: bool =
                 hint=f"`holdfast verify {store.url}` shows all that is damaged.",
                 details={"file": name},
             )
-
-
-def differing_boxes(differ: Array, box: Box) -> Iterator[Box]:
-    """Return boxes that hold every element that differs.
-
-    For each index of the leading axes these are runs of rows, from the first column that differs to the last.
-
-    differ: for each element of `box`, row-major, whether it differs.
-    """
-    if not box.shape:
-        if differ.any():
-            yield box
-        return
-    *lead, rows, width = (1, *box.shape) if len(box.shape) == 1 else box.shape
-    differ = differ.reshape(-1, rows, width)
-    for number in np.flatnonzero(differ.any(axis=(1, 2))).tolist():
-        place = tuple(int(index) for index in np.unravel_index(number, lead)) if lead else ()
-        part = differ[number]
-        for first, last in runs(np.flatnonzero(part.any(axis=1)).tolist()):
-            columns = np.flatnonzero(part[first : last + 1].any(axis=0))
-            low, high = int(columns[0]), int(columns[-1]) + 1
-            offset, shape = (*place, first, low), (*(1,) * len(place), last + 1 - first, high - low)
-            if len(box.shape) == 1:
-                offset, shape = (low,), (high - low,)
-            yield Box(tuple(a + b for a, b in zip(offset, box.offset, strict=True)), shape)

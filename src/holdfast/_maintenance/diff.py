@@ -7,9 +7,9 @@ Otherwise (the same tensor saved in another layout) the bytes of both are read.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 import numpy as np
@@ -27,10 +27,7 @@ from holdfast._plan.agreement import what
 from holdfast._store.base import Folder, Store
 from holdfast._store.pins import Pin
 from holdfast._store.run_folder import step_of
-from holdfast.errors import HoldfastError
 
-DECODED_OBJECT = 64 << 20
-"""Objects larger than this are compared by their digests alone."""
 _Chunks = dict[Box, tuple[int, bytes]]
 """Of each chunk: the bytes of a block, and the digests of all blocks."""
 
@@ -85,7 +82,7 @@ class Compared(msgspec.Struct, frozen=True):
     """Names that are in both and equal."""
     bytes_read: int
     """Bytes of data that were read; 0 if digests were enough."""
-    misplaced: tuple[Misplaced, ...] = ()
+    misplaced: tuple[Misplaced, ...]
 
 
 @dataclass
@@ -95,8 +92,6 @@ class _Side:
     columns: Columns
     """Rows of the names that both have, in the same order."""
     bytes_read: int = 0
-    _one: tuple[int, Columns] | None = None
-    """The row that is being read, and its columns."""
 
     def chunks(self, row: int) -> _Chunks:
         """Return the digests of each chunk of a tensor."""
@@ -110,13 +105,16 @@ class _Side:
             start = stop
         return found
 
-    def read(self, row: int, box: Box) -> Elements:
-        if self._one is None or self._one[0] != row:
-            name = self.columns.names[row]
-            self._one = row, self.index.select(self.index.find([name]))
-        data = read_box(self.store, self._one[1], box, self.index.where)
-        self.bytes_read += len(data)
-        return Elements(data)
+    def reader(self, row: int) -> Callable[[Box], Elements]:
+        """Return a function that reads boxes of a row."""
+        columns = self.index.select(self.index.find([self.columns.names[row]]))
+
+        def read(box: Box) -> Elements:
+            data = read_box(self.store, columns, box, self.index.where)
+            self.bytes_read += len(data)
+            return Elements(data)
+
+        return read
 
 
 @dataclass
@@ -143,22 +141,16 @@ class _IndexComparison:
 
     def _object(self, name: str, row: int) -> None:
         """Compare objects by value: different bytes may be equal values (a dict in another order)."""
-        boxes = [whole(side.columns.shape_of(row)) for side in self.sides]
-        # Decoding holds both values in memory at once.
-        if max(box.volume for box in boxes) > DECODED_OBJECT:
-            texts = [f"<{box.volume} bytes>" for box in boxes]
-        else:
-            data = [side.read(row, box).data.tobytes() for side, box in zip(self.sides, boxes, strict=True)]
-            # Only plain objects are decoded: the other format would need torch.
-            if all(part[:1] == objects.PLAIN for part in data) and _equal(data[0], data[1], name):
-                return
-            texts = list(map(objects.preview, data))
-        self.content.append(Content(name, "object", texts[0], texts[1]))
+        a, b = (side.reader(row)(whole(side.columns.shape_of(row))).data.tobytes() for side in self.sides)
+        # Only plain objects are decoded: the other format would need torch.
+        plain = a[:1] == b[:1] == objects.PLAIN
+        if not plain or objects.decode(a, name) != objects.decode(b, name):
+            self.content.append(Content(name, "object", objects.preview(a), objects.preview(b)))
 
     def _tensor(self, name: str, row: int, mine: _Chunks, theirs: _Chunks) -> None:
         total, differ = _Total(), list[Box]()
         dtype = DTYPES[int(self.sides[0].columns.dtype[row])]
-        reads = [partial(side.read, row) for side in self.sides]
+        reads = [side.reader(row) for side in self.sides]
         for box, digests in mine.items():
             other = theirs.get(box)
             if digests == other:
@@ -212,13 +204,6 @@ def _numbers(data: Array, dtype: str) -> Array | None:
         return None
 
 
-def _equal(a: bytes, b: bytes, name: str) -> bool:
-    try:
-        return bool(objects.decode(a, name) == objects.decode(b, name))
-    except (HoldfastError, RecursionError):
-        return False
-
-
 def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
     """Compare two checkpoints; of a run folder, its newest committed step.
 
@@ -243,7 +228,7 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
         work = _IndexComparison(sides, values)
         for row in range(len(both)):
             work.row(row)
-        misplaced = tuple(entry for store, index in opened if (entry := _misplaced(store, index)) is not None)
+        misplaced = tuple(found for store, index in opened for found in _misplaced(store, index))
     only_a, only_b = sorted(set(names_a) - set(both)), sorted(set(names_b) - set(both))
     unequal = len(work.changed) + len(work.content)
     return Compared(
@@ -260,10 +245,8 @@ def compare(a: Folder, b: Folder, values: bool = False) -> Compared:
     )
 
 
-def _misplaced(store: Store, index: Index) -> Misplaced | None:
-    """Return the mismatch if the folder's name and its index have different steps."""
+def _misplaced(store: Store, index: Index) -> Iterator[Misplaced]:
     folder_step = step_of(os.path.basename(store.url.rstrip("/")))
     index_step = number(index.about.get("step"))
-    if folder_step is None or index_step in (None, folder_step):
-        return None
-    return Misplaced(store.url, folder_step, index_step or 0)
+    if folder_step is not None and index_step is not None and folder_step != index_step:
+        yield Misplaced(store.url, folder_step, index_step)

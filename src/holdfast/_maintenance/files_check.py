@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from holdfast._format.columns import Array, Columns, expand_ranges, unpad
+from holdfast._format.columns import Array, Columns, unpad
 from holdfast._format.container import Header, HeaderEntry, read_header
 from holdfast._format.digest import digest
 from holdfast._format.names import EMBEDDED, FORMAT, name_of_chunk, without_offset
@@ -192,18 +192,10 @@ class FilesCheck:
         # A copy, because the array may be a read-only view of the file's bytes.
         embedded.offset = embedded.offset.copy()
         embedded.offset[theirs[bound], axis] = placed
-        same = _chunk_rows(self.columns, ours) == _chunk_rows(embedded, theirs)
-        counts = self.counts[ours]
-        # Digests can be compared one by one only if each chunk has equally many in both.
-        if (counts == np.diff(embedded.digest_end, prepend=0)[theirs]).all():
-            differ = _digests(self.columns, ours) != _digests(embedded, theirs)
-            same[np.repeat(np.arange(len(ours)), counts)[differ]] = False
-        else:
-            same[:] = False
-        for index in np.flatnonzero(~same).tolist():
-            self._report(
-                int(ours[index]), "the embedded index and the main index describe this part differently"
-            )
+        rows = _rows(self.columns, self.tensor, ours), _rows(embedded, embedded.tensor_of_chunk(), theirs)
+        for chunk, mine, other in zip(ours.tolist(), *rows, strict=True):
+            if mine != other:
+                self._report(chunk, "the embedded index and the main index describe this part differently")
 
     # -- data -----------------------------------------------------------------------------
 
@@ -303,25 +295,21 @@ def _check_batch(reader: Reader, batch: list[_Block]) -> Iterator[tuple[_Block, 
             yield block, "the bytes do not match the digest they were written with"
 
 
-def _chunk_rows(columns: Columns, chunks: Array) -> Array:
-    """Return the identity of each chunk, as an array of tuples that are compared one by one."""
-    tensor = columns.tensor_of_chunk()[chunks].tolist()
-    offset, size = columns.offset[chunks].tolist(), columns.size[chunks].tolist()
-    position, block = columns.position[chunks].tolist(), columns.block[chunks].tolist()
-    rows = np.empty(len(chunks), object)
-    shapes: dict[int, tuple[str, int, int, tuple[int, ...]]] = {}
-    for index, row in enumerate(tensor):
-        if row not in shapes:
-            kind, dtype = int(columns.kind[row]), int(columns.dtype[row])
-            shapes[row] = (columns.names[row], kind, dtype, columns.shape_of(row))
+def _rows(columns: Columns, tensor: Array, chunks: Array) -> Iterator[tuple[object, ...]]:
+    """Yield what an index says of each of these chunks. tensor: the row of each chunk's tensor."""
+    for chunk in chunks.tolist():
+        row = int(tensor[chunk])
         # Unpadded, because an index pads to its widest tensor, which a file may not have.
-        ndim = len(shapes[row][3])
-        box = tuple(offset[index][len(offset[index]) - ndim :]), tuple(size[index][len(size[index]) - ndim :])
-        rows[index] = (*shapes[row], *box, position[index], block[index])
-    return rows
-
-
-def _digests(columns: Columns, chunks: Array) -> Array:
-    """Return the block digests of some chunks, one after the other."""
-    counts = np.diff(columns.digest_end, prepend=0)[chunks]
-    return columns.digests[expand_ranges(columns.digest_end[chunks] - counts, counts)]
+        ndim = int(columns.ndim[row])
+        first = int(columns.digest_end[chunk - 1]) if chunk else 0
+        yield (
+            columns.names[row],
+            int(columns.kind[row]),
+            int(columns.dtype[row]),
+            columns.shape_of(row),
+            unpad(columns.offset[chunk], ndim),
+            unpad(columns.size[chunk], ndim),
+            int(columns.position[chunk]),
+            int(columns.block[chunk]),
+            columns.digests[first : int(columns.digest_end[chunk])].tobytes(),
+        )

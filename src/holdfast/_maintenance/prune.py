@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 import msgspec
 
@@ -59,14 +58,6 @@ class Pruned(msgspec.Struct, frozen=True):
     """Committed steps that stay."""
 
 
-class _Left(NamedTuple):
-    """A file that no index names."""
-
-    path: str
-    size: int
-    modified: float
-
-
 class _Sweep:
     def __init__(self, store: Store, older_than: float, dry_run: bool) -> None:
         self.store, self.dry_run = store, dry_run
@@ -82,9 +73,11 @@ class _Sweep:
     def top(self) -> None:
         """Remove files of the run folder itself that were never renamed into place."""
         for name in self.store.list():
-            entry = self._stat(name) if name.startswith(HIDDEN) and not name.endswith("/") else None
+            if not name.startswith(HIDDEN) or name.endswith("/"):
+                continue
+            entry = self.store.stat(name)
             if entry is not None and entry.modified <= self.before:
-                self._remove(entry, "it was never put in place")
+                self._remove(name, entry.size, "it was never put in place")
 
     def step(self, step: int, folder: str) -> None:
         """Remove the left-overs of one step folder."""
@@ -107,14 +100,15 @@ class _Sweep:
         except HoldfastError as error:
             self.skipped.append(Skipped(folder, f"its index can't be read: {error.message}"))
             return
-        left = [entry for name in names if name not in named and (entry := self._stat(name)) is not None]
+        stats = {name: self.store.stat(name) for name in names if name not in named}
+        left = {name: entry for name, entry in stats.items() if entry is not None}
         # All or none: ranks of a running save finish at different times, so its first files may be old.
-        if any(entry.modified > self.before for entry in left):
+        if any(entry.modified > self.before for entry in left.values()):
             self.busy.add(folder)
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
             return
-        for entry in left:
-            self._remove(entry, why)
+        for name, entry in left.items():
+            self._remove(name, entry.size, why)
         if folder not in self.good:
             self._remove_folder(folder, not left)
 
@@ -128,20 +122,16 @@ class _Sweep:
         top = [name for name in self.store.list(folder) if name.startswith(HIDDEN)]
         return names + [f"{folder}/{name}" for name in top if not name.endswith("/")]
 
-    def _stat(self, path: str) -> _Left | None:
-        entry = self.store.stat(path)
-        return None if entry is None else _Left(path, entry.size, entry.modified)
-
-    def _remove(self, entry: _Left, why: str) -> None:
+    def _remove(self, path: str, size: int, why: str) -> None:
         if not self.dry_run:
-            self.store.delete(entry.path)
-        self.removed.append(Removed(entry.path, why, entry.size))
+            self.store.delete(path)
+        self.removed.append(Removed(path, why, size))
 
     def _remove_folder(self, folder: str, was_empty: bool) -> None:
         """Remove a step folder that has no index and no other files; a new save creates it again."""
         # An empty, young folder may be of a save that has just begun. A removal in it would have renewed its
         # time, so the time counts only if nothing was removed here.
-        entry = self._stat(folder)
+        entry = self.store.stat(folder)
         if was_empty and entry is not None and entry.modified > self.before:
             self.skipped.append(Skipped(folder, "the folder is young, so a save may be running"))
             return
@@ -170,7 +160,8 @@ class _Sweep:
         for folder in surplus(filter(is_spelled_as_ours, self.good), keep):
             if folder in self.busy:
                 continue  # reported already
-            size = sum(entry.size for name in self._all(folder) if (entry := self._stat(name)) is not None)
+            stats = [self.store.stat(name) for name in self._all(folder)]
+            size = sum(entry.size for entry in stats if entry is not None)
             if not self.dry_run:
                 remove_step(self.store, folder)
                 if self.store.stat(f"{folder}/{INDEX}") is not None:

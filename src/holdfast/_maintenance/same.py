@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 
 from holdfast._format.columns import Array
@@ -34,7 +34,7 @@ from holdfast._layout.tensor import (
     less_exact,
     refuse_text,
 )
-from holdfast._maintenance.comparing import Elements, differences, differing_boxes
+from holdfast._maintenance.comparing import Elements, differences
 from holdfast._maintenance.sides import FolderOrFingerprints, FolderSide, LiveSide, Side, open_side
 from holdfast._plan.agreement import what
 from holdfast._protocol.call import check_names
@@ -42,9 +42,6 @@ from holdfast._state.memory import torch_dtype
 from holdfast._views import hub_format as hf
 from holdfast._views.published import published_regions
 from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
-
-MOST_BOXES = 100
-"""Boxes that are reported per tensor, at most."""
 
 
 class Unlike(msgspec.Struct, frozen=True):
@@ -55,8 +52,10 @@ class Unlike(msgspec.Struct, frozen=True):
     """Its dtype and shape in that place, or why it can't be read; and whether values of the other place do
     not fit into that dtype."""
     b: str
-    boxes: tuple[tuple[Dims, Dims], ...] = ()
-    """Offset and shape of the first 100 boxes that differ; empty without `where=True`."""
+    elements: int | None = None
+    """How many elements differ; None without `where=True`, and of a live state."""
+    first: Dims | None = None
+    """Index of the first of them."""
 
 
 class Same(msgspec.Struct, frozen=True):
@@ -85,7 +84,7 @@ def same(
     where: bool = False,
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
-    progress: Callable[[int], None] = lambda moved: None,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> Same:
     """Compare the weights in two places bit by bit. This process alone reads them.
 
@@ -95,9 +94,9 @@ def same(
     a, b: a checkpoint of Holdfast, torch DCP or megatron-core in any layout, a run folder (its newest step),
         the folder of a model that Hugging Face publishes, or the result of `fingerprint` on a live state.
         If one is a published model, the other must have its names, megatron-core's or transformers'.
-    where: also find the boxes that differ.
+    where: also count the elements that differ, and find the first of each tensor.
     include, exclude: shell patterns of names; `decoder.layers` means everything under it.
-    progress: called with the bytes read since the last call.
+    progress: called with the bytes that were read so far.
 
     Optimizer state and objects are not compared, nor, beside a published model, the padding of a vocabulary.
     Fingerprints stand for data files that are there, whole, and of the same save as the index; their data is
@@ -121,7 +120,7 @@ def same(
     only, unlike = work.only, work.unlike
     if swapped:
         only = only[::-1]
-        unlike = [Unlike(one.name, one.b, one.a, one.boxes) for one in unlike]
+        unlike = [msgspec.structs.replace(one, a=one.b, b=one.a) for one in unlike]
     return Same(
         first.where,
         second.where,
@@ -293,7 +292,7 @@ class _Comparison:
 
     def _compare(self, pair: _Pair) -> None:
         mine, theirs = pair.prints
-        differ, boxes = False, list[Box]()
+        differ, elements, first = False, None, None
         self._lost.clear()
         if mine is not None and theirs is not None:
             differ = mine != theirs
@@ -303,13 +302,12 @@ class _Comparison:
             differ = self._sums(self._lead, 0, pair) != theirs
         differ = differ or bool(self._lost)
         if pair.prints == (None, None) or (differ and self._where):
-            differ, boxes = self._elements(pair, self._lead, self._other)
+            differ, elements, first = self._elements(pair, self._lead, self._other)
         if not differ:
             self.equal += 1
             return
         texts = [self._text(pair, place) for place in range(2)]
-        places = tuple((box.offset, box.shape) for box in boxes)
-        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], places))
+        self.unlike.append(Unlike(pair.specs[0].name, texts[0], texts[1], elements, first))
 
     def _text(self, pair: _Pair, place: int) -> str:
         """Describe a tensor in one place, and which values of the other place it can't hold."""
@@ -329,27 +327,30 @@ class _Comparison:
             sums += box_sums(self._read(side, place, pair, region, part).data, itemsize, part)
         return text_of(sums)
 
-    def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, list[Box]]:
-        """Return whether elements differ, and, if `where` was asked for, the boxes in which they do."""
+    def _elements(self, pair: _Pair, *sides: Side) -> tuple[bool, int | None, Dims | None]:
+        """Return whether elements differ; with `where` also how many, and the index of the first."""
         folders = [side for side in sides if isinstance(side, FolderSide)]
         if len(folders) < len(sides):  # of a live state only the fingerprint is known
-            return True, []
-        boxes: list[Box] = []
+            return True, None, None
+        elements, first = 0, None
         for region in pair.regions:
             reads = [partial(self._read, side, place, pair, region) for place, side in enumerate(folders)]
             for found in differences(region.box, DTYPES[region.dtype].size, *reads):
-                if self._where:
-                    boxes += islice(differing_boxes(found.by_element(), found.box), MOST_BOXES - len(boxes))
-                if not self._where or len(boxes) >= MOST_BOXES:
-                    return True, boxes
-        return bool(boxes), boxes
+                if not self._where:
+                    return True, None, None
+                differ = found.by_element()
+                if first is None:
+                    inside = np.unravel_index(int(differ.argmax()), found.box.shape)
+                    first = tuple(int(at) + low for at, low in zip(inside, found.box.offset, strict=True))
+                elements += int(differ.sum())
+        return elements > 0, elements, first
 
     def _read(self, side: FolderSide, place: int, pair: _Pair, region: _Region, part: Box) -> Elements:
         """Read a part of a region from a side, in the dtype of the comparison."""
         stored = region.stored[place]
         tensor = side.read(pair.specs[place], part, stored)
         self.bytes_read += tensor.nbytes
-        self._progress(tensor.nbytes)
+        self._progress(self.bytes_read)
         if stored == region.dtype:
             return Elements(_bytes_of(tensor))
         cast = tensor.to(torch_dtype(region.dtype))

@@ -17,10 +17,10 @@ from holdfast._plan.read import overlaps, touched_blocks
 
 
 class ChunkPart(msgspec.Struct, frozen=True):
-    """One chunk of a tensor, or the part of it that a reader needs."""
+    """The part of a chunk that a reader needs."""
 
     offset: tuple[int, ...]
-    """Offset of the chunk's box, or of the wanted part of it."""
+    """Of the wanted part of the chunk's box."""
     shape: tuple[int, ...]
     file: str
     rank: int
@@ -31,19 +31,7 @@ class ChunkPart(msgspec.Struct, frozen=True):
     """Bytes that one digest covers."""
     digests: tuple[str, ...]
     ranges: tuple[tuple[int, int], ...]
-    """Byte ranges of the file to read: the whole chunk, or the blocks that a box touches."""
-
-
-def parts(columns: Columns, tensor: int) -> tuple[ChunkPart, ...]:
-    """Return all chunks of a tensor, in the order of the index."""
-    ndim = int(columns.ndim[tensor])
-    first = int(columns.chunk_end[tensor - 1]) if tensor else 0
-    nbytes = columns.chunk_bytes()
-    return tuple(
-        _part(columns, chunk, int(nbytes[chunk]), box, range(_blocks(columns, chunk)))
-        for chunk in range(first, int(columns.chunk_end[tensor]))
-        for box in [Box(unpad(columns.offset[chunk], ndim), unpad(columns.size[chunk], ndim))]
-    )
+    """Byte ranges of the file to read: the blocks that a box touches."""
 
 
 def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
@@ -70,18 +58,13 @@ def needed(columns: Columns, tensor: int, box: Box) -> tuple[ChunkPart, ...]:
     return tuple(out)
 
 
-def _blocks(columns: Columns, chunk: int) -> int:
-    before = int(columns.digest_end[chunk - 1]) if chunk else 0
-    return int(columns.digest_end[chunk]) - before
-
-
-def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: range | list[int]) -> ChunkPart:
+def _part(columns: Columns, chunk: int, nbytes: int, box: Box, blocks: list[int]) -> ChunkPart:
     file, position, block = (
         int(columns.file[chunk]),
         int(columns.position[chunk]),
         int(columns.block[chunk]),
     )
-    base = int(columns.digest_end[chunk]) - _blocks(columns, chunk)
+    base = int(columns.digest_end[chunk - 1]) if chunk else 0
     return ChunkPart(
         offset=box.offset,
         shape=box.shape,

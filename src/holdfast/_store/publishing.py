@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -50,7 +49,7 @@ class _Hidden:
 
     def __init__(self, folder: str) -> None:
         # A random name, so that a file that a crash has left behind does no harm.
-        self.path = os.path.join(folder, HIDDEN + secrets.token_hex(8))
+        self.path = os.path.join(folder, HIDDEN + os.urandom(8).hex())
         self._fd = create_file(self.path, os.O_WRONLY)
         self._named = True
         self._links = 1

@@ -158,7 +158,8 @@ def test_which_experts_were_exchanged_is_told(model: tuple[Path, Path], tmp_path
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     rewrite(tmp_path, tensors)
     for one in holdfast.same(step, tmp_path, where=True).different:
-        assert {offset[:2] for offset, _ in one.boxes} == {(1, 2), (1, 6)}
+        assert one.first is not None
+        assert one.first[:2] == (1, 2)
 
 
 def test_what_the_checkpoint_lacks_is_named(model: tuple[Path, Path], tmp_path: Path) -> None:

@@ -172,7 +172,8 @@ def test_generators_of_another_layout_are_taken_from_the_nearest_rank(tmp_path: 
     for name in ("ours", "stock"):
         with pytest.raises(MissingTensors, match="nearest_rng=True"):
             load(state(None, 2, 1), tmp_path / name)
-        assert load(state(None, 2, 1), tmp_path / name, options=Options(nearest_rng=True))["rng"] == {"seed": 7}
+        job = holdfast.Job(roster=MemoryRoster(), options=holdfast.Options(nearest_rng=True))
+        assert load(state(None, 2, 1), tmp_path / name, job=job)["rng"] == {"seed": 7}
 
 
 def test_a_checkpoint_changes_no_enumeration(tmp_path: Path) -> None:

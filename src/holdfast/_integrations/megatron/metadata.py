@@ -27,8 +27,8 @@ from holdfast._format.torch_objects import allowing
 from holdfast._integrations.foreign_errors import of_megatron, raising
 from holdfast._integrations.megatron import mcore
 from holdfast._io.open_checkpoint import open_source
-from holdfast._io.raw_read import read_object
 from holdfast._io.small_files import read_file
+from holdfast._io.stored_object import read_object
 from holdfast._layout.tensor import OBJECT
 from holdfast._state.memory import torch_dtype
 from holdfast._store.base import Store, replace_file
