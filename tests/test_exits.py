@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import holdfast
+from tests.groups.session.launch import Ended, Forks
 
 SCRIPT = """
 import atexit, os, sys
@@ -116,13 +118,20 @@ def test_a_fork_has_nothing_of_it(fails: str, code: int, tmp_path: Path) -> None
     assert done == ["a fork ended with 5", "saves", "threads", *HANDLERS]
 
 
-def script(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.support.run_code") as made:
+        yield made
+
+
+def script(forks: Forks, folder: Path, code: str, *args: object) -> Ended:
+    """How a program ends whose first argument is a run folder."""
+    words = [code, str(folder / "run"), *map(str, args)]
+    return forks.run(words, [0], 1, folder / "terminal", 90.0)
+
+
+def steps(folder: Path) -> list[int]:
+    return holdfast.Checkpoints(folder / "run", job=holdfast.Job(no_dist=True)).steps()
 
 
 AT_EXIT = """
@@ -134,17 +143,17 @@ atexit.register(lambda: checkpoints.save(2, state, expected=expected))
 """
 
 
-def test_a_save_that_an_atexit_handler_begins_is_committed(tmp_path: Path) -> None:
-    ended = script(AT_EXIT, tmp_path, 5_000_000)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1, 2]
+def test_a_save_that_an_atexit_handler_begins_is_committed(forks: Forks, tmp_path: Path) -> None:
+    ended = script(forks, tmp_path, AT_EXIT, 5_000_000)
+    assert (ended.codes, ended.said) == ([0], "")
+    assert steps(tmp_path) == [1, 2]
 
 
-def test_a_save_that_an_atexit_handler_begins_and_that_fails_is_told(tmp_path: Path) -> None:
-    ended = script(AT_EXIT, tmp_path, 3, "gone")
-    assert ended.returncode == 1
-    assert "Vanished" in ended.stderr.strip().splitlines()[-1]
-    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1]
+def test_a_save_that_an_atexit_handler_begins_and_that_fails_is_told(forks: Forks, tmp_path: Path) -> None:
+    ended = script(forks, tmp_path, AT_EXIT, 3, "gone")
+    assert ended.codes == [1]
+    assert "Vanished" in ended.said.strip().splitlines()[-1]
+    assert steps(tmp_path) == [1]
 
 
 LATE = """
@@ -158,6 +167,6 @@ threading.Thread(target=late).start()
 
 
 @pytest.mark.skipif(sys.version_info[:2] == (3, 12), reason="Python 3.12 starts no thread so late")
-def test_the_first_use_may_come_after_the_main_thread_has_ended(tmp_path: Path) -> None:
-    ended = script(LATE, tmp_path)
-    assert holdfast.Checkpoints(tmp_path, job=holdfast.Job(no_dist=True)).steps() == [1], ended.stderr
+def test_the_first_use_may_come_after_the_main_thread_has_ended(forks: Forks, tmp_path: Path) -> None:
+    ended = script(forks, tmp_path, LATE)
+    assert steps(tmp_path) == [1], ended.said

@@ -21,7 +21,7 @@ from holdfast.errors import HoldfastError
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
 
-WARM, ROUNDS = 5, 25
+WARM, ROUNDS = 5, 10
 
 
 # -- keys ---------------------------------------------------------------------------------

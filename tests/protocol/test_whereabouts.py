@@ -235,7 +235,7 @@ def deep(calls: int) -> None:
     if calls:
         deep(calls - 1)
     else:
-        time.sleep(4.0)
+        time.sleep(3.0)
 
 
 def in_deep(rank: int) -> HoldfastError | None:
@@ -243,7 +243,7 @@ def in_deep(rank: int) -> HoldfastError | None:
         deep(200)
         return None
     try:
-        agree("choice", "memory:deep", lambda said: 0, begin_call(holdfast.Job(timeout=2.0)))
+        agree("choice", "memory:deep", lambda said: 0, begin_call(holdfast.Job(timeout=1.0)))
     except HoldfastError as error:
         return error
     return None

@@ -140,9 +140,9 @@ def test_a_host_that_comes_back_ends_nothing(pair: tuple[Hosts, list[Rank]]) -> 
 
 def test_a_rank_that_is_stopped_on_another_host_ends_nothing(pair: tuple[Hosts, list[Rank]]) -> None:
     _, ranks = pair
-    begin(ranks, 1, lost_after=1.5)
+    begin(ranks, 1, lost_after=1.0)
     ranks[1].signal(signal.SIGSTOP)
-    time.sleep(4.0)
+    time.sleep(3.0)
     ranks[1].signal(signal.SIGCONT)
     end_well(ranks)
 
@@ -152,10 +152,10 @@ def test_where_ports_are_closed_between_hosts_silence_alone_ends_nothing(
 ) -> None:
     hosts, ranks = pair
     hosts.close_between(0, 1)
-    begin(ranks, 0, lost_after=1.5)
+    begin(ranks, 0, lost_after=1.0)
     time.sleep(1.0)
     ranks[1].signal(signal.SIGSTOP)
-    time.sleep(4.0)
+    time.sleep(3.0)
     ranks[1].signal(signal.SIGCONT)
     assert [rank.heard() for rank in ranks] == [[], []]
     end_well(ranks)
@@ -167,9 +167,9 @@ def test_a_host_that_is_gone_ends_the_others_after_lost_after_and_not_before(
 ) -> None:
     """The last: the host stays away."""
     hosts, ranks = pair
-    begin(ranks, 1, lost_after=4.0)
+    begin(ranks, 1, lost_after=2.0)
     pulled = time.monotonic()
     hosts.pull(1)
     at, said = ranks[0].said("RankFailed 1 ")
-    assert at - pulled >= 4.0
+    assert at - pulled >= 2.0
     assert "its host has not answered for " in said

@@ -175,6 +175,9 @@ class ProcessWorld:
     def close(self) -> None:
         """End every process; kill by pid what does not end by itself."""
         for rank, pipe in enumerate(self._pipes):
+            if rank in self._busy:  # it would hear of its end after its job, whose answer nobody waits for
+                self._processes[rank].kill()
+                continue
             self.signal(rank, signal.SIGCONT)
             with contextlib.suppress(OSError, ValueError):
                 pipe.send(None)

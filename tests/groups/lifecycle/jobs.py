@@ -84,7 +84,7 @@ def other_histories(rank: int, ours: bool) -> tuple[str, float]:
             groups = open_groups(Grid(4, tp=4, etp=1, ep=2), names=["ep"], job=holdfast.Job(timeout=20))
             dist.all_reduce(torch.ones(1), group=groups["ep"])
         elif rank in (1, 2):
-            dist.new_group([1, 2], timeout=timedelta(seconds=3), use_local_synchronization=True)
+            dist.new_group([1, 2], timeout=timedelta(seconds=1.5), use_local_synchronization=True)
     except Exception as error:
         return type(error).__name__, time.monotonic() - begun
     return "met", time.monotonic() - begun
@@ -124,7 +124,7 @@ def warm_with(
             time.sleep(timeout + 1)
             return "", 0.0, None, []
         if what == "comes late":
-            time.sleep(4)
+            time.sleep(2)
         misbehave(3, what)
     try:
         warm_up(groups, job=holdfast.Job(timeout=timeout, stall_timeout=stall))

@@ -115,13 +115,13 @@ def test_groups_of_ranks_with_other_histories(ours: bool) -> None:
             assert said == "met", said
         else:
             assert said == "DistStoreError", said
-            assert took >= 2.5
+            assert took >= 1.0
 
 
 def test_a_rank_that_is_late_is_waited_for(world: ProcessWorld) -> None:
     for said, took, _, _ in world.run(jobs.warm_with, 8, VICTIM, "comes late", 30.0, 60.0, timeout=60):
         assert said == "warm"
-        assert took >= 3.5
+        assert took >= 1.5
 
 
 @pytest.mark.parametrize("how", ["grid", "history"])

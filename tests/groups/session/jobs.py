@@ -119,6 +119,7 @@ def dawdle(seconds: float) -> None:
 
 def _fork_and_train_on(rank: int) -> None:
     """Children end in one way or another, while their parent trains on."""
+    children = []
     for how in ("raise", "exit", "end"):
         child = os.fork()
         if not child and how == "raise":
@@ -127,6 +128,8 @@ def _fork_and_train_on(rank: int) -> None:
             sys.exit(3)
         if not child:
             return
+        children.append(child)
+    for child in children:
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         print(f"a child of rank {rank} ended with {code}", flush=True)
     for _ in range(20):  # as long as it takes to hear of a failure
@@ -149,7 +152,7 @@ def stopped_store_host(rank: int) -> tuple[float, list[str]]:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
             default_store().set(f"in the body of {rank}", "")
-            [time.sleep(0.05) for _ in range(160)]
+            [time.sleep(0.05) for _ in range(100)]
         seconds = time.monotonic() - begun
     return seconds, said
 

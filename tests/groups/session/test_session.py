@@ -27,13 +27,13 @@ def test_a_normal_end(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_busy_at_the_end_is_waited_for_however_quiet(tmp_path: Path) -> None:
-    ended = launch("busy", tmp_path)  # 8 s, and others give up who is silent for 5
-    assert ended.codes == [0] * WORLD, ended.said
+    ended = launch("busy", tmp_path, world=2)  # 8 s, and others give up who is silent for 5
+    assert ended.codes == [0] * 2, ended.said
 
 
 def test_a_save_that_is_pending_at_the_end_is_committed(tmp_path: Path) -> None:
-    ended = launch("save", tmp_path)
-    assert ended.codes == [0] * WORLD, ended.said
+    ended = launch("save", tmp_path, world=2)
+    assert ended.codes == [0] * 2, ended.said
     assert holdfast.Checkpoints(tmp_path / "run").latest() == 1
 
 
@@ -94,10 +94,9 @@ def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
 
 
 def test_sys_exit_on_one_rank_keeps_its_code(tmp_path: Path) -> None:
-    ended = launch("exit", tmp_path)
+    ended = launch("exit", tmp_path, world=2)
     assert ended.codes[1] == 3, ended.said
-    # One that waits in a collective for another that waits likewise is not freed by any error: it is ended.
-    assert set(ended.codes[:1] + ended.codes[2:]) <= {1, 86}, ended.said
+    assert ended.codes[0] in (1, 86), ended.said
     assert re.search(r"exited with code 3 \(SystemExit\) at .*jobs.py:\d+ leave\.", ended.said), ended.said
 
 
@@ -120,12 +119,12 @@ def test_a_store_that_stops_answering_ends_nothing_and_is_told() -> None:
     with ProcessWorld(3, store_host="rank 0") as world:
         world.start(jobs.stopped_store_host)
         wait_until(lambda: psutil.Process(world.pid(0)).status() == psutil.STATUS_STOPPED)
-        assert not world.collect_some(12), "the end of a block needs all ranks"
+        assert not world.collect_some(6.5), "the end of a block needs all ranks"
         world.signal(0, signal.SIGCONT)
         for result in world.collect(60):
             seconds, said = result.get()
             if result.rank:
-                assert 8.0 <= seconds < 12.0, "the body was not disturbed"
+                assert 5.0 <= seconds < 9.0, "the body was not disturbed"
                 (line,) = [line for line in said if "has not answered" in line]
                 assert "It is in the process of rank 0. That is stopped by a signal (state T)." in line
                 assert any("answers again" in line for line in said), said
@@ -160,9 +159,9 @@ def test_sessions_one_after_another_are_strangers() -> None:
 
 @pytest.mark.parametrize("how", ["to the end", "destroys"])
 def test_a_session_without_a_block_closes_at_the_end_of_the_process(how: str, tmp_path: Path) -> None:
-    ended = launch("save", tmp_path, how)
-    assert ended.codes == [0] * WORLD, ended.said
-    assert ended.said.count("is through") == WORLD
+    ended = launch("save", tmp_path, how, world=2)
+    assert ended.codes == [0] * 2, ended.said
+    assert ended.said.count("is through") == 2
     assert "Warning" not in ended.said
     assert "Error" not in ended.said
     assert holdfast.Checkpoints(tmp_path / "run").latest() == 1
@@ -227,8 +226,8 @@ def test_a_rank_that_does_not_come_to_a_collective_is_named_with_the_place_of_it
 
 
 def test_a_save_that_failed_unseen_fails_a_session_without_a_block(tmp_path: Path) -> None:
-    ended = launch("save fails", tmp_path, "to the end")
-    assert ended.codes == [1] * WORLD, ended.said
+    ended = launch("save fails", tmp_path, "to the end", world=2)
+    assert ended.codes == [1] * 2, ended.said
     assert ended.said.rstrip().splitlines()[-1].startswith("holdfast.errors.BadInput: "), ended.said
 
 
