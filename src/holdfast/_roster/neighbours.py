@@ -31,7 +31,8 @@ from holdfast.errors import RosterLost
 LOST_AFTER = 120.0
 """Seconds after which a host that does not answer counts as gone."""
 LONGEST_TURN = 5.0
-"""Seconds between two looks that count towards `lost_after` at most: more is this process's own absence."""
+"""Seconds between two looks that count towards `lost_after` at most: more is this process's own absence. In
+a large world, twice the pace of its looks."""
 
 
 class Neighbour:
@@ -60,7 +61,7 @@ class Neighbour:
         """Return whether this is a message of the same process, at the same port."""
         return (vitals.who.token, vitals.who.port) == (self.vitals.who.token, self.vitals.who.port)
 
-    def look(self, vitals: Vitals | None, lost_after: float) -> str:
+    def look(self, vitals: Vitals | None, lost_after: float, longest_turn: float = LONGEST_TURN) -> str:
         """Return how its process has ended, or "". vitals: its present message, if the store has answered."""
         if self._link is None:
             who = self.vitals.who
@@ -69,7 +70,7 @@ class Neighbour:
         now = time.monotonic()
         beat = self._beat if vitals is None else vitals.beat
         if path is Path.UNREACHABLE and beat == self._beat:
-            self._silent += min(now - self._looked, LONGEST_TURN)
+            self._silent += min(now - self._looked, longest_turn)
         else:
             self._silent = 0.0
         self._looked, self._beat = now, beat
@@ -107,7 +108,7 @@ class Watch:
     """
 
     def __init__(self, who: Identity, on_port: Callable[[str, int], None], hurry: Callable[[], None]) -> None:
-        self.lost_after = LOST_AFTER
+        self.lost_after, self.longest_turn = LOST_AFTER, LONGEST_TURN
         self._who, self._rank, self._on_port, self._hurry = who, who.rank, on_port, hurry
         self._circles: dict[object, Circle] = {}
         self._neighbours: dict[int, Neighbour] = {}
@@ -180,7 +181,7 @@ class Watch:
             self._over[rank] = None
         elif seen is not None and seen.gone is not None:  # another neighbour was first
             self._hear(rank, seen.gone)
-        elif known is not None and (how := known.look(vitals, self.lost_after)):
+        elif known is not None and (how := known.look(vitals, self.lost_after, self.longest_turn)):
             self._find_gone(rank, known, how, roster)
 
     def _find_gone(self, rank: int, known: Neighbour, how: str, roster: Roster) -> None:

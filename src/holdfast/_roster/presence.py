@@ -23,6 +23,19 @@ from holdfast._values import Message
 from holdfast.errors import RankInfo
 
 T = TypeVar("T", bound=msgspec.Struct)
+ANSWERED = 200
+"""Ranks that one store serves in a second without effort, where each looks once."""
+
+
+def pace(ranks: int, stall_timeout: float | None = None) -> float:
+    """Return the seconds between two looks of a rank of so many at the message store. It is woken for what
+    it waits for; looks find what nobody could tell."""
+    return min(max(1.0, ranks / ANSWERED), 60.0, (stall_timeout or 240.0) / 4)
+
+
+def spread(rank: int) -> float:
+    """Return a part of 1 by which this rank does things later, so that not all do them in one instant."""
+    return rank * 0.618034 % 1.0
 
 
 def at_key(rank: int) -> str:
