@@ -110,8 +110,8 @@ class PeerMonitor:
         return max(0.001, min(self.next_look, self.gives_up_at + 0.05) - self.context.clock.now())
 
     def look(self, ranks: Sequence[int], everyone: int = 0) -> Steps:
-        """Look at ranks that are waited for, if it is time to. Raises RankFailed if one of them will not come,
-        and DeadlineExceeded.
+        """Look at ranks that are waited for, if it is time to. Raises RankFailed if one of them will not
+        come, and DeadlineExceeded.
 
         everyone: how many are waited for, if these are only some of them.
         """

@@ -148,6 +148,8 @@ class Operation:
         lane = self.roster.bounded()
         with suppress(RosterLost):
             seen = see(lane, [rank])[rank]
+            if self.call.limits.past_end and seen.there is not False:
+                return
             info = describe(rank, seen, time.time(), gone.how, self.context.key)
             error = RankFailed(
                 f"{self.context.title} failed after {self.context.deadline.elapsed():.1f} s: {info}.",

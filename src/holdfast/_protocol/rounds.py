@@ -194,9 +194,7 @@ def collect(
     return reports
 
 
-def wait_for(
-    context: Context, key: str, what: str, kind: MessageType | None = None, bell: str = ""
-) -> Steps:
+def wait_for(context: Context, key: str, what: str, kind: MessageType | None = None, bell: str = "") -> Steps:
     """Return the message that the committer puts under a key; raise the error if the call is abandoned.
 
     bell: another key that comes after the message. It, or `key` itself, comes also if the call is abandoned.

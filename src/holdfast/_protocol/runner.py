@@ -38,7 +38,7 @@ from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, 
 
 GRACE = 0.75
 """Seconds past the deadline, or after the others gave up, in which a worker may still return by itself."""
-CHECK = 0.5
+CHECK = 0.25
 """Seconds after which a worker that waits looks whether it was cancelled; that asks no store."""
 LAST_CALL = 0.5
 """Seconds that a worker then has to notice that it was cancelled."""
@@ -154,7 +154,8 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             perform(steps.meet, roster, presence, never)
             ended.value = perform(steps.body, roster, presence, cancel)
         except BaseException as error:
-            ended.error = error if isinstance(error, HoldfastError) else _told(error, context, roster, presence)
+            told = isinstance(error, HoldfastError)
+            ended.error = error if told else _told(error, context, roster, presence)
         try:
             ended.known.set()  # before this rank leaves, which may take a while
             with suppress(HoldfastError):
@@ -201,9 +202,7 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
     return ended.value
 
 
-def _told(
-    bug: BaseException, context: Context, roster: Roster, presence: Presence
-) -> HoldfastError:
+def _told(bug: BaseException, context: Context, roster: Roster, presence: Presence) -> HoldfastError:
     """Tell the other ranks of an error in the protocol itself; return it as the error of this call."""
     error = HoldfastError(f"{context.title} failed on {context.who}: {bug!r}", rank=context.rank)
     error.__cause__ = bug

@@ -193,6 +193,8 @@ class Beacon:
         with self._lock:
             first = not self._beating
             self._beating.add(user)
+            if first:
+                self._due = time.monotonic() + self.pace - self.interval / 2
             if first and roster is not None:
                 self._held.enter_context(roster.hold())
         if first:
@@ -230,9 +232,10 @@ class Beacon:
                 self._stop()
             for presence in self.operations:
                 presence.on_lost(error)
-        if is_due:
+        if is_due or not self.watch.near():
             self.watch.beat(bounded)
-            self.answering.beat(bounded, self.watch.near_here())
+        if is_due:
+            self.answering.beat(bounded, self.watch.held_here())
 
     def _stop(self) -> None:
         """Stop for good: the process group was destroyed, and its messages are gone."""

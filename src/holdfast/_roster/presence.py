@@ -23,8 +23,8 @@ from holdfast._values import Message
 from holdfast.errors import RankInfo
 
 T = TypeVar("T", bound=msgspec.Struct)
-ANSWERED = 200
-"""Ranks that one store serves in a second without effort, where each looks once."""
+ANSWERED = 160
+"""Ranks of a large world that look at the message store in one second."""
 
 
 def pace(ranks: int, stall_timeout: float | None = None) -> float:
@@ -68,7 +68,7 @@ class Gone(msgspec.Struct, frozen=True):
     """Of the process that has ended: the rank may have another one by now."""
     how: str
     clean: bool = False
-    """Was its exit code 0?"""
+    """Was its exit code 0, or has it said itself that it ends?"""
 
 
 class Seen(NamedTuple):
