@@ -136,10 +136,14 @@ def real(clients: int, world: int, seconds: float) -> dict[str, float]:
 
     ended: list[float] = []
 
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    here = threading.Semaphore(0)
+
     def wait(rank: int) -> None:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         roster = TorchRoster(store, rank, world)
         with roster.hold():
+            roster.get(["K/outcome"])  # which connects
+            here.release()
             steps = wait_for(context(rank, world, REAL_CLOCK), "K/outcome", "answer", Outcome)
             perform(steps, roster, Presence(roster, "wait"), Cancel())
         ended.append(time.monotonic())
@@ -148,14 +152,16 @@ def real(clients: int, world: int, seconds: float) -> dict[str, float]:
     try:
         for thread in threads:
             thread.start()
-        time.sleep(5.0)
+        for _ in threads:
+            here.acquire()
+        time.sleep(2.0)
         before, mine = cpu(), time.process_time()
         time.sleep(seconds)
         found = {
             "CPU of the store, s a second": (cpu() - before) / seconds,
             "CPU of all clients, s a second": (time.process_time() - mine) / seconds,
         }
-        roster = TorchRoster(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), 0, world)
+        roster = TorchRoster(store, 0, world)
         begun = time.monotonic()
         roster.claim("K/outcome", {"state": "agreed", "rank": 0})
         for thread in threads:
