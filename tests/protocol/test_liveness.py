@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdfast._deadline import Deadline, Limits
-from holdfast._protocol.effects import Claim, Context, Late, Look
+from holdfast._protocol.effects import Claim, Context, Late, Look, Put
 from holdfast._protocol.liveness import TABLE, PeerMonitor, PeerStatus
 from holdfast._roster.presence import Seen, Vitals
 from holdfast._roster.process import Identity
@@ -70,6 +70,8 @@ class Wait:
                     answer = {rank: show(self.clock.time, rank) for rank in some}
                 case Claim(key, message):
                     answer = self.claims.setdefault(key, message)
+                case Put(key, message):
+                    answer = self.claims[key] = message
                 case _:
                     raise AssertionError(effect)
 

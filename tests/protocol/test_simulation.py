@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -12,16 +13,18 @@ from typing import Any
 
 import pytest
 
+from holdfast._deadline import Limits
 from holdfast._protocol import core as protocol
-from holdfast._protocol import rounds
-from holdfast._protocol.effects import Context, Delete, Steps
+from holdfast._protocol import liveness, rounds
+from holdfast._protocol.effects import Claim, Context, Delete, Steps, outcome_key
 from holdfast._protocol.liveness import PeerMonitor
+from holdfast._protocol.messages import abandoned_by
 from holdfast._protocol.rendezvous import SHARED, History
 from holdfast._roster.presence import Seen
 from holdfast.errors import HoldfastError, RankInfo
 from tests.support import simulate as simulate_module
 from tests.support.faults import Faults
-from tests.support.simulate import World, check, draw_world, simulate
+from tests.support.simulate import World, check, draw_world, run_world, simulate
 
 
 def schedules(suite: int, soak: int) -> pytest.MarkDecorator:
@@ -271,3 +274,32 @@ def test_a_broken_meeting_of_calls_is_caught(
     monkeypatch.setattr(where, name, mutant)
     wrong, _ = explore(0, 1000, calls=4, enough=1)
     assert wrong, f"1,000 schedules did not notice that {name} was replaced"
+
+
+# -- a large world, in which looks are rare ---------------------------------------------------------
+
+
+def slowest_to_hear(seed: int) -> float:
+    """Seconds from the first end of a call that fails on one rank to the last."""
+    where = ("row_digest", "write")[seed % 2]
+    faults = Faults(fails_at={(5, 0): where})
+    rng = random.Random(seed)
+    world = World(seed, 8, 300.0, False, Limits(), True, faults, rng, durations=(0.0, 0.01))
+    run_world(world)
+    assert not check(world)
+    ends = [outcome.at for outcome in world.outcomes.values()]
+    assert {outcome.state for outcome in world.outcomes.values()} == {"failed"}
+    return max(ends) - min(ends)
+
+
+def abandon_quietly(key: str, rank: int, error: HoldfastError) -> Steps:
+    """Claims, and wakes nobody."""
+    return (yield Claim(outcome_key(key), abandoned_by(rank, error)))
+
+
+def test_an_error_ends_every_wait_without_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the committer looks once a second; the others are woken."""
+    monkeypatch.setattr(liveness, "pace", lambda ranks, stall: 1.0 if ranks == 1 else 60.0)
+    assert max(map(slowest_to_hear, range(100))) < 2.5
+    monkeypatch.setattr(protocol, "abandon", abandon_quietly)
+    assert max(map(slowest_to_hear, range(100))) > 10.0

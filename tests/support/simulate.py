@@ -47,7 +47,7 @@ from holdfast._protocol.effects import (
     Put,
     Steps,
 )
-from holdfast._protocol.messages import abandoned_by
+from holdfast._protocol.messages import Final, abandoned_by, to_message
 from holdfast._protocol.phases import TASK_TRANSITIONS, TRANSITIONS
 from holdfast._protocol.rendezvous import CallSignature, History, leave, meet
 from holdfast._protocol.runner import GRACE, LAST_CALL, SUCCESS, UNSURE
@@ -65,6 +65,24 @@ from tests.support.simulated_work import SimulatedSave, SimulatedTask
 
 SLACK = 2.0
 """Seconds past its deadline by which a live rank must have returned."""
+
+
+class Board(dict[str, Any]):
+    """The message store: wakes who waits for a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: dict[str, list[Callable[[], None]]] = {}
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        for wake in self.waiting.pop(key, []):
+            wake()
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
 
 
 class SimulatedClock:
@@ -127,7 +145,9 @@ class World:
     durations: tuple[float, ...] = (0.0, 0.01, 0.5, 3.0)
     """Seconds that an action takes at most."""
     clock: SimulatedClock = field(default_factory=SimulatedClock)
-    board: dict[str, Any] = field(default_factory=dict)
+    board: Board = field(default_factory=lambda: Board())
+    deaf: float = 0.0
+    """How often a rank that waits for a key is not woken by it."""
     durable: set[tuple[int, int]] = field(default_factory=set)
     """Rank and call of what was written, or, in a turn, done."""
     published: list[PublishedIndex] = field(default_factory=list)
@@ -181,7 +201,11 @@ class World:
         context = neighbours[0].context
         if gone == context.committer and context.key and not neighbours[0].stopped_for():
             error = RankFailed(f"{context.title} failed: rank {gone} has ended", rank=gone)
-            self.board.setdefault(context.outcome_key, abandoned_by(context.rank, error))
+            standing = self.board.setdefault(context.outcome_key, abandoned_by(context.rank, error))
+            if standing["state"] == "agreed":
+                self.board.setdefault(context.final_key, to_message(Final(error.to_message())))
+            for key in (context.answer_key, context.answered_key):
+                self.board[key] = {}
 
     def note(self, rank: int, text: str) -> None:
         self.trace.append(f"{self.clock.time:8.3f} rank {rank}: {text}")
@@ -386,6 +410,28 @@ class _Rank:
         self.world.board[key] = self.world.board.get(key, 0) + 1
         return int(self.world.board[key])
 
+    def pause(self, call: int, key: str, seconds: float) -> None:
+        """Wait for a key: the server wakes this rank, or its time ends."""
+        world, woken = self.world, False
+
+        def wake() -> None:
+            nonlocal woken
+            if not woken and world.rng.random() >= world.deaf:
+                woken = True
+                self.answer(call, world.rng.uniform(0.0, 0.03), lambda: True)
+
+        def end() -> None:
+            nonlocal woken
+            if not woken:
+                woken = True
+                self.answer(call, 0.0, lambda: False)
+
+        if key in world.board:
+            wake()
+        else:
+            world.board.waiting.setdefault(key, []).append(wake)
+        world.after(seconds, end)
+
     def perform(self, call: int, effect: Effect) -> None:
         world, rng = self.world, self.world.rng
         match effect:
@@ -400,8 +446,8 @@ class _Rank:
                 self.over_roster(call, lambda: self.count(key))
             case Delete(keys):
                 self.over_roster(call, lambda: [world.board.pop(key, None) for key in keys] and None)
-            case Pause(_, seconds):
-                self.answer(call, seconds * rng.random(), lambda: None)
+            case Pause(key, seconds):
+                self.pause(call, key, seconds)
             case Look(ranks):
                 self.over_roster(call, lambda: {rank: world.see(rank) for rank in ranks})
             case Do(name, action):
@@ -445,6 +491,7 @@ def draw_world(seed: int, max_ranks: int = 16, turn: bool = False, calls: int = 
         calls=calls,
         turn=turn,
     )
+    world.deaf = rng.choice([0.0, 0.0, 0.3])
     if calls > 1 and world.faults.only_failures():  # time enough for every call that is well
         world.timeout, world.limits, world.durations = 20.0, Limits(), (0.0, 0.01, 0.3)
     return world

@@ -33,7 +33,6 @@ from contextlib import suppress
 from functools import partial
 
 from holdfast._protocol.effects import (
-    Claim,
     Context,
     Do,
     Get,
@@ -42,6 +41,7 @@ from holdfast._protocol.effects import (
     SaveActions,
     Steps,
     TaskActions,
+    abandon,
 )
 from holdfast._protocol.messages import (
     Chosen,
@@ -55,7 +55,7 @@ from holdfast._protocol.messages import (
 from holdfast._protocol.rounds import act, agree, agree_on_replicas, collect, learn, own_answer, wait_for
 from holdfast._store.base import VISIBLE_WITHIN
 from holdfast._values import Json
-from holdfast.errors import CommitUnconfirmed, HoldfastError, RosterLost, from_message
+from holdfast.errors import CommitUnconfirmed, HoldfastError, RankFailed, RosterLost, from_message
 
 UNDISTURBED = 0.25
 """Seconds before ranks look how a collective task goes: mostly it is over by then."""
@@ -221,6 +221,9 @@ def _await_final(context: Context, job: SaveActions) -> Steps:
         return
     if final.error is not None:
         raised = from_message(final.error)
+        if isinstance(raised, RankFailed):  # another rank says that the committer has ended
+            yield from _look(context, job, 0.0, raised)
+            return
         context.enter("unconfirmed" if isinstance(raised, CommitUnconfirmed) else "failed")
         raise raised
     yield from _look(context, job, VISIBLE_WITHIN, f"rank {context.committer} says that it is committed")
@@ -277,7 +280,7 @@ def _abandon(context: Context, error: HoldfastError) -> Steps:
     try:
         # All fields are set before the claim, because all ranks raise the error that is claimed.
         mine = abandoned_by(context.rank, error)
-        message = yield Claim(context.outcome_key, mine)
+        message = yield from abandon(context.key, context.rank, error)
     except RosterLost:
         if context.phase == "written" and not context.is_committer:  # the others may commit its files
             return _unconfirmed(context, error)

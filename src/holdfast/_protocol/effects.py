@@ -4,6 +4,7 @@ task."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from holdfast._protocol.messages import (
     Outcome,
     RowList,
     Written,
+    abandoned_by,
     to_message,
 )
 from holdfast._protocol.phases import TRANSITIONS, Transitions
@@ -53,7 +55,7 @@ class Delete(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Wait until `key` appears, at most `seconds`."""
+    """Wait until `key` appears, at most `seconds`. Gives whether it has."""
 
     key: str
     seconds: float
@@ -109,9 +111,27 @@ class Late(NamedTuple):
     """Whether the wait for these is over, because they have come."""
 
 
+ANSWERS = ("answer", "answered")
+"""Keys of a call on which ranks wait before the outcome. Who abandons the call writes them, too: so a rank
+waits for one key, whatever comes."""
+
+
 def outcome_key(key: str) -> str:
     """Return the key under which the outcome of an operation is claimed."""
     return f"{key}/outcome"
+
+
+def abandon(key: str, rank: int, error: HoldfastError) -> Steps:
+    """Claim `abandoned` for the call of this key, and wake all who wait in it. Returns the claim that
+    stands."""
+    mine = abandoned_by(rank, error)
+    standing = yield Claim(outcome_key(key), mine)
+    if standing == mine:
+        # The claim has decided. Whom this does not wake finds it at the next look.
+        with suppress(HoldfastError):
+            for name in ANSWERS:
+                yield Put(f"{key}/{name}", {})
+    return standing
 
 
 @dataclass
@@ -177,7 +197,8 @@ class Context:
     def set_key(self, key: str) -> None:
         """Set the key under which the ranks of this operation meet."""
         self.key, self.outcome_key = key, outcome_key(key)
-        self.answer_key, self.final_key = f"{key}/answer", f"{key}/final"
+        self.answer_key, self.answered_key = (f"{key}/{name}" for name in ANSWERS)
+        self.final_key = f"{key}/final"
 
     def enter(self, phase: str) -> None:
         """Enter a phase. Raises AssertionError if the transition is not in the table."""

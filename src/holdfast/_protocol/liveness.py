@@ -14,15 +14,12 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast._deadline import StallTimer
-from holdfast._protocol.effects import Claim, Context, Late, Look, Steps, outcome_key
-from holdfast._protocol.messages import abandoned_by
-from holdfast._roster.presence import Seen, describe
+from holdfast._protocol.effects import Claim, Context, Late, Look, Steps, abandon
+from holdfast._roster.presence import Seen, describe, pace, spread
 from holdfast._roster.whereabouts import ASK_BEFORE
 from holdfast._values import Message
 from holdfast.errors import DeadlineExceeded, RankFailed, RankInfo
 
-ASK = 64
-"""Keys read at once."""
 QUOTED = 8
 """Ranks that an error or a presence message lists."""
 NO_PART = "If they take no part on purpose, leave them out: job=holdfast.Job(participants=...)."
@@ -74,26 +71,22 @@ class PeerMonitor:
     """One wait of this rank for others."""
 
     LOOK_EVERY = 0.25
-    AT_LAST = 1.0
-    """Seconds between two looks, at first and in a long wait."""
+    """Seconds between two looks at first, except in a large world."""
 
     def __init__(self, context: Context, what: str) -> None:
         """what: what the others are to do, for errors."""
         self.context, self.what = context, what
         self.began = self.looked = context.clock.now()
-        # A store answers about a hundred thousand questions a second.
-        self.seldom = min(max(self.AT_LAST, len(context.participants) / 1000), 10.0)
-        if context.limits.stall_timeout is not None:
-            self.seldom = min(self.seldom, context.limits.stall_timeout / 4)
-        self.interval = min(self.LOOK_EVERY, self.seldom)
+        # All others look at the committer; it alone looks at them.
+        lookers = 1 if context.is_committer else len(context.participants)
+        self.seldom = pace(lookers, context.limits.stall_timeout)
+        self.interval = min(self.LOOK_EVERY, self.seldom) if self.seldom <= 1.0 else self.seldom
         # Mostly the message comes before the first look, and then monitoring costs nothing.
-        self.next_look = self.began + self.interval / 2
+        self.next_look = self.began + self.interval * (1 + spread(context.rank)) / 2
         self.next_report = self.began + context.limits.report_after
         self.reports = 0
         self.told: list[RankInfo] = []
         """The ranks of the last report of this rank, until they come."""
-        self.pause = 0.01
-        self.turn = 0
         self.marks: dict[int, object] = {}
         self.timers: dict[int, StallTimer] = {}
         self.suspects: set[int] = set()
@@ -107,27 +100,32 @@ class PeerMonitor:
     def gives_up_at(self) -> float:
         return self.context.deadline.at + (0.0 if self.context.is_committer else COURTESY)
 
-    def patience(self) -> float:
-        """Return how long to pause before the next look: short at first, longer in a long wait."""
-        self.pause = min(1.3 * self.pause, self.interval)
-        # The last pause ends 0.05 s past the deadline: the look after it must find that it has passed.
-        return max(0.001, min(self.pause, self.context.deadline.left() + 0.05))
+    @property
+    def is_due(self) -> bool:
+        return self.context.clock.now() >= min(self.next_look, self.gives_up_at)
 
-    def look(self, ranks: Sequence[int]) -> Steps:
-        """Look at the ranks that are still waited for. Raises RankFailed if one of them will not come, and
-        DeadlineExceeded."""
+    def patience(self) -> float:
+        """Return the seconds until the next look."""
+        # The last ends 0.05 s past the deadline: the look after it must find that it has passed.
+        return max(0.001, min(self.next_look, self.gives_up_at + 0.05) - self.context.clock.now())
+
+    def look(self, ranks: Sequence[int], everyone: int = 0) -> Steps:
+        """Look at ranks that are waited for, if it is time to. Raises RankFailed if one of them will not
+        come, and DeadlineExceeded.
+
+        everyone: how many are waited for, if these are only some of them.
+        """
+        if not self.is_due:
+            return
         context = self.context
         now = context.clock.now()
-        if now < self.next_look and not context.deadline.passed():
-            return
         away = now - self.looked - self.interval
         if away > AWAY:
             for timer in self.timers.values():
                 timer.forgive(away)
-        self.interval = min(1.05 * self.interval, self.seldom)
+        self.interval = min(1.2 * self.interval, self.seldom)
         self.looked, self.next_look = now, now + self.interval
-        everyone = len(ranks)
-        ranks = self._in_turn(list(ranks))
+        everyone = everyone or len(ranks)
         seen: dict[int, Seen] = yield Look(ranks)
         goes_on = [self._goes_on(rank, one) for rank, one in seen.items()]
         if any(goes_on) or context.limits.while_alive:
@@ -145,7 +143,7 @@ class PeerMonitor:
             error = self._failed(lost, seen, RankFailed, len(lost))
             for key in self.broken:
                 # All of the circle end: with this operation over, the others would wait without being in one.
-                yield Claim(outcome_key(key), abandoned_by(context.rank, error))
+                yield from abandon(key, context.rank, error)
             raise error
         self.suspects = set()
         yield from self._ask_in_time(seen, now)
@@ -161,13 +159,6 @@ class PeerMonitor:
             self.context.on_late(self._late(here, came=True))
 
     # -- what is known ------------------------------------------------------------------------------
-
-    def _in_turn(self, ranks: list[int]) -> list[int]:
-        """Return the ranks to look at now: 256 a look, in turns."""
-        if len(ranks) <= 4 * ASK:
-            return ranks
-        self.turn = (self.turn + 4 * ASK) % len(ranks)
-        return (ranks[self.turn :] + ranks[: self.turn])[: 4 * ASK]
 
     def _is_lost(self, seen: Seen) -> bool:
         """Return whether a rank will not come: its process is gone, or it says so itself."""

@@ -14,15 +14,15 @@ from holdfast import events
 from holdfast._collector import collector_paused
 from holdfast._protocol.call import Call
 from holdfast._protocol.core import choice_steps
-from holdfast._protocol.effects import Context, Late, Steps
-from holdfast._protocol.messages import abandoned_by
+from holdfast._protocol.effects import Context, Late, Steps, abandon
+from holdfast._protocol.messages import Final, Outcome, from_roster, to_message
 from holdfast._protocol.phases import CHOICE_TRANSITIONS, Transitions
 from holdfast._protocol.rendezvous import CallSignature, history_of, leave, meet
-from holdfast._protocol.runner import CallSteps, Cancel, run
+from holdfast._protocol.runner import CallSteps, Cancel, perform, run
 from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Presence
 from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.presence import Gone, Seen, describe, see
+from holdfast._roster.presence import Gone, describe, see
 from holdfast._roster.whereabouts import Inquiry, note_caller
 from holdfast._values import Json
 from holdfast.errors import HoldfastError, RankFailed, RosterLost, Unplaced
@@ -105,6 +105,7 @@ class Operation:
         if not self.alone:
             self.presence.beacon.answering.caller = note_caller(self.roster)
             self.presence.beacon.watch.lost_after = call.limits.lost_after
+            self.presence.beacon.keep_pace(call.limits.stall_timeout)
         self.emit("entered")
 
     def emit(self, name: str, **fields: object) -> None:
@@ -144,18 +145,23 @@ class Operation:
         """
         if rank != self.context.committer or not self.context.key:
             return
-        seen = Seen(ended=gone.how)
+        lane = self.roster.bounded()
         with suppress(RosterLost):
-            seen = see(self.roster.bounded(), [rank])[rank]
+            seen = see(lane, [rank])[rank]
+            if self.call.limits.past_end and seen.there is not False:
+                return
+            info = describe(rank, seen, time.time(), gone.how, self.context.key)
             error = RankFailed(
-                f"{self.context.title} failed after {self.context.deadline.elapsed():.1f} s: "
-                f"{describe(rank, seen, time.time(), gone.how, self.context.key)}.",
+                f"{self.context.title} failed after {self.context.deadline.elapsed():.1f} s: {info}.",
                 step=self.step,
                 rank=rank,
-                missing=(describe(rank, seen, time.time(), gone.how, self.context.key),),
+                missing=(info,),
                 hint=self.context.hint,
             )
-            self.roster.bounded().claim(self.context.outcome_key, abandoned_by(self.call.rank, error))
+            steps = abandon(self.context.key, self.call.rank, error)
+            standing: Any = perform(steps, lane, self.presence, Cancel())
+            if from_roster(standing, Outcome).state == "agreed":  # then ranks wait for its last word
+                lane.claim(self.context.final_key, to_message(Final(error.to_message())))
 
     def _on_phase(self, phase: str) -> None:
         self.clocks[phase] = time.monotonic()

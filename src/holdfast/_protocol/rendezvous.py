@@ -29,8 +29,8 @@ from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 from holdfast._format.digest import digest, hex_digest
-from holdfast._protocol.effects import Claim, Context, Count, Delete, Steps
-from holdfast._protocol.messages import Generation, Opened, Outcome, abandoned_by, from_roster, to_message
+from holdfast._protocol.effects import ANSWERS, Claim, Context, Count, Delete, Steps, abandon
+from holdfast._protocol.messages import Generation, Opened, Outcome, from_roster, to_message
 from holdfast._roster.base import Roster
 from holdfast._values import Message
 from holdfast.errors import HoldfastError
@@ -41,7 +41,7 @@ are long gone by then."""
 SWEEP_AFTER = 60.0
 """Seconds after which a later completed call deletes the keys of an abandoned one: a rank that uses this lane
 on a second thread may still look for its outcome, every quarter of a second."""
-SHARED = ("open", "outcome", "final", "answer", "left")
+SHARED = ("open", "outcome", "final", *ANSWERS, "left")
 """Keys of a call that all its ranks read."""
 
 
@@ -197,7 +197,6 @@ def _learn_outcome(context: Context, history: History, key: str) -> Steps:
     """Determine the outcome of a call that this rank gave up: claim `abandoned`, or find what was claimed
     before."""
     gave_up = HoldfastError(f"{context.who} gave it up, and went on.", rank=context.rank)
-    message = yield Claim(f"{key}/outcome", abandoned_by(context.rank, gave_up))
-    outcome = from_roster(message, Outcome)
+    outcome = from_roster((yield from abandon(key, context.rank, gave_up)), Outcome)
     if history.end(key, outcome, context.clock.now()) is not None:
         yield from _one_less(context, key)

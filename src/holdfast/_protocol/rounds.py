@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from msgspec import Struct
 
 from holdfast._protocol.effects import Claim, Context, Do, Get, Pause, Put, SaveActions, Steps, TaskActions
-from holdfast._protocol.liveness import ASK, QUOTED, PeerMonitor
+from holdfast._protocol.liveness import QUOTED, PeerMonitor
 from holdfast._protocol.messages import Assigned, Before, Outcome, RowDigest, RowList, from_roster, to_message
 from holdfast._values import Message
 from holdfast.errors import DeadlineExceeded, from_message
@@ -20,6 +22,12 @@ OF_ALL_CALLS = Before.__struct_fields__
 """Fields of the protocol in a message of a task."""
 Decide = Callable[[dict[int, Any]], Any]
 """What the committer makes of the reports of ranks."""
+FEWEST, MOST = 8, 64
+"""Reports that the committer asks for at once: after a wait, and as long as all are there."""
+LOOKED_AT = 256
+"""Ranks that it looks at once."""
+SELDOM = 10.0
+"""Seconds between two questions for the outcome while a rank acts, at most."""
 _DUTIES = {
     "row_digest": ("enter the save", "say who writes replicated tensors"),
     "rows": ("list its replicated tensors", "say who writes replicated tensors"),
@@ -46,12 +54,13 @@ def own_answer(
         yield context.report(topic, mine)
         key = context.key_of("answer", context.rank)
         context.own.add(key)
-        return (yield from wait_for(context, key, _DUTIES[topic][1], kind))
+        return (yield from wait_for(context, key, _DUTIES[topic][1], kind, context.answered_key))
     heard = yield from collect(context, topic, mine, ranks)
     answers = yield Do("decide", partial(decide, {rank: heard[rank] for rank in ranks}))
     for rank, answer in answers.items():
         if rank != context.rank:
             yield context.answer(rank, answer)
+    yield Put(context.answered_key, {})
     return answers.get(context.rank)
 
 
@@ -116,6 +125,7 @@ def act(context: Context, job: TaskActions) -> Steps:
     """Wait until this rank has done its part; return its report."""
     watch = PeerMonitor(context, "do its part")
     context.on_wait([])  # its work may wait for any of the others
+    pause = watch.LOOK_EVERY / 2
     while True:
         report = yield Do("poll", job.poll)
         if report is not None:
@@ -129,7 +139,9 @@ def act(context: Context, job: TaskActions) -> Steps:
             raise DeadlineExceeded(
                 f"{context.who} did not do its part in {context.deadline}.", rank=context.rank
             )
-        yield Do("rest", partial(job.wait, watch.patience()))
+        # Only its own end wakes this rank here, so it looks for the outcome at growing intervals.
+        pause = min(1.3 * pause, SELDOM)
+        yield Do("rest", partial(job.wait, min(pause, watch.patience())))
 
 
 def collect(
@@ -145,15 +157,15 @@ def collect(
     `poll` raises errors of this rank's own work meanwhile.
     """
     reports: dict[int, Any] = {context.rank: mine}
-    missing = sorted(rank for rank in ranks if rank != context.rank)
-    if not missing:
-        return reports
+    missing = deque(sorted(rank for rank in ranks if rank != context.rank))
     watch = PeerMonitor(context, _DUTIES[topic][0])
+    ask = MOST
     while missing:
-        context.on_wait(missing[:QUOTED])
+        context.on_wait(list(islice(missing, QUOTED)))
         yield Do("poll", poll)
-        # Ranks that have reported are not asked again: one read per rank, not one per rank and look.
-        some = missing[:ASK]  # a bounded request, however large the world
+        # Bounded requests, however large the world. Before ranks are looked at, they are asked once more.
+        looks = watch.is_due
+        some = [missing.popleft() for _ in range(min(LOOKED_AT if looks else ask, len(missing)))]
         keys = [context.key_of(topic, rank) for rank in some]
         outcome, *messages = yield Get([context.outcome_key, *keys])
         learn(context, outcome)
@@ -164,33 +176,43 @@ def collect(
                 reports[rank] = from_roster(message, type(mine), rank)
             else:
                 reports[rank] = {name: value for name, value in message.items() if name not in OF_ALL_CALLS}
-        missing = [rank for rank in missing if rank not in heard]
         if heard:
             context.note_progress()
             watch.over(heard.__contains__)
-        if len(heard) == len(some):
-            continue  # all of these were there, so the next ones may be there as well: no pause
-        if missing:
-            yield from watch.look(missing)
+        late = [rank for rank in some if rank not in heard]
+        if late and looks:
+            yield from watch.look(late, len(late) + len(missing))
+        if looks and not watch.suspects:
+            missing.extend(late)  # the next look is at others
+        else:
+            missing.extendleft(reversed(late))
+        # Where one has not come, the next ones may not have either: the first of them wakes this rank.
+        ask = FEWEST if late else min(2 * ask, MOST)
+        if late:
             yield Pause(context.key_of(topic, missing[0]), watch.patience())
     context.on_wait(None)
     return reports
 
 
-def wait_for(context: Context, key: str, what: str, kind: MessageType | None = None) -> Steps:
-    """Return the message that the committer puts under a key; raise the error if the call is abandoned."""
+def wait_for(context: Context, key: str, what: str, kind: MessageType | None = None, bell: str = "") -> Steps:
+    """Return the message that the committer puts under a key; raise the error if the call is abandoned.
+
+    bell: another key that comes after the message. It, or `key` itself, comes also if the call is abandoned.
+    """
     watch = PeerMonitor(context, what)
     context.on_wait([context.committer])
+    bell = bell or key
     while True:
         message, outcome = yield Get([key, context.outcome_key])
-        if message is None or key == context.outcome_key:
-            learn(context, outcome)
+        # First, because who abandons the call writes an empty answer after that.
+        learn(context, outcome)
         if message is not None:
             context.on_wait(None)
             watch.over()
             return message if kind is None else from_roster(message, kind, context.committer)
         yield from watch.look([context.committer])
-        yield Pause(key, watch.patience())
+        if (yield Pause(bell, watch.patience())):
+            bell = key  # the message may be on its way on another connection
 
 
 def _claim_agreed(context: Context, value: object = None) -> Steps:

@@ -15,8 +15,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast._deadline import REAL_CLOCK
-from holdfast._protocol.effects import Claim, Context, Count, Delete, Do, Effect, Get, Look, Pause, Put, Steps
-from holdfast._protocol.messages import Outcome, abandoned_by, from_roster
+from holdfast._protocol.effects import (
+    Claim,
+    Context,
+    Count,
+    Delete,
+    Do,
+    Effect,
+    Get,
+    Look,
+    Pause,
+    Put,
+    Steps,
+    abandon,
+)
+from holdfast._protocol.messages import Outcome, from_roster
 from holdfast._roster.base import Roster
 from holdfast._roster.beacon import Presence
 from holdfast._roster.presence import see
@@ -25,6 +38,8 @@ from holdfast.errors import CommitUnconfirmed, DeadlineExceeded, HoldfastError, 
 
 GRACE = 0.75
 """Seconds past the deadline, or after the others gave up, in which a worker may still return by itself."""
+CHECK = 0.25
+"""Seconds after which a worker that waits looks whether it was cancelled; that asks no store."""
 LAST_CALL = 0.5
 """Seconds that a worker then has to notice that it was cancelled."""
 TIDY = 30.0
@@ -57,8 +72,6 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
     """Run a protocol to its end on this thread; return its result."""
     result: object = None
     error: BaseException | None = None
-    # The reason of a cancel is thrown in once: telling the others must not be cancelled.
-    reason_thrown = False
     while True:
         try:
             effect = steps.throw(error) if error is not None else steps.send(result)
@@ -66,15 +79,15 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             return end.value
         result, error = None, None
         try:
-            if not reason_thrown:
-                cancel.check()
-            result = _do(effect, roster, presence)
+            cancel.check()
+            result = _do(effect, roster, presence, cancel)
         except Cancelled:
-            if cancel.reason is None or reason_thrown:
+            if cancel.reason is None:
                 # Without a reason the caller has gone on, and this thread just ends.
                 steps.close()
                 raise
-            error, reason_thrown = cancel.reason, True
+            # The reason is thrown in once: telling the others must not be cancelled.
+            error, cancel = cancel.reason, Cancel()
         except HoldfastError as raised:
             error = raised
         except Exception as raised:  # a bug, or user code: the other ranks must be told all the same
@@ -83,7 +96,7 @@ def perform(steps: Steps, roster: Roster, presence: Presence, cancel: Cancel) ->
             error = wrapped
 
 
-def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
+def _do(effect: Effect, roster: Roster, presence: Presence, cancel: Cancel) -> Any:
     """Execute one effect of a protocol; return its result."""
     match effect:
         case Put(key, message):
@@ -97,7 +110,12 @@ def _do(effect: Effect, roster: Roster, presence: Presence) -> Any:
         case Delete(keys):
             return roster.delete(keys)
         case Pause(key, seconds):
-            return roster.wait(key, seconds)
+            ends = REAL_CLOCK.now() + seconds
+            while not (came := roster.wait(key, max(0.0, min(CHECK, ends - REAL_CLOCK.now())))):
+                cancel.check()
+                if REAL_CLOCK.now() >= ends:
+                    break
+            return came
         case Look(ranks):
             return see(roster, ranks)
         case Do(_, action):
@@ -136,7 +154,8 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
             perform(steps.meet, roster, presence, never)
             ended.value = perform(steps.body, roster, presence, cancel)
         except BaseException as error:
-            ended.error = error if isinstance(error, HoldfastError) else _told(error, context, roster)
+            told = isinstance(error, HoldfastError)
+            ended.error = error if told else _told(error, context, roster, presence)
         try:
             ended.known.set()  # before this rank leaves, which may take a while
             with suppress(HoldfastError):
@@ -183,13 +202,13 @@ def run(steps: CallSteps, context: Context, roster: Roster, presence: Presence, 
     return ended.value
 
 
-def _told(bug: BaseException, context: Context, roster: Roster) -> HoldfastError:
+def _told(bug: BaseException, context: Context, roster: Roster, presence: Presence) -> HoldfastError:
     """Tell the other ranks of an error in the protocol itself; return it as the error of this call."""
     error = HoldfastError(f"{context.title} failed on {context.who}: {bug!r}", rank=context.rank)
     error.__cause__ = bug
     with suppress(Exception):  # telling it must not hide it
         if context.key:
-            roster.claim(context.outcome_key, abandoned_by(context.rank, error))
+            perform(abandon(context.key, context.rank, error), roster, presence, Cancel())
     return error
 
 

@@ -20,7 +20,7 @@ from holdfast._deadline import Limits
 from holdfast._heart import heart
 from holdfast._roster.base import Roster
 from holdfast._roster.neighbours import Watch
-from holdfast._roster.presence import Gone, Vitals, at_key
+from holdfast._roster.presence import Gone, Vitals, at_key, pace, spread
 from holdfast._roster.process import stack_dump, this_process
 from holdfast._roster.whereabouts import Answering
 from holdfast._values import Message
@@ -28,7 +28,7 @@ from holdfast.errors import RosterLost
 
 BEAT = 1.0
 """Seconds between two beats; more in a large world, whose store answers a hundred thousand questions a
-second."""
+second. There a beat only looks how the operations go; the rest comes at the `pace` of all looks."""
 
 
 class Presence:
@@ -113,7 +113,11 @@ class Beacon:
     def __init__(self, roster: Roster) -> None:
         self.who = this_process(roster.rank)
         self.interval = max(BEAT, roster.world_size / 1000)
-        self.watch = Watch(self.who, self._listens_at, lambda: heart.hurry(self))
+        self.pace = pace(roster.world_size)
+        self._due = 0.0
+        """When the message is to be renewed, by the monotonic clock."""
+        self.watch = Watch(self.who, self._listens_at, self._hurry)
+        self.watch.longest_turn = max(self.watch.longest_turn, 2 * self.pace)
         self.answering = Answering(roster.rank)
         self.report_after = Limits().report_after
         self.ended = ""
@@ -129,6 +133,12 @@ class Beacon:
     def set_limits(self, limits: Limits) -> None:
         """Tell waits and lost hosts after these seconds."""
         self.report_after, self.watch.lost_after = limits.report_after, limits.lost_after
+        self.keep_pace(limits.stall_timeout)
+
+    def keep_pace(self, stall_timeout: float | None) -> None:
+        """Renew the message often enough for those who give up a rank after so many seconds without any."""
+        if stall_timeout is not None:
+            self.pace = min(self.pace, stall_timeout / 4)
 
     def end(self, how: str) -> None:
         """Say that the program of this rank has ended: nobody is to wait for it any more."""
@@ -183,10 +193,12 @@ class Beacon:
         with self._lock:
             first = not self._beating
             self._beating.add(user)
+            if first:
+                self._due = time.monotonic() + self.pace - self.interval / 2
             if first and roster is not None:
                 self._held.enter_context(roster.hold())
         if first:
-            heart.begin(self)
+            heart.begin(self, self.interval * (1 + spread(self.who.rank)) / 2)
 
     def let_go(self, user: object) -> None:
         with self._lock:
@@ -196,14 +208,23 @@ class Beacon:
         if last:
             heart.end(self)
 
+    def _hurry(self) -> None:
+        self._due = 0.0
+        heart.hurry(self)
+
     def beat(self) -> None:
         """Renew the message, and look at what others depend on; on the heart's thread."""
         bounded = self._bounded()
         if bounded is None:
             self._stop()
             return
+        now = time.monotonic()
+        is_due = now >= self._due
+        if is_due:
+            self._due = now + self.pace - self.interval / 2
         try:
-            self.send(bounded)
+            if is_due:
+                self.send(bounded)
             for presence in self.operations:
                 presence.look(bounded)
         except RosterLost as error:  # the operations themselves meet it, too, and raise it
@@ -211,8 +232,10 @@ class Beacon:
                 self._stop()
             for presence in self.operations:
                 presence.on_lost(error)
-        self.watch.beat(bounded)
-        self.answering.beat(bounded, self.watch.near_here())
+        if is_due or not self.watch.near():
+            self.watch.beat(bounded)
+        if is_due:
+            self.answering.beat(bounded, self.watch.held_here())
 
     def _stop(self) -> None:
         """Stop for good: the process group was destroyed, and its messages are gone."""

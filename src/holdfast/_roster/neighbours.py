@@ -31,7 +31,8 @@ from holdfast.errors import RosterLost
 LOST_AFTER = 120.0
 """Seconds after which a host that does not answer counts as gone."""
 LONGEST_TURN = 5.0
-"""Seconds between two looks that count towards `lost_after` at most: more is this process's own absence."""
+"""Seconds between two looks that count towards `lost_after` at most: more is this process's own absence. In
+a large world, twice the pace of its looks."""
 
 
 class Neighbour:
@@ -51,6 +52,8 @@ class Neighbour:
             local = who.address.startswith("127.") or who.address == "::1"
             self._link = Link(store_address if local else who.address, who.port, who.token, hurry)
         self._silent, self._beat, self._looked = 0.0, -1, time.monotonic()
+        self.is_quiet = False
+        """Has it not renewed its message between the last two looks?"""
 
     def _ended(self, hurry: Callable[[], None]) -> None:
         self._forget_fd()
@@ -60,19 +63,20 @@ class Neighbour:
         """Return whether this is a message of the same process, at the same port."""
         return (vitals.who.token, vitals.who.port) == (self.vitals.who.token, self.vitals.who.port)
 
-    def look(self, vitals: Vitals | None, lost_after: float) -> str:
+    def look(self, vitals: Vitals | None, lost_after: float, longest_turn: float = LONGEST_TURN) -> str:
         """Return how its process has ended, or "". vitals: its present message, if the store has answered."""
+        beat = self._beat if vitals is None else vitals.beat
+        self.is_quiet, self._beat = beat == self._beat, beat
         if self._link is None:
             who = self.vitals.who
             return who.how_it_ended() if who.is_of_this_machine() and not who.state() else ""
         path = self._link.look()
         now = time.monotonic()
-        beat = self._beat if vitals is None else vitals.beat
-        if path is Path.UNREACHABLE and beat == self._beat:
-            self._silent += min(now - self._looked, LONGEST_TURN)
+        if path is Path.UNREACHABLE and self.is_quiet:
+            self._silent += min(now - self._looked, longest_turn)
         else:
             self._silent = 0.0
-        self._looked, self._beat = now, beat
+        self._looked = now
         if path is Path.ENDED:
             return "its process has ended"
         if self._silent >= lost_after:
@@ -96,7 +100,7 @@ class Circle(NamedTuple):
 
     ranks: Sequence[int]
     on_gone: Callable[[int, Gone], None]
-    """Called on the heart's thread with a rank whose process has ended without saying so itself."""
+    """Called on the heart's thread with a rank that has said its end, or whose process has ended."""
 
 
 class Watch:
@@ -107,12 +111,12 @@ class Watch:
     """
 
     def __init__(self, who: Identity, on_port: Callable[[str, int], None], hurry: Callable[[], None]) -> None:
-        self.lost_after = LOST_AFTER
+        self.lost_after, self.longest_turn = LOST_AFTER, LONGEST_TURN
         self._who, self._rank, self._on_port, self._hurry = who, who.rank, on_port, hurry
         self._circles: dict[object, Circle] = {}
         self._neighbours: dict[int, Neighbour] = {}
-        self._over: dict[int, Gone | None] = {}
-        """Ranks that have ended: None for those that have said so themselves."""
+        self._over: dict[int, Gone] = {}
+        """Ranks that have ended."""
         self._untold: set[int] = set()
         """Of these, the ranks that the store has not heard of yet."""
         self._listener: Listener | None = None
@@ -154,9 +158,10 @@ class Watch:
         """Return the neighbours that have shown themselves."""
         return list(self._neighbours)
 
-    def near_here(self) -> list[int]:
-        """Return the neighbours on this machine."""
-        return [rank for rank, one in self._neighbours.items() if one.vitals.who.is_of_this_machine()]
+    def held_here(self) -> list[int]:
+        """Return the neighbours on this machine whose heart may not run."""
+        near = self._neighbours.items()
+        return [rank for rank, one in near if one.is_quiet and one.vitals.who.is_of_this_machine()]
 
     def _near(self) -> list[int]:
         """Return the nearest ranks before and after this one that have not ended, in every circle."""
@@ -177,10 +182,10 @@ class Watch:
                 known.close()
             known = self._neighbours[rank] = Neighbour(rank, vitals, roster.way()[1], self._hurry)
         if vitals is not None and vitals.ended:
-            self._over[rank] = None
+            self._hear(rank, Gone(vitals.who.token, vitals.ended, clean=True))
         elif seen is not None and seen.gone is not None:  # another neighbour was first
             self._hear(rank, seen.gone)
-        elif known is not None and (how := known.look(vitals, self.lost_after)):
+        elif known is not None and (how := known.look(vitals, self.lost_after, self.longest_turn)):
             self._find_gone(rank, known, how, roster)
 
     def _find_gone(self, rank: int, known: Neighbour, how: str, roster: Roster) -> None:
@@ -188,7 +193,7 @@ class Watch:
         with suppress(RosterLost):  # its last word may have come after it was looked at
             latest = see(roster, [rank])[rank]
         if latest is not None and latest.vitals is not None and latest.vitals.ended:
-            self._over[rank] = None
+            self._hear(rank, Gone(known.vitals.who.token, latest.vitals.ended, clean=True))
             return
         who = known.vitals.who
         self._untold.add(rank)

@@ -23,6 +23,19 @@ from holdfast._values import Message
 from holdfast.errors import RankInfo
 
 T = TypeVar("T", bound=msgspec.Struct)
+ANSWERED = 160
+"""Ranks of a large world that look at the message store in one second."""
+
+
+def pace(ranks: int, stall_timeout: float | None = None) -> float:
+    """Return the seconds between two looks of a rank of so many at the message store. It is woken for what
+    it waits for; looks find what nobody could tell."""
+    return min(max(1.0, ranks / ANSWERED), 60.0, (stall_timeout or 240.0) / 4)
+
+
+def spread(rank: int) -> float:
+    """Return a part of 1 by which this rank does things later, so that not all do them in one instant."""
+    return rank * 0.618034 % 1.0
 
 
 def at_key(rank: int) -> str:
@@ -55,7 +68,7 @@ class Gone(msgspec.Struct, frozen=True):
     """Of the process that has ended: the rank may have another one by now."""
     how: str
     clean: bool = False
-    """Was its exit code 0?"""
+    """Was its exit code 0, or has it said itself that it ends?"""
 
 
 class Seen(NamedTuple):

@@ -60,6 +60,8 @@ class TcpClient:
 
     def __init__(self, host: str, port: int, patience: float | None = None) -> None:
         self._patience, self._received = patience, bytearray()
+        self._awaited = ""
+        """The key of a wait that has ended here, but not on the server."""
         self._socket = socket.create_connection((host, port), patience)
         own_sockets.add(self._socket)
         self._socket.settimeout(patience)
@@ -78,50 +80,61 @@ class TcpClient:
 
     def set(self, name: str, value: bytes) -> None:
         # The server does not answer.
-        self._socket.sendall(self._set(_key(name), value) + self._set(_bell(name), b""))
+        self._send(self._set(_key(name), value) + self._set(_bell(name), b""))
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """Return the values that are there now, None for each that is not."""
         values: list[bytes | None] = []
         for begin in range(0, len(names), _AT_ONCE):
             some = names[begin : begin + _AT_ONCE]
-            self._socket.sendall(b"".join(self._compare_set(name, _NOTHING, _NOTHING) for name in some))
+            self._send(b"".join(self._compare_set(name, _NOTHING, _NOTHING) for name in some))
             values += [None if (value := self._value()) == _NOTHING else value for _ in some]
         return values
 
     def claim(self, name: str, value: bytes) -> bytes:
         """Set a key unless it is set; return the value that it has now."""
-        self._socket.sendall(self._compare_set(name, b"", value) + self._set(_bell(name), b""))
+        self._send(self._compare_set(name, b"", value) + self._set(_bell(name), b""))
         return self._value()
 
     def add(self, name: str) -> int:
-        self._socket.sendall(bytes([_ADD]) + _key(name) + _COUNT.pack(1))
+        self._send(bytes([_ADD]) + _key(name) + _COUNT.pack(1))
         return int(_COUNT.unpack(self._receive(_COUNT.size))[0])
 
     def delete(self, names: Sequence[str]) -> None:
         keys = [key for name in names for key in (_key(name), _bell(name))]
         for begin in range(0, len(keys), _AT_ONCE):
             some = keys[begin : begin + _AT_ONCE]
-            self._socket.sendall(b"".join(bytes([_DELETE]) + key for key in some))
+            self._send(b"".join(bytes([_DELETE]) + key for key in some))
             self._receive(_COUNT.size * len(some))
 
     def wait(self, name: str, seconds: float) -> bool:
-        """Wait on the server until a key is set, at most so long; return whether it is."""
-        self._socket.sendall(bytes([_WAIT]) + _NUMBER.pack(1) + _bell(name))
-        self._socket.settimeout(seconds)
+        """Wait on the server until a key is set, at most so long; return whether it is.
+
+        The server goes on waiting until the next request, so to wait for the same key again costs none.
+        """
+        if self._awaited != name:
+            self._send(bytes([_WAIT]) + _NUMBER.pack(1) + _bell(name))
+            self._awaited = name
+        # A socket with a timeout of 0 would not block, but not look either.
+        self._socket.settimeout(max(seconds, 0.001))
         try:
             self._receive(1)
-            return True
         except TimeoutError:
-            pass
+            return False
         finally:
             self._socket.settimeout(self._patience)
-        self._socket.sendall(bytes([_CANCEL_WAIT]))
-        # The key may have been set just before: then the answer to that comes first.
-        if self._receive(1) == b"\1":
-            return False
-        self._receive(1)
+        self._awaited = ""
         return True
+
+    def _send(self, requests: bytes) -> None:
+        if not self._awaited:
+            self._socket.sendall(requests)
+            return
+        self._awaited = ""
+        self._socket.sendall(bytes([_CANCEL_WAIT]) + requests)
+        # The key may have been set just before: then the answer to that comes first.
+        if self._receive(1) != b"\1":
+            self._receive(1)
 
     @staticmethod
     def _set(key: bytes, value: bytes) -> bytes:

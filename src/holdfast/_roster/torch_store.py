@@ -23,6 +23,7 @@ import torch.distributed as dist
 from holdfast._native_calls import native_call
 from holdfast._options import read_environment
 from holdfast._roster.base import decode
+from holdfast._roster.presence import spread
 from holdfast._roster.process import listens
 from holdfast._roster.seal import Seal
 from holdfast._roster.tcp_client import PATIENCE, TcpClient, agrees_with
@@ -33,6 +34,12 @@ from holdfast.errors import RosterLost
 _NOTHING = "\0"
 """Never a message. `compare_set` of it with itself reads a key without waiting: `get` of a store waits for a
 key that is not there."""
+
+
+AT_ONCE = 1024
+"""Ranks that may connect in one instant."""
+CONNECTED = 10_000
+"""Ranks of a larger world that connect in one second."""
 
 
 class _Client(Protocol):
@@ -113,8 +120,10 @@ class _Connections:
     store must end with it, or the next process group on that port would see the messages of the last.
     """
 
-    def __init__(self, store: object) -> None:
+    def __init__(self, store: object, delay: float) -> None:
         self.parent: Callable[[], Any] = ref(store)
+        self._delay = delay
+        """Seconds by which this rank of a large world connects later than others."""
         self._pid = os.getpid()
         self._idle: dict[float | None, list[_Client]] = {}
         self._holders = 0
@@ -166,6 +175,7 @@ class _Connections:
         tcp: Any = tcp_store(store)
         if tcp is None or self._speaks_tcp is False:
             return _TorchClient(store)
+        time.sleep(self._delay)
         client = TcpClient(tcp.host, tcp.port, patience)
         if self._speaks_tcp is None:
             with native_call():
@@ -210,7 +220,8 @@ class TorchRoster:
     def __init__(self, store: Any = None, rank: int | None = None, world_size: int | None = None) -> None:
         self.rank = dist.get_rank() if rank is None else rank
         self.world_size = dist.get_world_size() if world_size is None else world_size
-        self._connections = _Connections(default_store() if store is None else store)
+        delay = spread(self.rank) * max(0, self.world_size - AT_ONCE) / CONNECTED
+        self._connections = _Connections(default_store() if store is None else store, delay)
         self._given = store
         """A reference to the store that a caller gave, which keeps that one alive."""
         self._lane, self._patience = "", None

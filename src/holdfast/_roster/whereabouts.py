@@ -76,7 +76,7 @@ class Answering:
         """Of each neighbour, a question that it has not answered, and since when."""
 
     def beat(self, roster: Roster, near: Sequence[int]) -> None:
-        """Answer what was asked. near: the neighbours on this machine."""
+        """Answer what was asked. near: the neighbours on this machine that may not be able to."""
         base = roster.base()
         with suppress(HoldfastError):
             ranks = [self._rank, *near]
