@@ -112,6 +112,74 @@ def test_partial_reads_read_a_part() -> None:
     assert index.bytes_read == before
 
 
+class Reads:
+    """The bytes of a file, and which of them were read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.count, self.times = data, 0, np.zeros(len(data), int)
+
+    def __call__(self, start: int, length: int) -> bytes:
+        self.count += 1
+        self.times[start : start + length] += 1
+        return self.data[start : start + length]
+
+
+def scattered(columns: Columns, index: Index) -> None:
+    found = index.find(columns.names[3::7])
+    assert found.tolist() == list(range(3, len(columns.names), 7))
+    assert content(index.select(found)) == content(open_bytes(encode(columns, {})).select(found))
+
+
+def every(columns: Columns, index: Index) -> None:
+    assert index.select(index.find(columns.names)).names == columns.names
+    assert index.select().position.tolist() == columns.position.tolist()
+    assert index.names() == columns.names
+
+
+def nearly_every(columns: Columns, index: Index) -> None:
+    rows = np.delete(np.arange(len(columns.names)), [0, 700, 701, 9_000])
+    begins = np.concatenate([[0], columns.chunk_end[:-1]])
+    chunks = np.concatenate([np.arange(begins[row], columns.chunk_end[row]) for row in rows])
+    found = index.select(rows)
+    assert found.names == [columns.names[row] for row in rows]
+    assert (found.file == columns.file[chunks]).all()
+    assert (found.position == columns.position[chunks]).all()
+
+
+def one_by_one(columns: Columns, index: Index) -> None:
+    for row in range(0, len(columns.names), 997):
+        assert index.find_one(columns.names[row]) == row
+        assert index.select(np.asarray([row])).names == [columns.names[row]]
+    index.embedded()
+
+
+@pytest.mark.parametrize("use", [scattered, every, nearly_every, one_by_one])
+@pytest.mark.parametrize("count", [50, 20_000])
+def test_no_byte_of_an_index_is_read_twice(use: Any, count: int) -> None:
+    if count == 50 and use is nearly_every:
+        pytest.skip("has rows of its own")
+    columns = many(count)
+    read = Reads(encode(columns, {}))
+    index = Index(read, len(read.data), "the index")
+    use(columns, index)
+    assert read.times.max() == 1
+    assert index.bytes_read == read.times.sum()
+
+
+def test_what_is_used_whole_is_read_in_a_few_pieces() -> None:
+    columns = many(20_000)
+    data = encode(columns, {})
+    read = Reads(data)
+    Index(read, len(data), "the index").select(np.arange(20_000))
+    assert read.count < 8
+    whole = Reads(data)
+    assert content(Index(whole, len(data), "the index", whole=True).embedded()) == content(columns)
+    assert whole.count == 1
+    small = Reads(encode(many(100), {}))
+    Index(small, len(small.data), "the index").find_one("none")
+    assert small.count == 1
+
+
 def test_every_flipped_byte_is_noticed_or_changes_nothing() -> None:
     """All bytes of a small index, header and padding included, each with three kinds of flip."""
     rows: list[Row] = [
@@ -337,7 +405,7 @@ def test_a_fence_that_lies_is_corrupt() -> None:
     data[-8:] = np.asarray([digest_many(pages)], "<u8").tobytes()
     index = open_bytes(bytes(data))
     with pytest.raises(CorruptCheckpoint, match="fence"):
-        index.find(columns.names)
+        index.find_one(columns.names[0])
 
 
 def test_a_read_that_comes_short_is_corrupt() -> None:

@@ -20,7 +20,7 @@ from holdfast._run.folder import RunFolder
 from holdfast._saving.job import SaveJob
 from holdfast._store.base import replace_file
 from holdfast._store.local import open_store
-from holdfast._store.run_folder import committed_steps
+from holdfast._store.run_folder import newest_steps
 from holdfast.errors import HoldfastError
 
 log = logging.getLogger("holdfast")
@@ -110,7 +110,7 @@ class Checkpoints(RunFolder):
         self._retire(iteration)
         with self._tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
-            newest = max(committed_steps(self.store), default=iteration)
+            newest = next(iter(newest_steps(self.store, 1)), iteration)
             try:
                 replace_file(self.store, TRACKER, str(newest).encode())
             except HoldfastError as error:  # the checkpoint is committed; the next save writes it again
