@@ -11,15 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.columns import Columns, pad, unpad
+from holdfast._format.columns import SPECS, Columns, pad, unpad
 from holdfast._format.container import read_header
 from holdfast._format.digest import digest, digest_many
-from holdfast._format.index import FENCE, PAGE, Index, encode
+from holdfast._format.index import FENCE, Index, encode
+from holdfast._format.index_pages import PAGE
 from holdfast._layout.tensor import OBJECT
 from holdfast.errors import CorruptCheckpoint
 from tests.format.indexes import build, content, everything, many, open_bytes, place_of, random_rows, reader
 
 Row = tuple[str, int, int, tuple[int, ...], int]
+
+
+def arrays(index: Index) -> list[Any]:
+    columns = index.embedded()
+    return [getattr(columns, name) for name in SPECS]
 
 
 @settings(max_examples=150)
@@ -35,6 +41,10 @@ def test_what_goes_in_comes_out(rows: list[Row], seed: int) -> None:
     for at, name in enumerate(columns.names):
         assert columns.shape_of(at) == next(row[3] for row in rows if row[0] == name)
     assert encode(index.embedded(), about) == data
+    narrow = encode(columns, about, narrow=True)
+    assert len(narrow) <= len(data)
+    assert content(open_bytes(narrow).embedded()) == content(columns)
+    assert [array.dtype for array in arrays(open_bytes(narrow))] == [array.dtype for array in arrays(index)]
     assert index.identity == open_bytes(data).identity
 
 
@@ -202,6 +212,35 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing() -> None:
                 continue
             assert found == good, f"byte {at} ^ {flip}"
     assert noticed == 3 * len(data)  # every byte is under some digest
+
+
+@pytest.mark.parametrize("most", [0, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**63 - 1])
+def test_narrow_columns_hold_every_number(most: int) -> None:
+    """Next to the bounds of each type; and a negative number, which only a forged index has there."""
+    for least in (0, -1):
+        columns = build([("a", 1, 0, (4, 3), 2)])
+        columns.file_size = np.asarray([most, least], "<i8")
+        index = open_bytes(encode(columns, {}, narrow=True))
+        assert index.column("file_size").tolist() == [most, least]
+        assert index.column("file_size").dtype == np.int64
+
+
+def test_a_narrow_index_is_half_as_large() -> None:
+    columns = many(5000)
+    wide, narrow = encode(columns, {}), encode(columns, {}, narrow=True)
+    assert len(narrow) < 0.6 * len(wide)
+    rows = open_bytes(narrow).find(columns.names[5:4000:3])
+    assert content(open_bytes(narrow).select(rows)) == content(open_bytes(wide).select(rows))
+
+
+def test_only_the_version_with_narrow_columns_may_have_them() -> None:
+    data = encode(build([("a", 1, 0, (4, 3), 2)]), {}, narrow=True)
+    assert everything(reseal(data, lambda header: None)) == everything(data)
+    with pytest.raises(CorruptCheckpoint, match="column"):
+        everything(reseal(data, lambda header: header["__metadata__"].update(format="holdfast-1")))
+    for dtype, name in (("U16", "digests"), ("U16", "names"), ("F32", "position"), ("U64", "offset")):
+        with pytest.raises(CorruptCheckpoint, match=f"column '{name}'"):
+            everything(reseal(data, entry(name, dtype=dtype)))
 
 
 def test_every_truncation_and_growth_is_noticed() -> None:

@@ -35,6 +35,7 @@ from holdfast._format.columns import (
     ascending,
     check_rows,
     expand_ranges,
+    is_range,
     possible_late,
 )
 from holdfast._format.container import Header, Read, encode_header, read_header
@@ -47,13 +48,13 @@ from holdfast._format.limits import (
     check_size,
     in_bounded_memory,
 )
-from holdfast._format.names import FORMAT, is_data_file
-from holdfast._values import shortened
+from holdfast._format.names import FORMAT, NARROW, is_data_file
+from holdfast._values import Buffer, shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
 SMALL = 16 * PAGE
 """Bytes of an index that is read whole: a query would read most of its pages one by one."""
-LARGE = 256 << 20
+LARGE = 16 << 20
 """Bytes of an index up to which it is read whole if all of it is used. A larger one is read in parts, so that
 its header is checked first."""
 FENCE = 256
@@ -62,7 +63,7 @@ FENCE = 256
 _HEADER_ROOM = 64 << 10
 """Bytes of an index's header, besides the metadata."""
 
-_TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
+_TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<u2": "U16", "|u1": "U8"}
 _NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
 
 
@@ -91,8 +92,18 @@ _STORED = SPECS | {
 """All columns of an index file. Names are stored as one text, and a column of the ends of each name."""
 
 
-def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
-    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
+def _narrowed(values: Array) -> Array:
+    """Return whole numbers in the narrowest type that holds them; as they are if some are negative."""
+    if values.dtype.kind != "i" or not values.size or values.min() < 0 or values.max() >= 1 << 32:
+        return values
+    return values.astype(np.min_scalar_type(values.max()).newbyteorder("<"))
+
+
+def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> bytes:
+    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes).
+
+    narrow: whole numbers take as few bytes as they need, so the size depends on them.
+    """
     about = json.dumps(metadata)
     # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
     # quotes escaped a second time.
@@ -109,6 +120,8 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     late = LATE if len(columns.late_tensor) else ()
     for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
+    if narrow:
+        arrays = {name: _narrowed(array) for name, array in arrays.items()}
     # Safetensors forbids gaps. With the widest elements first, every column is aligned without any.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
     entries, offset = [], 0
@@ -119,24 +132,20 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
         )
         offset += array.nbytes
     padding = -offset % 8  # aligns the page digests, which follow
-    body = memoryview(b"".join([*(arrays[name] for name in order), bytes(padding)]))
+    parts: list[Buffer] = [*(arrays[name] for name in order), bytes(padding)]
+    body = memoryview(b"".join(parts))
     entries.append(("padding", "U8", (padding,), offset, len(body)))
     offset = len(body)
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
     entries.append(("pages", "U64", (len(pages),), offset, offset + pages.nbytes))
     offset += pages.nbytes
     entries.append(("seal", "U64", (2,), offset, offset + 16))
-    described = {"format": FORMAT, "dims": str(columns.dims), "about": about}
+    described = {"format": NARROW if narrow else FORMAT, "dims": str(columns.dims), "about": about}
     # The header contains all lengths, so it is encoded last. The seal covers every byte before it: the header
     # itself and, through the page digests, the body. The digest of the seal names this version.
     header = encode_header(entries, described)
     seal = np.asarray([digest(header), digest_many(pages)], "<u8")
     return b"".join((header, body, pages.tobytes(), seal.tobytes()))
-
-
-def _is_range(rows: Array) -> bool:
-    """Return whether rows, at least one, are consecutive numbers."""
-    return int(rows[-1] - rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
 
 
 class Index:
@@ -153,7 +162,7 @@ class Index:
         self._read = read
         self.bytes_read = 0
         check_size(where, size, INDEX_BYTES)
-        self._get = self._counted
+        self._get: Read = self._counted
         if size <= (LARGE if whole else SMALL):
             with bounded_memory(where):
                 held = self._counted(0, size)
@@ -167,8 +176,11 @@ class Index:
         # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
         # all ranks.
         self.identity = hex_digest(digest(seal))
-        if (version := header.metadata.get("format")) != FORMAT:
-            raise CorruptCheckpoint(f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}.")
+        if (version := header.metadata.get("format")) not in (FORMAT, NARROW):
+            raise CorruptCheckpoint(
+                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r} and {NARROW!r}."
+            )
+        self._narrow = version == NARROW
         self._describe(header)
 
     @in_bounded_memory
@@ -213,11 +225,12 @@ class Index:
             entry = self._header.entries[name]
             count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
             start, stop = entry.data_offsets
+            narrow = self._narrow and spec.dtype.kind == "i" and entry.dtype in ("U8", "U16", "U32")
             if (
-                entry.dtype != _TAGS[spec.dtype.str]
+                (entry.dtype != _TAGS[spec.dtype.str] and not narrow)
                 # A wide column without rows has the shape (0, 1), whatever d is (`columns._column`).
                 or (entry.shape[1:] != wide and entry.shape != (0, 1))
-                or stop - start != count * math.prod(wide) * spec.dtype.itemsize
+                or stop - start != count * math.prod(wide) * _NUMPY[entry.dtype].itemsize
                 or count != counts.get(spec.rows, count)
                 or stop > len(self._pages.content)
             ):
@@ -243,26 +256,29 @@ class Index:
         self._check_range(name, start, stop)
         low = entry.data_offsets[0]
         data = self._pages.between(low + start * step, low + stop * step)
-        return data.view(_NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+        values = data.view(_NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+        return values.astype(_STORED[name].dtype, copy=False)
 
     def column_rows(self, name: str, rows: Array) -> Array:
         """Return some rows (ascending) of a column; read only the pages that contain them."""
-        if len(rows) == 0 or _is_range(rows):
+        if len(rows) == 0 or is_range(rows):
             first = int(rows[0]) if len(rows) else 0
             return self.column(name, first, first + len(rows))
         self._pages.require([self._span(name, rows)])
         entry = self._header.entries[name]
         content = self._pages.content[slice(*entry.data_offsets)]
-        values: Array = content.view(_NUMPY[entry.dtype]).reshape(entry.shape)[rows]
-        return values
+        values = content.view(_NUMPY[entry.dtype]).reshape(entry.shape)[rows]
+        return values.astype(_STORED[name].dtype, copy=False)
 
-    def _span(self, name: str, rows: Array, before: bool = False) -> Spans:
-        """Return where rows (ascending) of a column are; before: and the row before each of them."""
-        low, step = self._header.entries[name].data_offsets[0], self._width(name)
+    def _span(self, name: str, rows: Array | None, before: bool = False) -> Spans:
+        """Return where rows (ascending), or all, of a column are; before: and the row before each of them."""
+        (low, high), step = self._header.entries[name].data_offsets, self._width(name)
+        if rows is None:
+            return np.asarray([low]), np.asarray([high])
         if len(rows) == 0:
             return rows, rows
         self._check_range(name, int(rows[0]), int(rows[-1]) + 1)
-        if _is_range(rows):
+        if is_range(rows):
             rows, count = rows[:1], len(rows)
         else:
             count = 1
@@ -270,14 +286,7 @@ class Index:
 
     def _prefetch(self, names: Iterable[str], rows: Array | None) -> None:
         """Read rows (ascending), or all, of several columns together: those side by side need one read."""
-        self._pages.require(
-            [
-                tuple(map(np.atleast_1d, self._header.entries[name].data_offsets))
-                if rows is None
-                else self._span(name, rows, before=name.endswith("_end"))
-                for name in names
-            ]
-        )
+        self._pages.require([self._span(name, rows, before=name.endswith("_end")) for name in names])
 
     def _ends(self, name: str, rows: Array) -> tuple[Array, Array]:
         """Return where the range of each row starts and stops, by the column of their ends."""
@@ -297,7 +306,7 @@ class Index:
             raise CorruptCheckpoint(f"Column {heap!r} of {self.where} has ends that do not ascend.")
         low = self._header.entries[heap].data_offsets[0]
         self._pages.require([(low + starts, low + stops)])
-        content = memoryview(self._pages.content)[low:]
+        content = self._pages.content.data[low:]
         listed = zip(starts.tolist(), stops.tolist(), strict=True)
         try:
             if len(starts) and (starts[1:] == stops[:-1]).all():

@@ -104,7 +104,7 @@ class Commit:
         self._warn_if_stale(columns)
         # Last, so that the time is that of the commit; the index is encoded once and published as it is.
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
-        self.data = encode(columns, self.about)
+        self.data = encode(columns, self.about, narrow=True)
         self.file_names = columns.file_names
         self.tick()
 
@@ -160,8 +160,6 @@ class Commit:
                         )
                     stop = file.index_start + file.index_size
                     columns = embedded_index(reader, file.index_start, stop, where).embedded()
-                self.tick()
-                return columns
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -180,6 +178,9 @@ class Commit:
                 # The error names the rank that wrote the file, not the committer, which only reads it.
                 error.rank = rank
                 raise
+            else:
+                self.tick()
+                return columns
 
     def publish(self) -> Final:
         """Put the index in place, at once and durably; from here on the checkpoint exists.
