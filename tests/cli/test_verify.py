@@ -120,7 +120,7 @@ def test_every_bad_page_of_the_index_is_listed(tmp_path: Path, run_json: Json) -
 
     import holdfast
 
-    holdfast.save({f"n{at}": torch.zeros(1) for at in range(4000)}, tmp_path, job=holdfast.Job(no_dist=True))
+    holdfast.save({f"n{at}": torch.zeros(1) for at in range(9000)}, tmp_path, job=holdfast.Job(no_dist=True))
     index = tmp_path / "index.safetensors"
     body = int.from_bytes(index.read_bytes()[:8], "little") + 8
     for page in (0, 2, 3):

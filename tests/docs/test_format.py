@@ -20,8 +20,9 @@ import holdfast
 from holdfast._format.columns import FINGERPRINTS, LATE
 from holdfast._format.container import Header, read_header
 from holdfast._format.digest import block_sizes
-from holdfast._format.index import FENCE, PAGE
-from holdfast._format.names import FORMAT
+from holdfast._format.index import FENCE
+from holdfast._format.index_pages import PAGE
+from holdfast._format.names import FORMAT, NARROW
 from holdfast._layout.tensor import DTYPES
 from holdfast._roster.memory import MemoryRoster
 from tests.docs.pages import after, table, text
@@ -257,10 +258,15 @@ def test_the_table_of_columns(page: Space, saved: str) -> None:
     }
     for name, (tag, shape) in rows.items():
         entry = header.entries[name]
-        assert entry.dtype == tag, name
+        narrower = ("U8", "U16", "U32") if tag in ("I64", "I32") else ()
+        assert entry.dtype in (tag, *narrower), name
         if shape != "bytes":
             wide = (dims,) if shape.endswith(" x d") else ()
             assert entry.shape == (counts[shape.removesuffix(" x d")], *wide), name
+    assert {"offset", "file"}.isdisjoint(
+        name for name in rows if header.entries[name].dtype in ("I64", "I32")
+    )
+    assert header.metadata["format"] == NARROW
     assert list(header.entries)[-3:] == ["padding", "pages", "seal"]
     assert header.metadata.keys() == {"format", "dims", "about"}
 
@@ -277,6 +283,7 @@ def test_the_table_of_types() -> None:
 def test_numbers_on_the_page() -> None:
     page = text("docs/format.md")
     assert f"`{FORMAT}`" in page
+    assert f"`{NARROW}`" in page
     assert f"PAGE = {PAGE}\n" in page
     assert f"{PAGE} bytes, the last one shorter" in page
     assert FENCE == 256

@@ -11,15 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast._format.columns import Columns, pad, unpad
+from holdfast._format.columns import SPECS, Columns, pad, unpad
 from holdfast._format.container import read_header
 from holdfast._format.digest import digest, digest_many
-from holdfast._format.index import FENCE, PAGE, Index, encode
+from holdfast._format.index import FENCE, Index, encode
+from holdfast._format.index_pages import PAGE
 from holdfast._layout.tensor import OBJECT
 from holdfast.errors import CorruptCheckpoint
 from tests.format.indexes import build, content, everything, many, open_bytes, place_of, random_rows, reader
 
 Row = tuple[str, int, int, tuple[int, ...], int]
+
+
+def arrays(index: Index) -> list[Any]:
+    columns = index.embedded()
+    return [getattr(columns, name) for name in SPECS]
 
 
 @settings(max_examples=150)
@@ -35,6 +41,10 @@ def test_what_goes_in_comes_out(rows: list[Row], seed: int) -> None:
     for at, name in enumerate(columns.names):
         assert columns.shape_of(at) == next(row[3] for row in rows if row[0] == name)
     assert encode(index.embedded(), about) == data
+    narrow = encode(columns, about, narrow=True)
+    assert len(narrow) <= len(data)
+    assert content(open_bytes(narrow).embedded()) == content(columns)
+    assert [array.dtype for array in arrays(open_bytes(narrow))] == [array.dtype for array in arrays(index)]
     assert index.identity == open_bytes(data).identity
 
 
@@ -112,6 +122,74 @@ def test_partial_reads_read_a_part() -> None:
     assert index.bytes_read == before
 
 
+class Reads:
+    """The bytes of a file, and which of them were read."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.count, self.times = data, 0, np.zeros(len(data), int)
+
+    def __call__(self, start: int, length: int) -> bytes:
+        self.count += 1
+        self.times[start : start + length] += 1
+        return self.data[start : start + length]
+
+
+def scattered(columns: Columns, index: Index) -> None:
+    found = index.find(columns.names[3::7])
+    assert found.tolist() == list(range(3, len(columns.names), 7))
+    assert content(index.select(found)) == content(open_bytes(encode(columns, {})).select(found))
+
+
+def every(columns: Columns, index: Index) -> None:
+    assert index.select(index.find(columns.names)).names == columns.names
+    assert index.select().position.tolist() == columns.position.tolist()
+    assert index.names() == columns.names
+
+
+def nearly_every(columns: Columns, index: Index) -> None:
+    rows = np.delete(np.arange(len(columns.names)), [0, 700, 701, 9_000])
+    begins = np.concatenate([[0], columns.chunk_end[:-1]])
+    chunks = np.concatenate([np.arange(begins[row], columns.chunk_end[row]) for row in rows])
+    found = index.select(rows)
+    assert found.names == [columns.names[row] for row in rows]
+    assert (found.file == columns.file[chunks]).all()
+    assert (found.position == columns.position[chunks]).all()
+
+
+def one_by_one(columns: Columns, index: Index) -> None:
+    for row in range(0, len(columns.names), 997):
+        assert index.find_one(columns.names[row]) == row
+        assert index.select(np.asarray([row])).names == [columns.names[row]]
+    index.embedded()
+
+
+@pytest.mark.parametrize("use", [scattered, every, nearly_every, one_by_one])
+@pytest.mark.parametrize("count", [50, 20_000])
+def test_no_byte_of_an_index_is_read_twice(use: Any, count: int) -> None:
+    if count == 50 and use is nearly_every:
+        pytest.skip("has rows of its own")
+    columns = many(count)
+    read = Reads(encode(columns, {}))
+    index = Index(read, len(read.data), "the index")
+    use(columns, index)
+    assert read.times.max() == 1
+    assert index.bytes_read == read.times.sum()
+
+
+def test_what_is_used_whole_is_read_in_a_few_pieces() -> None:
+    columns = many(20_000)
+    data = encode(columns, {})
+    read = Reads(data)
+    Index(read, len(data), "the index").select(np.arange(20_000))
+    assert read.count < 8
+    whole = Reads(data)
+    assert content(Index(whole, len(data), "the index", whole=True).embedded()) == content(columns)
+    assert whole.count == 1
+    small = Reads(encode(many(100), {}))
+    Index(small, len(small.data), "the index").find_one("none")
+    assert small.count == 1
+
+
 def test_every_flipped_byte_is_noticed_or_changes_nothing() -> None:
     """All bytes of a small index, header and padding included, each with three kinds of flip."""
     rows: list[Row] = [
@@ -134,6 +212,35 @@ def test_every_flipped_byte_is_noticed_or_changes_nothing() -> None:
                 continue
             assert found == good, f"byte {at} ^ {flip}"
     assert noticed == 3 * len(data)  # every byte is under some digest
+
+
+@pytest.mark.parametrize("most", [0, 255, 256, 65_535, 65_536, 2**32 - 1, 2**32, 2**63 - 1])
+def test_narrow_columns_hold_every_number(most: int) -> None:
+    """Next to the bounds of each type; and a negative number, which only a forged index has there."""
+    for least in (0, -1):
+        columns = build([("a", 1, 0, (4, 3), 2)])
+        columns.file_size = np.asarray([most, least], "<i8")
+        index = open_bytes(encode(columns, {}, narrow=True))
+        assert index.column("file_size").tolist() == [most, least]
+        assert index.column("file_size").dtype == np.int64
+
+
+def test_a_narrow_index_is_half_as_large() -> None:
+    columns = many(5000)
+    wide, narrow = encode(columns, {}), encode(columns, {}, narrow=True)
+    assert len(narrow) < 0.6 * len(wide)
+    rows = open_bytes(narrow).find(columns.names[5:4000:3])
+    assert content(open_bytes(narrow).select(rows)) == content(open_bytes(wide).select(rows))
+
+
+def test_only_the_version_with_narrow_columns_may_have_them() -> None:
+    data = encode(build([("a", 1, 0, (4, 3), 2)]), {}, narrow=True)
+    assert everything(reseal(data, lambda header: None)) == everything(data)
+    with pytest.raises(CorruptCheckpoint, match="column"):
+        everything(reseal(data, lambda header: header["__metadata__"].update(format="holdfast-1")))
+    for dtype, name in (("U16", "digests"), ("U16", "names"), ("F32", "position"), ("U64", "offset")):
+        with pytest.raises(CorruptCheckpoint, match=f"column '{name}'"):
+            everything(reseal(data, entry(name, dtype=dtype)))
 
 
 def test_every_truncation_and_growth_is_noticed() -> None:
@@ -337,7 +444,7 @@ def test_a_fence_that_lies_is_corrupt() -> None:
     data[-8:] = np.asarray([digest_many(pages)], "<u8").tobytes()
     index = open_bytes(bytes(data))
     with pytest.raises(CorruptCheckpoint, match="fence"):
-        index.find(columns.names)
+        index.find_one(columns.names[0])
 
 
 def test_a_read_that_comes_short_is_corrupt() -> None:

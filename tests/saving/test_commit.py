@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -207,3 +209,45 @@ def test_a_file_that_never_shows_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         SaveFailed, match=r"rank 0 wrote data/.*-r00000.safetensors, but it is not to be seen"
     ):
         waiting_commit(MemoryStore(), lambda made: None, monkeypatch)
+
+
+# -- files are read back together -----------------------------------------------------------------
+
+
+class Counted(MemoryStore):
+    """Counts opens and reads of data files; each open waits until others are under way as well."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        self.opened: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self.meeting = threading.Barrier(together)
+
+    def open(self, path: str) -> Any:
+        reader = super().open(path)
+        if not path.startswith("data/"):
+            return reader
+        self.opened[path] += 1
+        self.meeting.wait(30)
+        real = reader.read
+
+        def read(start: int, length: int) -> bytes:
+            self.reads[path] += 1
+            return real(start, length)
+
+        reader.read = read  # type: ignore[method-assign]
+        return reader
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_files_are_read_back_together_each_in_one_piece(together: int) -> None:
+    store = Counted(together)
+    options = holdfast.Options(max_file_bytes=1)
+    tensors = {f"w{number}": torch.full((4,), float(number)) for number in range(together)}
+    holdfast.save(tensors, store, job=holdfast.Job(no_dist=True, options=options))
+    assert len(store.opened) == together
+    assert set(store.opened.values()) == set(store.reads.values()) == {1}
+    store.meeting = threading.Barrier(1)
+    back = {name: torch.zeros(4) for name in tensors}
+    holdfast.load(back, store, job=holdfast.Job(no_dist=True))
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,36 @@ def test_data_is_durable_before_the_index_that_names_it(recorder: Recorder, tmp_
                 at for at, call in enumerate(recorder.calls) if call == ("fsync", f"{folder}/data")
             ]
             assert any(synced < at < linked for at in folder_synced)
+
+
+def test_a_plain_save_asks_storage_little(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each of these calls is a round trip on a network file system."""
+    import torch
+
+    import holdfast
+
+    folder, asked = tmp_path / "deep" / "in" / "folders" / "run", Counter[str]()
+    folder.mkdir(parents=True)
+
+    def counted(name: str, real: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            # What Python looks at to import a module is no part of a save.
+            asked[name] += isinstance(given[0], int) or str(tmp_path) in str(given[0])
+            return real(*given, **named)
+
+        return call
+
+    for name in ("stat", "lstat", "fstat", "open", "fsync", "mkdir", "pread", "readlink"):
+        monkeypatch.setattr(os, name, counted(name, getattr(os, name)))
+    holdfast.save({"w": torch.ones(9)}, folder / "step", job=holdfast.Job(no_dist=True))
+    stats = asked["stat"] + asked["lstat"] + asked["fstat"]
+    assert stats <= 6, asked  # the folder, no link on the way (twice), what is open (twice)
+    # The data file and the hidden index, their folders, and those folders' own names.
+    assert asked["open"] <= 10, asked
+    assert asked["fsync"] <= 7, asked
+    assert asked["mkdir"] <= 3, asked
+    assert asked["pread"] == 1, asked
+    assert not asked["readlink"], asked
 
 
 def test_a_failed_fsync_abandons_the_file_and_is_never_retried(recorder: Recorder, store: LocalStore) -> None:

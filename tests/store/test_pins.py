@@ -227,13 +227,14 @@ def test_a_run_whose_only_step_is_replaced_is_never_empty(run: Run, monkeypatch:
 def test_a_restore_goes_on_with_a_newer_step_if_the_chosen_one_is_removed(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, before = folder.committed_folder, once(run.save)
+    real, after = folder.newest_steps, once(run.save)
 
-    def committed_folder(store: Any, step: int) -> str | None:
-        before()
-        return real(store, step)
+    def newest_steps(*given: Any, **named: Any) -> dict[int, str]:
+        found = real(*given, **named)
+        after()
+        return found
 
-    monkeypatch.setattr(folder, "committed_folder", committed_folder)
+    monkeypatch.setattr(folder, "newest_steps", newest_steps)
     state = state_of(0)
     assert run.checkpoints.restore(state) == 2
     assert state["w"][0] == 2.0

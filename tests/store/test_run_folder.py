@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,69 @@ def test_a_pipe_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
     os.mkfifo(tmp_path / "step-00000002" / "index.safetensors")
     assert checkpoints.restore({"w": torch.zeros(1)}) == 1
+
+
+# -- runs of thousands of steps -----------------------------------------------------------------
+
+
+class Counting(LocalStore):
+    """Counts listings of the run folder, and looks at what lies in it."""
+
+    calls: Counter[str] = Counter()  # noqa: RUF012 (of all stores; cleared before each use)
+
+    def list(self, folder: str = "") -> list[str]:
+        self.calls["list"] += self.root == self._top and not folder
+        return super().list(folder)
+
+    def stat(self, path: str = "") -> Any:
+        self.calls["stat"] += 1
+        return super().stat(path)
+
+    def child(self, folder: str) -> Counting:
+        return Counting(self._full(folder), self._top)
+
+
+def long_run(run: Path, steps: int, file: str) -> Counting:
+    """A run with a file for each step; the newest step after these is a checkpoint."""
+    for step in range(steps):
+        path = run / file.format(step)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    ours(run / f"step-{steps:08d}", 2.0)
+    Counting.calls.clear()
+    return Counting(run)
+
+
+def test_the_newest_of_many_steps_is_found_by_one_listing(tmp_path: Path) -> None:
+    store: Any = long_run(tmp_path / "run", 5000, "step-{:08d}/index.safetensors")
+    assert run_of(store).latest() == 5000
+    assert store.calls["list"] == 1
+    assert store.calls["stat"] < 5
+    store.calls.clear()
+    assert restored(store) == (5000, 2.0)
+    assert store.calls["list"] == 1
+    assert store.calls["stat"] < 20
+
+
+@pytest.mark.parametrize(
+    ("file", "keep", "left"),
+    [
+        ("step-{:08d}/index.safetensors", 2000, 1004),
+        ("step-{:08d}/index.safetensors", 5, 5),
+        ("iter_{:07d}/.metadata", 5, 1004),
+        ("step-{:08d}/never-committed", 5, 4),
+    ],
+)
+def test_a_save_into_a_run_of_many_steps_does_not_look_at_all_of_them(
+    tmp_path: Path, file: str, keep: int, left: int
+) -> None:
+    store: Any = long_run(tmp_path / "run", 1000, file)
+    run, state = run_of(store, keep=keep), {"w": torch.ones(3)}
+    run.save(1001, state)  # with a small `keep`, it removes what is too old, or learns that it is not ours
+    for step in (1002, 1003):
+        store.calls.clear()
+        run.save(step, state)
+        assert store.calls["list"] == 2  # for the step before, and for old steps
+        assert store.calls["stat"] < 60
+    steps = run.steps()
+    assert (steps[-4:], len(steps)) == ([1000, 1001, 1002, 1003], left)

@@ -196,6 +196,11 @@ def expand_ranges(starts: Array, counts: Array) -> Array:
     return np.repeat(starts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
 
 
+def is_range(rows: Array) -> bool:
+    """Return whether rows, at least one, are consecutive numbers."""
+    return int(rows[-1] - rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+
+
 def _check_boxes(columns: Columns, where: str) -> None:
     """Check that shapes and boxes are countable and padded with ones, and that objects are vectors of
     bytes."""

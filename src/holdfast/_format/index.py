@@ -17,8 +17,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from itertools import pairwise
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import islice, repeat
+from operator import lt
 
 import numpy as np
 
@@ -32,35 +35,52 @@ from holdfast._format.columns import (
     ascending,
     check_rows,
     expand_ranges,
+    is_range,
     possible_late,
-    runs,
 )
 from holdfast._format.container import Header, Read, encode_header, read_header
 from holdfast._format.digest import digest, digest_many, hex_digest
-from holdfast._format.limits import INDEX_BYTES, INDEX_HEADER_BYTES, check_size, in_bounded_memory
-from holdfast._format.names import FORMAT, is_data_file
-from holdfast._values import shortened
+from holdfast._format.index_pages import PAGE, Spans, open_pages
+from holdfast._format.limits import (
+    INDEX_BYTES,
+    INDEX_HEADER_BYTES,
+    bounded_memory,
+    check_size,
+    in_bounded_memory,
+)
+from holdfast._format.names import FORMAT, NARROW, is_data_file
+from holdfast._values import Buffer, shortened
 from holdfast.errors import BadInput, CorruptCheckpoint
 
-PAGE = 16 << 10
+SMALL = 16 * PAGE
+"""Bytes of an index that is read whole: a query would read most of its pages one by one."""
+LARGE = 16 << 20
+"""Bytes of an index up to which it is read whole if all of it is used. A larger one is read in parts, so that
+its header is checked first."""
 FENCE = 256
 """Every 256th name is in the fence, which is read whole; other names are read page by page."""
 
 _HEADER_ROOM = 64 << 10
 """Bytes of an index's header, besides the metadata."""
 
-_TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "|u1": "U8"}
+_TAGS = {"<i8": "I64", "<u8": "U64", "<i4": "I32", "<u4": "U32", "<u2": "U16", "|u1": "U8"}
 _NUMPY = {tag: np.dtype(code) for code, tag in _TAGS.items()}
 
 
 def _heap(names: Sequence[str]) -> tuple[Array, Array]:
-    coded = [name.encode() for name in names]
-    ends = np.cumsum(np.fromiter(map(len, coded), np.int64, len(coded)), dtype="<i8")
-    return np.frombuffer(b"".join(coded), "u1"), ends
+    text = "".join(names)
+    coded = text.encode()
+    # Of most checkpoints, a character is a byte; then no name is encoded by itself.
+    lengths = map(len, names if len(coded) == len(text) else map(str.encode, names))
+    ends = np.cumsum(np.fromiter(lengths, np.int64, len(names)), dtype="<i8")
+    return np.frombuffer(coded, "u1"), ends
 
 
 _PLAIN = tuple(name for name in SPECS if name not in (*LATE, *FINGERPRINTS))
 _TEXT, _ENDS = ColumnSpec("", np.dtype("u1"), False), ColumnSpec("", np.dtype("<i8"), False)
+_OF_TENSOR = ("name_end", *(name for name in _PLAIN if SPECS[name].rows == "T"))
+_OF_CHUNK = tuple(name for name in _PLAIN if SPECS[name].rows == "C")
+_OF_FILE = ("file_names", "file_end", "file_size", "file_rank")
 _STORED = SPECS | {
     "names": _TEXT,
     "name_end": _ENDS._replace(rows="T"),
@@ -72,8 +92,18 @@ _STORED = SPECS | {
 """All columns of an index file. Names are stored as one text, and a column of the ends of each name."""
 
 
-def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
-    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes)."""
+def _narrowed(values: Array) -> Array:
+    """Return whole numbers in the narrowest type that holds them; as they are if some are negative."""
+    if values.dtype.kind != "i" or not values.size or values.min() < 0 or values.max() >= 1 << 32:
+        return values
+    return values.astype(np.min_scalar_type(values.max()).newbyteorder("<"))
+
+
+def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> bytes:
+    """Return the bytes of an index file; `metadata` is JSON (step, grid, time, versions, notes).
+
+    narrow: whole numbers take as few bytes as they need, so the size depends on them.
+    """
     about = json.dumps(metadata)
     # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
     # quotes escaped a second time.
@@ -90,6 +120,8 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
     late = LATE if len(columns.late_tensor) else ()
     for name in (*_PLAIN, *late, *(FINGERPRINTS if len(columns.fingerprint_first) else ())):
         arrays[name] = np.ascontiguousarray(getattr(columns, name))
+    if narrow:
+        arrays = {name: _narrowed(array) for name, array in arrays.items()}
     # Safetensors forbids gaps. With the widest elements first, every column is aligned without any.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
     entries, offset = [], 0
@@ -99,15 +131,16 @@ def encode(columns: Columns, metadata: dict[str, object]) -> bytes:
             (name, _TAGS[array.dtype.newbyteorder("<").str], array.shape, offset, offset + array.nbytes)
         )
         offset += array.nbytes
-    body = b"".join(arrays[name].tobytes() for name in order)
-    body += b"\0" * (-len(body) % 8)  # align the page digests, which follow
-    entries.append(("padding", "U8", (len(body) - offset,), offset, len(body)))
+    padding = -offset % 8  # aligns the page digests, which follow
+    parts: list[Buffer] = [*(arrays[name] for name in order), bytes(padding)]
+    body = memoryview(b"".join(parts))
+    entries.append(("padding", "U8", (padding,), offset, len(body)))
     offset = len(body)
     pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
     entries.append(("pages", "U64", (len(pages),), offset, offset + pages.nbytes))
     offset += pages.nbytes
     entries.append(("seal", "U64", (2,), offset, offset + 16))
-    described = {"format": FORMAT, "dims": str(columns.dims), "about": about}
+    described = {"format": NARROW if narrow else FORMAT, "dims": str(columns.dims), "about": about}
     # The header contains all lengths, so it is encoded last. The seal covers every byte before it: the header
     # itself and, through the page digests, the body. The digest of the seal names this version.
     header = encode_header(entries, described)
@@ -121,22 +154,33 @@ class Index:
     object_prefix = b""
     fetched_for = ""
 
-    def __init__(self, read: Read, size: int, where: str) -> None:
+    def __init__(self, read: Read, size: int, where: str, whole: bool = False) -> None:
+        """read: returns bytes of the index. size: its length in bytes. whole: all of it will be used, so read
+        it at once, unless it is very large."""
         self.where = where
         self.size = size
         self._read = read
-        self._pages: dict[int, bytes] = {}
         self.bytes_read = 0
         check_size(where, size, INDEX_BYTES)
+        self._get: Read = self._counted
+        if size <= (LARGE if whole else SMALL):
+            with bounded_memory(where):
+                held = self._counted(0, size)
+            self._get = lambda start, length: held[start : start + length]
         # The header locates the page digests, so it must be parsed before the seal can be checked; nothing
         # else uses it until then. A valid seal excludes accidents, not forgery, so columns are still checked
         # against each other.
-        header = read_header(self._counted, size, where, INDEX_HEADER_BYTES)
-        self._start = header.data_start
+        header = read_header(self._get, size, where, INDEX_HEADER_BYTES)
         self._header = header
-        self.identity = self._check_seal(header)
-        if (version := header.metadata.get("format")) != FORMAT:
-            raise CorruptCheckpoint(f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r}.")
+        self._pages, seal = open_pages(self._get, header, size, where)
+        # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
+        # all ranks.
+        self.identity = hex_digest(digest(seal))
+        if (version := header.metadata.get("format")) not in (FORMAT, NARROW):
+            raise CorruptCheckpoint(
+                f"{where} has format {version!r:.100}; this Holdfast reads {FORMAT!r} and {NARROW!r}."
+            )
+        self._narrow = version == NARROW
         self._describe(header)
 
     @in_bounded_memory
@@ -164,58 +208,6 @@ class Index:
         self.bytes_read += len(data)
         return data
 
-    def _check_seal(self, header: Header) -> str:
-        # The last 16 bytes are the seal: a digest of the header, and one of the page digests. After this
-        # check the page digests can be trusted, and no page was read.
-        ending = self._counted(self.size - 16, 16) if self.size >= 16 else b""
-        seal = np.frombuffer(ending if len(ending) == 16 else b"", "<u8")
-        if len(seal) != 2 or int(seal[0]) != digest(header.raw):
-            raise CorruptCheckpoint(
-                f"The header of {self.where} does not match its digest: the file is damaged."
-            )
-        try:
-            start, stop = header.entries["pages"].data_offsets
-        except KeyError:
-            raise CorruptCheckpoint(f"{self.where} has no page digests: it is not an index.") from None
-        # `pages` follows the body, so its offset is the body's length.
-        if stop - start != -(-start // PAGE) * 8 or self.size != self._start + stop + 16:
-            raise CorruptCheckpoint(
-                f"{self.where} is {self.size} bytes long, which is not what its header says."
-            )
-        raw = self._counted(self._start + start, stop - start)
-        if len(raw) != stop - start or int(seal[1]) != digest(raw):
-            raise CorruptCheckpoint(
-                f"The page digests of {self.where} do not match theirs: the file is damaged."
-            )
-        self._digests, self._body = np.frombuffer(raw, "<u8"), start
-        # The seal covers all bytes before it, so its digest identifies this version: a load compares it on
-        # all ranks.
-        return hex_digest(digest(seal.tobytes()))
-
-    def _bytes(self, start: int, stop: int) -> bytes:
-        """Return verified bytes of the body. Whole pages are read; single pages are cached."""
-        first, last = start // PAGE, -(-stop // PAGE)
-        if start >= stop:
-            return b""
-        if last - first == 1 and first in self._pages:
-            data = self._pages[first]
-        else:
-            low, high = first * PAGE, min(last * PAGE, self._body)
-            data = self._counted(self._start + low, high - low)
-            if len(data) != high - low:
-                raise CorruptCheckpoint(f"{self.where} ends before its page {last}: it is truncated.")
-            for page in range(first, last):
-                part = data[(page - first) * PAGE : (page - first + 1) * PAGE] if last - first > 1 else data
-                if digest(part) != int(self._digests[page]):
-                    raise CorruptCheckpoint(
-                        f"Page {page} of {self.where} does not match its digest: the file is damaged."
-                    )
-            # A page that is read alone is likely needed again, for a neighbouring row; up to 16 MiB are
-            # cached.
-            if last - first == 1 and len(self._pages) < 1024:
-                self._pages[first] = data
-        return data[start - first * PAGE : stop - first * PAGE]
-
     def _check_shapes(self) -> None:
         """Raise ValueError if related columns differ in their number of rows, or a column has a wrong
         type."""
@@ -233,107 +225,146 @@ class Index:
             entry = self._header.entries[name]
             count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
             start, stop = entry.data_offsets
+            narrow = self._narrow and spec.dtype.kind == "i" and entry.dtype in ("U8", "U16", "U32")
             if (
-                entry.dtype != _TAGS[spec.dtype.str]
+                (entry.dtype != _TAGS[spec.dtype.str] and not narrow)
                 # A wide column without rows has the shape (0, 1), whatever d is (`columns._column`).
                 or (entry.shape[1:] != wide and entry.shape != (0, 1))
-                or stop - start != count * math.prod(wide) * spec.dtype.itemsize
+                or stop - start != count * math.prod(wide) * _NUMPY[entry.dtype].itemsize
                 or count != counts.get(spec.rows, count)
-                or stop > self._body
+                or stop > len(self._pages.content)
             ):
                 raise ValueError(f"column {name!r}")
 
-    def column(self, name: str, start: int = 0, stop: int | None = None) -> Array:
-        """Return rows `start` to `stop` of a column, verified."""
+    def _width(self, name: str) -> int:
+        """Return the bytes of a row of a column."""
         entry = self._header.entries[name]
-        dtype = _NUMPY[entry.dtype]
-        rows = entry.shape[0]
-        stop = rows if stop is None else stop
+        return _NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
+
+    def _check_range(self, name: str, start: int, stop: int) -> None:
+        rows = self._rows[name]
         # Row numbers come from other columns, which may be forged; a slice would clip them silently.
         if not 0 <= start <= stop <= rows:
             raise CorruptCheckpoint(
                 f"{self.where} points at rows {start} to {stop} of column {name!r}, which has {rows}."
             )
-        wide, low = entry.shape[1:], entry.data_offsets[0]
-        step = dtype.itemsize * math.prod(wide)
-        data = self._bytes(low + start * step, low + stop * step)
-        return np.frombuffer(data, dtype).reshape(stop - start, *wide)
+
+    def column(self, name: str, start: int = 0, stop: int | None = None) -> Array:
+        """Return rows `start` to `stop` of a column, verified."""
+        entry, step = self._header.entries[name], self._width(name)
+        stop = entry.shape[0] if stop is None else stop
+        self._check_range(name, start, stop)
+        low = entry.data_offsets[0]
+        data = self._pages.between(low + start * step, low + stop * step)
+        values = data.view(_NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
+        return values.astype(_STORED[name].dtype, copy=False)
 
     def column_rows(self, name: str, rows: Array) -> Array:
-        """Return some rows (ascending) of a column; read only the ranges that contain wanted rows."""
-        if len(rows) == 0:
-            return self.column(name, 0, 0)
+        """Return some rows (ascending) of a column; read only the pages that contain them."""
+        if len(rows) == 0 or is_range(rows):
+            first = int(rows[0]) if len(rows) else 0
+            return self.column(name, first, first + len(rows))
+        self._pages.require([self._span(name, rows)])
         entry = self._header.entries[name]
-        width = _NUMPY[entry.dtype].itemsize * math.prod(entry.shape[1:])
-        # A gap of more than a page costs more than a seek.
-        cuts = np.flatnonzero(np.diff(rows) > max(PAGE // width, 1)) + 1
-        parts = [
-            self.column(name, int(part[0]), int(part[-1]) + 1)[part - part[0]]
-            for part in np.split(rows, cuts)
-        ]
-        values: Array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return values
+        content = self._pages.content[slice(*entry.data_offsets)]
+        values = content.view(_NUMPY[entry.dtype]).reshape(entry.shape)[rows]
+        return values.astype(_STORED[name].dtype, copy=False)
+
+    def _span(self, name: str, rows: Array | None, before: bool = False) -> Spans:
+        """Return where rows (ascending), or all, of a column are; before: and the row before each of them."""
+        (low, high), step = self._header.entries[name].data_offsets, self._width(name)
+        if rows is None:
+            return np.asarray([low]), np.asarray([high])
+        if len(rows) == 0:
+            return rows, rows
+        self._check_range(name, int(rows[0]), int(rows[-1]) + 1)
+        if is_range(rows):
+            rows, count = rows[:1], len(rows)
+        else:
+            count = 1
+        return low + np.maximum(rows - before, 0) * step, low + (rows + count) * step
+
+    def _prefetch(self, names: Iterable[str], rows: Array | None) -> None:
+        """Read rows (ascending), or all, of several columns together: those side by side need one read."""
+        self._pages.require([self._span(name, rows, before=name.endswith("_end")) for name in names])
+
+    def _ends(self, name: str, rows: Array) -> tuple[Array, Array]:
+        """Return where the range of each row starts and stops, by the column of their ends."""
+        self._pages.require([self._span(name, rows, before=True)])
+        stop = self.column_rows(name, rows)
+        if len(rows) == 0 or rows[0] > 0:
+            return self.column_rows(name, rows - 1), stop
+        # The first row has none before it.
+        return np.concatenate([[0], self.column_rows(name, rows[1:] - 1)]), stop
 
     # -- names ----------------------------------------------------------------------------
 
-    def _strings(self, heap: str, ends: Array, before: int) -> list[str]:
-        if not len(ends):
-            return []
-        if (np.diff(ends, prepend=before) < 0).any() or ends[-1] > self._rows[heap]:
+    def _strings(self, heap: str, ends: str, rows: Array | None = None) -> list[str]:
+        """Return the texts of some rows (ascending), or of all, of a heap. ends: the column of their ends."""
+        starts, stops = self._ends(ends, np.arange(self._rows[ends]) if rows is None else rows)
+        if not ascending(starts, stops, self._rows[heap]):
             raise CorruptCheckpoint(f"Column {heap!r} of {self.where} has ends that do not ascend.")
-        raw = self.column(heap, before, int(ends[-1])).tobytes()
+        low = self._header.entries[heap].data_offsets[0]
+        self._pages.require([(low + starts, low + stops)])
+        content = self._pages.content.data[low:]
+        listed = zip(starts.tolist(), stops.tolist(), strict=True)
         try:
-            return [raw[a:b].decode() for a, b in pairwise([0, *(ends - before).tolist()])]
+            if len(starts) and (starts[1:] == stops[:-1]).all():
+                first = int(starts[0])
+                text = str(content[first : int(stops[-1])], "utf-8")
+                if len(text) == stops[-1] - first:  # a character a byte: one text is cut, none is decoded
+                    return [text[a - first : b - first] for a, b in listed]
+            return [str(content[a:b], "utf-8") for a, b in listed]
         except UnicodeDecodeError:
             raise CorruptCheckpoint(
                 f"Column {heap!r} of {self.where} holds bytes that are not UTF-8."
             ) from None
 
-    @in_bounded_memory
-    def names(self, start: int = 0, stop: int | None = None) -> list[str]:
-        """Return the names of tensor rows `start` to `stop`, ascending."""
-        stop = self.tensors if stop is None else stop
-        before = int(self.column("name_end", start - 1, start)[0]) if start else 0
-        listed = self._strings("names", self.column("name_end", start, stop), before)
+    def _listed(self, rows: Array | None = None) -> list[str]:
+        listed = self._strings("names", "name_end", rows)
         # Ordered by code points, which is also the order of UTF-8 bytes. `find` relies on it.
-        if any(a >= b for a, b in pairwise(listed)):
+        if not all(map(lt, listed, islice(listed, 1, None))):
             raise CorruptCheckpoint(
                 f"The names in {self.where} do not ascend, so one stands twice or the order is lost."
             )
         return listed
 
+    @cached_property
+    def _names(self) -> list[str]:
+        return self._listed()
+
+    @cached_property
+    def _fence(self) -> list[str]:
+        fence = self._strings("fence", "fence_end")
+        if not all(map(lt, fence, islice(fence, 1, None))):
+            raise CorruptCheckpoint(f"The names in the fence of {self.where} do not ascend.")
+        return fence
+
+    @in_bounded_memory
+    def names(self) -> list[str]:
+        """Return the names of all tensors, ascending."""
+        return list(self._names)
+
     @in_bounded_memory
     def find(self, wanted: Sequence[str]) -> Array:
-        """Return the tensor row of each wanted name, or -1; read only the pages that can contain them."""
-        rows = np.full(len(wanted), -1, np.int64)
-        if not self.tensors:
-            return rows
-        fence = self._strings("fence", self.column("fence_end"), 0)
-        if any(a >= b for a, b in pairwise(fence)):
-            raise CorruptCheckpoint(f"The names in the fence of {self.where} do not ascend.")
-        # A wanted name can only be in the group with the greatest first name that is not greater than it. The
-        # dtype is object, because NumPy's own text type drops NUL characters at the end of a name.
-        groups: dict[int, list[int]] = {}
-        fences, names = np.asarray(fence, dtype=object), np.asarray(wanted, dtype=object)
-        after = np.searchsorted(fences, names, side="right").tolist()
-        for index, group in enumerate(after):
-            if group:
-                groups.setdefault(group - 1, []).append(index)
-        for first, last in runs(sorted(groups)):
-            low = first * FENCE
-            listed = self.names(low, min((last + 1) * FENCE, self.tensors))
-            place = {name: row for row, name in enumerate(listed, low)}
-            for group in range(first, last + 1):
-                for index in groups[group]:
-                    rows[index] = place.get(wanted[index], -1)
-        return rows
+        """Return the tensor row of each wanted name, or -1; if few are wanted, read only the pages that can
+        contain them."""
+        if 4 * len(wanted) > self.tensors:
+            place = dict(zip(self._names, range(self.tensors), strict=True))
+        else:
+            # A wanted name can only be in the group with the greatest first name that is not greater than it.
+            groups = {bisect_right(self._fence, name) for name in wanted} - {0}
+            starts = (np.asarray(sorted(groups), np.int64) - 1) * FENCE
+            rows = expand_ranges(starts, np.minimum(self.tensors - starts, FENCE))
+            place = dict(zip(self._listed(rows), rows.tolist(), strict=True))
+        return np.fromiter(map(place.get, wanted, repeat(-1)), np.int64, len(wanted))
 
     def find_one(self, name: str) -> int:
         return int(self.find([name])[0])
 
     def file_names(self) -> list[str]:
         """Return the data files, relative to the checkpoint's folder; refuse a name that could leave it."""
-        names = self._strings("file_names", self.column("file_end"), 0)
+        names = self._strings("file_names", "file_end")
         for name in names:
             if not is_data_file(name):
                 raise CorruptCheckpoint(
@@ -346,10 +377,8 @@ class Index:
 
     def _children(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
         """Return how many chunks each tensor of `rows` has, and the rows of all these chunks; or the same of
-        the digests of chunks. `ends`: the column that gives the end of each row's range; the row before it,
-        wanted or not, gives its start."""
-        stop = self.column_rows(ends, rows)
-        start = np.where(rows > 0, self.column_rows(ends, np.maximum(rows - 1, 0)), 0)
+        the digests of chunks. `ends`: the column that gives the end of each row's range."""
+        start, stop = self._ends(ends, rows)
         if not ascending(start, stop, total):
             raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
         counts = stop - start
@@ -358,15 +387,19 @@ class Index:
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
         """Return the columns of some tensor rows (ascending), or of all, with their chunks, renumbered."""
+        every = rows is None or len(rows) == self.tensors
         if rows is None:
             rows = np.arange(self.tensors)
-            names = self.names()
-        else:
-            names = [name for first, last in runs(rows.tolist()) for name in self.names(first, last + 1)]
+        # Rows of several columns are read together: those that lie side by side, in one read.
+        if every:
+            self._prefetch(_STORED.keys() - {*LATE, *FINGERPRINTS}, None)
+        self._prefetch(_OF_FILE, None)
+        self._prefetch(_OF_TENSOR, rows)
         counts, chunks = self._children("chunk", "chunk_end", rows, self.chunks)
+        self._prefetch(_OF_CHUNK, chunks)
         digest_counts, digests = self._children("digest", "digest_end", chunks, self._rows["digests"])
         columns = Columns(
-            names,
+            list(self._names) if every else self._listed(rows),
             chunk_end=np.cumsum(counts, dtype="<i8"),
             digest_end=np.cumsum(digest_counts, dtype="<i8"),
             digests=self.column_rows("digests", digests),

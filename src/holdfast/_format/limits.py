@@ -18,7 +18,7 @@ METADATA_BYTES = 1 << 30
 OBJECT_BYTES = 16 << 30
 """One object, or a file that holds one, such as `common.pt`."""
 INDEX_BYTES = 8 << 30
-"""An index: about 150 bytes per chunk and 8 per digest block."""
+"""An index: about 50 bytes per chunk, and 8 per digest block."""
 INDEX_HEADER_BYTES = 16 << 20
 """The JSON header of an index: a few KiB and the user's notes."""
 DATA_HEADER_BYTES = 100_000_000

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 FORMAT = "holdfast-1"
 """The format version, in an index and in the header of each data file."""
+NARROW = "holdfast-1.1"
+"""The version of a checkpoint's index whose columns of whole numbers take as few bytes as they need."""
 
 # -- files of a checkpoint ------------------------------------------------------------------------
 

@@ -89,7 +89,7 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
         raise CorruptCheckpoint(f"{store.url} has no data file with a good index of itself{why}.")
     chosen = _choose(store, whole, broken, bool(only))
     columns = _merge(store, chosen)
-    data = encode(columns, _about(chosen))
+    data = encode(columns, _about(chosen), narrow=True)
     # If a save commits meanwhile, it wins, and this raises Conflict.
     if not dry_run:
         store.publish(INDEX, data, version_of(store, INDEX))

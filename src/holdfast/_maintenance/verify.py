@@ -23,7 +23,8 @@ import numpy as np
 from holdfast._format.columns import Columns, unpad
 from holdfast._format.container import read_header
 from holdfast._format.digest import digest
-from holdfast._format.index import PAGE, Index
+from holdfast._format.index import Index
+from holdfast._format.index_pages import PAGE
 from holdfast._format.names import INDEX
 from holdfast._layout.coverage import first_problem
 from holdfast._maintenance.files_check import Damage, FilesCheck

@@ -24,7 +24,8 @@ from holdfast._store.local import open_store
 from holdfast._store.run_folder import (
     committed_folder,
     committed_steps,
-    own_steps,
+    newest_own_step,
+    newest_steps,
     refuse_other_checkpoints,
     retire,
     step_folder,
@@ -99,6 +100,8 @@ class RunFolder:
         self._in_flight, self._begun = in_flight, 0
         self._damaged: set[int] = set()
         """Steps that a load found damaged."""
+        self._passed: set[str] = set()
+        """Folders that were found to be no step of ours, so that not each save looks at all of them again."""
         self._tidying = threading.Lock()
         """Held while old steps are removed: for one commit at a time."""
         self._takeover = takeover
@@ -111,10 +114,10 @@ class RunFolder:
 
     def latest(self) -> int | None:
         """Return the newest committed step as this rank sees it, or None."""
-        steps = self.steps()
-        if not steps:
+        newest = next(iter(newest_steps(self.store, 1)), None)
+        if newest is None:
             refuse_other_checkpoints(self.store)
-        return steps[-1] if steps else None
+        return newest
 
     def steps(self) -> list[int]:
         """List all committed steps, ascending."""
@@ -201,8 +204,8 @@ class RunFolder:
         return self.store.child(step_folder(step, self.megatron))
 
     def _newest_but(self, step: int) -> Store | None:
-        older = [folder for other, folder in own_steps(self.store).items() if other != step]
-        return self.store.child(older[-1]) if older else None
+        folder = newest_own_step(self.store, but=step)
+        return None if folder is None else self.store.child(folder)
 
     def _permit(self, call: Call, tick: Callable[[], None]) -> None:
         """Raise Conflict if the run folder is not this job's. Only the committer calls it."""
@@ -215,7 +218,8 @@ class RunFolder:
             return
         with self._tidying:
             self._damaged.discard(step)  # it was saved again
-            retire(self.store, self.keep, step, self._damaged)
+            self._passed.discard(step_folder(step, self.megatron))
+            retire(self.store, self.keep, step, self._damaged, self._passed)
 
     def _load(self, load: Callable[[Store, int, Call], T], step: int | None, fallback: bool) -> T | None:
         """Call `load` with the folder and number of a step, or of the newest undamaged one; None if there is
@@ -227,16 +231,16 @@ class RunFolder:
         rejected: tuple[int, ...] = ()
         tries = 0
         while True:
-            chosen = step if step is not None else self._agree_on_newest(call, rejected)
-            if chosen is None:
+            found = self._agree_on_newest(call, rejected) if step is None else self._named(step)
+            if found is None:
                 if rejected:
                     raise CorruptCheckpoint(
                         f"All committed steps in {self.store.url} are damaged: {sorted(rejected)}."
                     )
                 return None
+            chosen, folder = found
             try:
-                own = step_folder(chosen, self.megatron)
-                store = self.store.child(committed_folder(self.store, chosen) or own)
+                store = self.store.child(folder)
                 loaded = load(store, chosen, call)
                 level = logging.INFO if leads else logging.DEBUG
                 log.log(level, "Step %d is restored, from %s.", chosen, store.url)
@@ -258,17 +262,22 @@ class RunFolder:
                 rejected = (*rejected, chosen)
                 self._damaged.add(chosen)
 
-    def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> int | None:
-        """Return the newest committed step as the lowest participant sees it, on all ranks."""
+    def _named(self, step: int) -> tuple[int, str]:
+        """Return a step and its folder, which need not be there."""
+        return step, committed_folder(self.store, step) or step_folder(step, self.megatron)
 
-        def newest(answers: dict[int, Json]) -> int | None:
-            steps = self.steps()
-            if not steps:
+    def _agree_on_newest(self, call: Call, rejected: tuple[int, ...]) -> tuple[int, str] | None:
+        """Return the newest committed step as the lowest participant sees it, and its folder; on all
+        ranks."""
+
+        def newest(answers: dict[int, Json]) -> tuple[int, str] | None:
+            found = newest_steps(self.store, 1, but=rejected)
+            if not found and not rejected:
                 refuse_other_checkpoints(self.store)
                 log.info("%s", explain_fresh_start(self.store))
-            whole = [step for step in steps if step not in rejected]
-            return whole[-1] if whole else None
+            return next(iter(found.items()), None)
 
         # The place holds the rejected steps: ranks that have rejected different ones must not meet here.
         title = f"choice of the newest step in {self.store.url}"
-        return agree(title, f"{self.store.url}|{rejected}", newest, call)  # type: ignore[no-any-return]
+        found: list[Json] | None = agree(title, f"{self.store.url}|{rejected}", newest, call)
+        return None if found is None else (int(found[0]), str(found[1]))

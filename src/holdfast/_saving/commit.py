@@ -17,6 +17,7 @@ from holdfast._format.index import encode
 from holdfast._format.names import INDEX, WrittenFile, is_data_file
 from holdfast._io.file_writer import About
 from holdfast._io.index_file import embedded_index, open_index
+from holdfast._io.on_threads import on_threads
 from holdfast._plan.agreement import check_vanished
 from holdfast._plan.merge import Merger, same_tensors
 from holdfast._protocol.messages import Final, Written
@@ -32,6 +33,9 @@ from holdfast.errors import (
 )
 
 log = logging.getLogger("holdfast")
+READERS = 32
+"""Threads that read back files at once; mostly they wait for storage."""
+FILES_AT_ONCE = 8 * READERS
 LOOK_AGAIN = 10.0
 """Seconds in which a commit looks for its index after a failure that the store did not explain."""
 
@@ -77,15 +81,18 @@ class Commit:
         anything is visible."""
         self._check_agreement(written)
         merger = Merger()
-        for rank in sorted(written):
-            for file in written[rank].files:
-                # The name comes from a message: nothing outside of `data` may be opened.
-                if not is_data_file(file.name):
-                    raise SaveFailed(
-                        f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank
-                    )
-                # From storage, not from messages: only what this host can read back is committed.
-                merger.add(rank, self._read_back(rank, file))
+        files = [(rank, file) for rank in sorted(written) for file in written[rank].files]
+        for rank, file in files:
+            # The name comes from a message: nothing outside of `data` may be opened.
+            if not is_data_file(file.name):
+                raise SaveFailed(f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank)
+        # From storage, not from messages: only what this host can read back is committed. A part of the files
+        # at a time, so that the names of all ranks are not in memory at once.
+        for start in range(0, len(files), FILES_AT_ONCE):
+            some = files[start : start + FILES_AT_ONCE]
+            read = on_threads(min(READERS, len(some)), "holdfast-read-back", self._read_back, some)
+            for (rank, _), columns in zip(some, read, strict=True):
+                merger.add(rank, columns)
                 self.tick()
         columns = merger.finish(self.tick)
         if self.expected is not None:
@@ -97,7 +104,7 @@ class Commit:
         self._warn_if_stale(columns)
         # Last, so that the time is that of the commit; the index is encoded once and published as it is.
         self.about |= {"created": time.time(), "versions": versions(), "ranks": len(written)}
-        self.data = encode(columns, self.about)
+        self.data = encode(columns, self.about, narrow=True)
         self.file_names = columns.file_names
         self.tick()
 
@@ -137,8 +144,9 @@ class Commit:
                         hint="All ranks must save the same step of the same run.",
                     )
 
-    def _read_back(self, rank: int, file: WrittenFile) -> Columns:
-        """Return the index embedded in a data file, read from storage and verified."""
+    def _read_back(self, written: tuple[int, WrittenFile]) -> Columns:
+        """Return the index embedded in a data file of a rank, read from storage and verified."""
+        rank, file = written
         where = f"{self.store.url}/{file.name}"
         clock = self.deadline.clock
         ends, ticked = clock.now() + min(VISIBLE_WITHIN, self.deadline.left()), clock.now()
@@ -151,7 +159,7 @@ class Commit:
                             f"{where} has {reader.size} bytes, but its rank wrote {file.size}."
                         )
                     stop = file.index_start + file.index_size
-                    return embedded_index(reader, file.index_start, stop, where).embedded()
+                    columns = embedded_index(reader, file.index_start, stop, where).embedded()
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -170,6 +178,9 @@ class Commit:
                 # The error names the rank that wrote the file, not the committer, which only reads it.
                 error.rank = rank
                 raise
+            else:
+                self.tick()
+                return columns
 
     def publish(self) -> Final:
         """Put the index in place, at once and durably; from here on the checkpoint exists.

@@ -188,30 +188,37 @@ def sync_folder(path: str) -> None:
 
 
 def make_folders(path: str) -> list[str]:
-    """Make a folder and its missing parents. Return the folders that hold a new name: syncing them makes the
-    names durable."""
-    missing = []
+    """Make a missing folder and its missing parents. Return the folders that hold a new name: syncing them
+    makes the names durable."""
     # Not os.makedirs, because the names of the missing folders must be made durable.
-    while not os.path.isdir(path) and path != os.path.dirname(path):
-        missing.append(path)
-        path = os.path.dirname(path)
-    for folder in reversed(missing):
-        try:
-            os.mkdir(folder)
-        except FileExistsError:
-            # Mostly another rank was faster. The folder is returned as well, because that rank may die before
-            # it has synced the name.
-            if not stat.S_ISDIR(os.stat(folder).st_mode):
-                raise StorageError(
-                    f"{folder} is a file, not a folder.", details={"errno": errno.ENOTDIR}
-                ) from None
-    return [os.path.dirname(folder) for folder in reversed(missing)]
+    parent = os.path.dirname(path)
+    try:
+        _make_folder(path)
+    # NotADirectoryError: a part of the path is a file, of which the call for that part says so.
+    except (FileNotFoundError, NotADirectoryError):
+        if parent == path:
+            raise
+        grown = make_folders(parent)
+        _make_folder(path)
+        return [*grown, parent]
+    return [parent]
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.mkdir(path)
+    except FileExistsError:
+        # Mostly another rank was faster. Its name is synced here as well, because that rank may die before it
+        # has done so.
+        if not stat.S_ISDIR(os.stat(path).st_mode):
+            raise StorageError(f"{path} is a file, not a folder.", details={"errno": errno.ENOTDIR}) from None
 
 
 def make_durably(path: str) -> None:
     """Make a folder and its missing parents, and sync their names."""
-    for folder in make_folders(path):
-        sync_folder(folder)
+    if not os.path.isdir(path):
+        for folder in make_folders(path):
+            sync_folder(folder)
 
 
 def create_file(path: str, access: int) -> int:
@@ -221,17 +228,21 @@ def create_file(path: str, access: int) -> int:
     when the file is in them, because then nobody removes them.
     """
     ends = REAL_CLOCK.now() + min(VANISHING, PATIENCE)
+    grown: list[str] = []
     while True:
         try:
-            grown = make_folders(os.path.dirname(path))
+            # First of all, because of most files the folder is there; a look would be one call more.
             fd = os.open(path, access | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             break
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if REAL_CLOCK.now() >= ends:
                 raise
+        with suppress(FileNotFoundError):  # removed again meanwhile
+            grown += make_folders(os.path.dirname(path))
+            continue
         REAL_CLOCK.sleep(0.001)
     try:
-        for folder in grown:
+        for folder in dict.fromkeys(grown):
             sync_folder(folder)
     # The caller has no writer yet that could discard the file.
     except BaseException:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import overload
@@ -65,11 +65,28 @@ class LocalReader:
 def _open_within(path: str, root: str) -> int:
     """Open a file for reading. Raises StorageError if it lies outside of the folder after all links were
     followed."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe must not block us
+    # Mostly no part of the path below the folder is a link, so the file lies in it. To find that out asks
+    # storage less than to resolve both paths, which looks at each of their parts.
+    if not any(map(os.path.islink, _folders_between(root, path))):
+        try:
+            return os.open(path, flags | os.O_NOFOLLOW)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # it is a link itself
+                raise
     real, inside = os.path.realpath(path), os.path.realpath(root)
     # By parts of the path: `/run-2/x` begins with `/run`, but does not lie in it.
     if os.path.commonpath((real, inside)) != inside and not _is_blob(real, inside):
         raise StorageError(f"{path} is a link that leaves its folder; it was not opened.")
-    return os.open(real, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe must not block us
+    return os.open(real, flags)
+
+
+def _folders_between(root: str, path: str) -> Iterator[str]:
+    """Yield the folders on the way from `root` to a file below it, without `root`."""
+    folder = root
+    for part in os.path.relpath(path, root).split("/")[:-1]:
+        folder = os.path.join(folder, part)
+        yield folder
 
 
 def _is_blob(real: str, folder: str) -> bool:
@@ -168,12 +185,11 @@ class LocalStore:
         """Return the full path. Raises StorageError if a folder on the way is a link."""
         # A link that is made between this check and the use of the path is followed. `delete`, which can't be
         # undone, uses descriptors, which leaves no such gap.
-        folder = self._top
-        for part in self._below_top(path)[:-1]:
-            folder = os.path.join(folder, part)
+        full = self._full(path)
+        for folder in _folders_between(self._top, full):
             if os.path.islink(folder):
                 raise StorageError(f"{folder} is a link; nothing is written behind it.")
-        return self._full(path)
+        return full
 
     def create(self, path: str) -> LocalWriter:
         return LocalWriter(self._for_writing(path))

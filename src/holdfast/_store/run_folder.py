@@ -103,9 +103,18 @@ def own_steps(store: Store) -> dict[int, str]:
     return {step: marked.folder for step, marked in _committed(store) if marked.mark == INDEX}
 
 
-def newest_steps(store: Store, most: int) -> dict[int, str]:
-    """Return the newest committed steps, at most `most`, descending, without reading older ones."""
-    return {step: marked.folder for step, marked in islice(_committed(store, newest_first=True), most)}
+def newest_steps(store: Store, most: int, but: Collection[int] = ()) -> dict[int, str]:
+    """Return the newest committed steps, at most `most`, descending, without reading older ones. but: steps
+    to leave out."""
+    steps = (found for found in _committed(store, newest_first=True) if found[0] not in but)
+    return {step: marked.folder for step, marked in islice(steps, most)}
+
+
+def newest_own_step(store: Store, but: int) -> str | None:
+    """Return the folder of the newest step that has an index of ours, without reading older ones; None if
+    there is none. but: a step to leave out."""
+    steps = _committed(store, newest_first=True)
+    return next((marked.folder for step, marked in steps if step != but and marked.mark == INDEX), None)
 
 
 def latest(run: Folder) -> str | None:
@@ -260,34 +269,46 @@ def is_linked(store: Store, folder: str) -> bool:
     return any(entry is not None and entry.kind is Kind.LINK for entry in entries)
 
 
-def removable_steps(store: Store) -> dict[int, str]:
-    """Return the folder of each committed step that this run made, ascending."""
-    removable: dict[int, str] = {}
-    for step, folder in own_steps(store).items():
-        if not is_spelled_as_ours(folder):
-            continue
-        if not is_linked(store, folder):
-            removable[step] = folder
-        elif (where := f"{store.url}/{folder}") not in _warned:
-            _warned.add(where)
-            log.warning(
-                "%s is a link, or its data folder is one; it is not counted, and never removed.", where
-            )
-    return removable
+def _is_removable(store: Store, folder: str) -> bool:
+    """Return whether this run made a committed step."""
+    if not is_spelled_as_ours(folder):
+        return False
+    if not is_linked(store, folder):
+        return True
+    if (where := f"{store.url}/{folder}") not in _warned:
+        _warned.add(where)
+        log.warning("%s is a link, or its data folder is one; it is not counted, and never removed.", where)
+    return False
 
 
-def retire(store: Store, keep: int, saved: int, damaged: Collection[int] = ()) -> None:
+def retire(
+    store: Store, keep: int, saved: int, damaged: Collection[int] = (), passed: set[str] | None = None
+) -> None:
     """Remove steps beyond the newest `keep`; never the step that was just saved.
 
     damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
         examine them.
+    passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
     """
-    removable = {step: folder for step, folder in removable_steps(store).items() if step not in damaged}
-    for step in surplus(removable, keep):
+    passed = set() if passed is None else passed
+    steps = [
+        (step, folders)
+        for step, folders in _by_step(store)
+        if step not in damaged and not passed.issuperset(folders)
+    ]
+    removable: list[tuple[int, str]] = []
+    # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
+    for step, folders in reversed(steps if len(steps) > keep else []):
+        marked = _best(store, folders)
+        if marked is not None and marked.mark == INDEX and _is_removable(store, marked.folder):
+            removable.append((step, marked.folder))
+        else:
+            passed.update(folders)
+    for step, folder in reversed(removable[keep:]):
         # An older step that was saved again may not be among the newest `keep`; it stays until the next save.
         if step != saved:
             with suppress(HoldfastError):  # the next save tries again
-                remove_step(store, removable[step])
+                remove_step(store, folder)
 
 
 def remove_step(store: Store, folder: str) -> bool:

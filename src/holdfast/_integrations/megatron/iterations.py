@@ -18,7 +18,7 @@ from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._run.folder import RunFolder
 from holdfast._saving.job import SaveJob
 from holdfast._store.local import open_store
-from holdfast._store.run_folder import committed_steps
+from holdfast._store.run_folder import newest_steps
 
 
 class Checkpoints(RunFolder):
@@ -106,5 +106,5 @@ class Checkpoints(RunFolder):
         self._retire(iteration)
         with self._tidying:
             # Not always this one: with several saves in flight, a newer one may have been committed before.
-            newest = max(committed_steps(self.store), default=iteration)
+            newest = next(iter(newest_steps(self.store, 1)), iteration)
             write_after_commit(self.store, TRACKER, str(newest))
