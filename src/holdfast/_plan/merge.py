@@ -159,6 +159,10 @@ class Merger:
     def _join(self, renumber: Array) -> RankRows:
         """Join and free all parts, with tensor rows in sorted order and boxes padded to equal dimensions."""
         parts, self._parts = self._parts, []
+        if len(parts) == 1 and parts[0].offset.shape[1] == self._dims and not len(parts[0].late_tensor):
+            return parts[0]._replace(
+                tensor=renumber[parts[0].tensor], witness_tensor=renumber[parts[0].witness_tensor]
+            )
 
         def wide(name: str, fill: int) -> Array:
             total = sum(len(getattr(part, name)) for part in parts)

@@ -243,7 +243,7 @@ class CallerStreams:
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[torch.cuda.Stream] = []
         # Asking for a stream would initialise CUDA, also in a process without tensors on a GPU.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
             self.streams = [torch.cuda.current_stream(device) for device in devices]
