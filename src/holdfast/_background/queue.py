@@ -26,7 +26,7 @@ from holdfast._background.arena import Arena
 from holdfast._background.gpu_copy import copies_into
 from holdfast._background.pending import Pending
 from holdfast._background.sinks import StagedSink, WaveSink, forget_copied, is_written_here
-from holdfast._background.stage import Into, Staged, check_one_wave, plan_copies, stage
+from holdfast._background.stage import Into, Staged, aligned_bytes, check_one_wave, plan_copies, stage
 from holdfast._background.writer_client import WriterClient
 from holdfast._exits import (
     ENDED_BY_INTERRUPT,
@@ -218,11 +218,12 @@ class SaveQueue:
 
         def copy() -> None:
             copies = plan_copies(job.table, job.options)
+            nbytes = aligned_bytes(copies)
             if budget is not None and self._in_order:
-                self._make_room(min(copies.nbytes, budget), budget, room)
+                self._make_room(min(nbytes, budget), budget, room)
             if room.arena is None:
                 room.arena = Arena()
-            if budget is not None and copies.nbytes > budget:
+            if budget is not None and nbytes > budget:
                 check_one_wave(job.table, copies, budget)
                 results.append(None)
                 return

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from holdfast._format.limits import OBJECT_BYTES, check_size
 from holdfast._layout.box import Box
-from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, TensorSpec
+from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, Dims, TensorSpec
 from holdfast.errors import CorruptCheckpoint
 
 Array = npt.NDArray[Any]
@@ -133,16 +133,12 @@ def unpad(values: Array, ndim: int) -> tuple[int, ...]:
     return tuple(values[len(values) - ndim :].tolist())
 
 
-def pad(values: Sequence[Sequence[int]], dims: int, fill: int) -> Array:
+def pad(values: Sequence[Dims], dims: int, fill: int) -> Array:
     """Return rows of different lengths as one array (rows, dims), padded in front."""
-    out = np.full((len(values), dims), fill, "<i8")
-    lengths = np.fromiter(map(len, values), np.int64, len(values))
-    # One assignment per number of dimensions, of which there are a handful, not one per row (100,000).
-    for length in sorted(set(lengths.tolist())):
-        if length:
-            rows = np.flatnonzero(lengths == length).tolist()
-            out[rows, dims - length :] = np.asarray([values[row] for row in rows], "<i8")
-    return out
+    # Each different row is converted once: 100,000 layers and experts have the same few shapes.
+    number = {row: index for index, row in enumerate(dict.fromkeys(values))}
+    rows = np.asarray([(fill,) * (dims - len(row)) + row for row in number], "<i8").reshape(-1, dims)
+    return rows[np.fromiter(map(number.__getitem__, values), np.int64, len(values))]
 
 
 class ForeignChunk(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -34,14 +34,16 @@ class HeaderEntry(msgspec.Struct, frozen=True, gc=False):  # holds no object tha
     data_offsets: tuple[int, int]
 
 
-def encode_header(entries: Iterable[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
+def encode_header(entries: Sequence[tuple[str, str, Dims, int, int]], metadata: dict[str, str]) -> bytes:
     """Return length and JSON header for `(name, tag, shape, start, stop)` rows, padded to align the data."""
     # The rows are formatted as text, because json.dumps would need a dict for each of up to 200,000 rows.
-    quoted = json.encoder.encode_basestring
     rows = [f'"__metadata__":{json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))}']
-    for name, tag, shape, start, stop in entries:
-        sides = ",".join(map(str, shape))
-        rows.append(f'{quoted(name)}:{{"dtype":"{tag}","shape":[{sides}],"data_offsets":[{start},{stop}]}}')
+    sides = {shape: ",".join(map(str, shape)) for shape in {entry[2] for entry in entries}}
+    quoted = map(json.encoder.encode_basestring, [entry[0] for entry in entries])
+    rows += [
+        f'{name}:{{"dtype":"{tag}","shape":[{sides[shape]}],"data_offsets":[{start},{stop}]}}'
+        for name, (_, tag, shape, start, stop) in zip(quoted, entries, strict=True)
+    ]
     text = ("{" + ",".join(rows) + "}").encode()
     if len(text) > DATA_HEADER_BYTES:
         raise BadInput(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdfast._format.columns import Array, Columns
+from holdfast._format.columns import Array, Columns, unpad
 from holdfast._format.container import encode_header
 from holdfast._format.digest import block_counts, digest, digest_many
 from holdfast._format.index import encode
@@ -144,30 +144,32 @@ def embedded_columns(
 ) -> tuple[Columns, Array]:
     """Return the embedded index without positions and digests, and the order of the chunks in it."""
     names = np.asarray([spec.name for spec in table.specs], dtype=object)
+    arrays = table.arrays()
     if first:
         # Also the tensors that this rank witnesses, and those of which its shard is empty: the commit
         # compares their shapes, and an empty shard has no chunk and no witness.
-        empty = np.asarray([row for row, box in enumerate(table.boxes) if 0 in box.shape], np.int64)
-        listed = np.unique(np.concatenate([chunks.row, plan.witnesses.row, empty]))
+        listed = np.unique(
+            np.concatenate([chunks.row, plan.witnesses.row, np.flatnonzero(arrays.nbytes == 0)])
+        )
     else:
         listed = np.unique(chunks.row)
     sorted_names, head, place = np.unique(names[listed], return_index=True, return_inverse=True)
-    rows = listed[head].tolist()
+    rows = listed[head]
+    specs = [table.specs[row] for row in rows.tolist()]
     tensor_of_row = np.full(len(table), -1, np.int64)
     tensor_of_row[listed] = place
     tensor = tensor_of_row[chunks.row]
     # By tensor, then by offset, as in any index; in the file, chunks are ordered by the width of elements.
     order = np.lexsort((*chunks.offset.T[::-1], tensor))
-    arrays = table.arrays()
     counts = np.bincount(tensor, minlength=len(rows))
     blocks = block_counts(chunks.nbytes, chunks.block)
     witnesses = plan.witnesses if first else PlannedRows(*(column[:0] for column in plan.witnesses))
     late_of_row, late = _deferred_rows(table, np.flatnonzero(tensor_of_row >= 0))
     columns = Columns(
         names=sorted_names.tolist(),
-        dtype=np.asarray([table.specs[row].dtype for row in rows], "u1"),
-        kind=np.asarray([table.specs[row].kind for row in rows], "u1"),
-        ndim=np.asarray([len(table.specs[row].shape) for row in rows], "u1"),
+        dtype=np.asarray([spec.dtype for spec in specs], "u1"),
+        kind=np.asarray([spec.kind for spec in specs], "u1"),
+        ndim=np.fromiter(map(len, [spec.shape for spec in specs]), "u1", len(specs)),
         shape=arrays.shape[rows].astype("<i8"),
         chunk_end=np.cumsum(counts, dtype="<i8"),
         offset=chunks.offset[order].astype("<i8"),
@@ -211,39 +213,27 @@ def _entries(
     table: ShardTable, chunks: PlannedRows, embedded: int
 ) -> list[tuple[str, str, tuple[int, ...], int, int]]:
     """Return the header's rows. A chunk that is a whole tensor has the tensor's name."""
-    rows = []
     ends = np.cumsum(chunks.nbytes).tolist()
-    starts = [0, *ends[:-1]] if ends else []
-    offsets, sizes = chunks.offset.tolist(), chunks.size.tolist()
-    taken: set[str] = set()
-    for index, row in enumerate(chunks.row.tolist()):
+    is_part = (chunks.size != table.arrays().shape[chunks.row]).any(axis=1).tolist()
+    rows, taken, start = [], {EMBEDDED, "__metadata__"}, 0
+    for index, row, stop in zip(range(len(ends)), chunks.row.tolist(), ends, strict=True):
         spec = table.specs[row]
-        ndim = len(spec.shape)
-        shape = tuple(sizes[index][len(sizes[index]) - ndim :])
-        name = spec.name
-        if shape != spec.shape:
-            begin: list[int | str] = offsets[index][len(offsets[index]) - ndim :]
+        name, shape, dtype = spec.name, spec.shape, DTYPES[spec.dtype]
+        if is_part[index]:
+            shape = unpad(chunks.size[index], len(shape))
+            begin: list[int | str] = [*unpad(chunks.offset[index], len(shape))]
             late = table.deferred[row]
             if late is not None and late.start == -1:
                 begin[late.axis] = f"?{begin[late.axis]}"  # relative to the start of the shard
             name = name_of_chunk(name, begin)
         # A tensor may have the name of a part of another one (`w@0,4`), and safetensors requires unique
         # names.
-        while name in taken or name == EMBEDDED or name == "__metadata__":
+        while name in taken:
             name += "'"
         taken.add(name)
-        dtype = DTYPES[spec.dtype]
-        rows.append(
-            (
-                name,
-                dtype.tag,
-                shape if dtype.extra == 1 else (*shape, dtype.extra),
-                starts[index],
-                ends[index],
-            )
-        )
-    end = ends[-1] if ends else 0
-    rows.append((EMBEDDED, "U8", (embedded,), end, end + embedded))
+        rows.append((name, dtype.tag, shape if dtype.extra == 1 else (*shape, dtype.extra), start, stop))
+        start = stop
+    rows.append((EMBEDDED, "U8", (embedded,), start, start + embedded))
     return rows
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -85,12 +86,21 @@ class Stream:
         self._scratch = ScratchBuffer()
         self.digests: list[int] = []
 
-    def add(self, buffer: Buffer, size: int) -> None:
-        self.digests.append(digest(buffer))
-        self._batch.append(buffer)
-        self._size += size
-        if self._size >= BATCH or len(self._batch) >= BATCH_BUFFERS:
-            self.flush()
+    def small(self, addresses: Sequence[int], sizes: Sequence[int]) -> None:
+        """Add contiguous chunks of one block each, of which MoE models have thousands."""
+        kinds = {size: ctypes.c_ubyte * size for size in {*sizes}}
+        first, last = 0, len(sizes)
+        for stop, size in enumerate(sizes, 1):
+            self._size += size
+            is_full = self._size >= BATCH or stop - first >= BATCH_BUFFERS
+            if is_full or stop == last:
+                some = zip(sizes[first:stop], addresses[first:stop], strict=True)
+                buffers = [kinds[size].from_address(address) for size, address in some]
+                self.digests += map(digest, buffers)
+                self._batch += buffers
+                first = stop
+                if is_full or len(self._batch) >= BATCH_BUFFERS:
+                    self.flush()
 
     def flush(self) -> None:
         if self._batch:
@@ -176,6 +186,7 @@ def stream_chunks(
     lock = threading.Lock()
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
     simple = _simple(table, chunks) if sums is None else [0] * len(chunks.row)
+    is_simple = [address != 0 for address in simple]
 
     # Each thread writes its own range of chunks, by positioned writes, and its own range of digests, so
     # threads need no other lock.
@@ -185,10 +196,13 @@ def stream_chunks(
 
     def work(start: int, stop: int) -> None:
         stream = Stream(writer, int(starts[start]), moved, beside)
-        for index in range(start, stop):
-            if simple[index]:  # a small contiguous shard, of which MoE models have thousands
-                stream.add((ctypes.c_ubyte * nbytes[index]).from_address(simple[index]), nbytes[index])
-            else:
+        for alike, run in groupby(range(start, stop), is_simple.__getitem__):
+            if alike:
+                rows = [*run]
+                some = slice(rows[0], rows[-1] + 1)
+                stream.small(simple[some], nbytes[some])
+                continue
+            for index in run:
                 source = ChunkSource(table, chunks, index, nbytes[index], blocks[index])
                 stream.chunk(source, None if sums is None else sums[index])
         stream.flush()
@@ -223,8 +237,5 @@ def _simple(table: ShardTable, chunks: PlannedRows) -> list[int]:
     """Return the addresses of chunks that are a single block and their whole shard; 0 for the others."""
     arrays = table.arrays()
     whole_shard = (chunks.nbytes == arrays.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)
-    address = np.fromiter(
-        (table.memory[row].address for row in chunks.row.tolist()), np.uint64, len(chunks.row)
-    )
-    addresses: list[int] = np.where(whole_shard, address, 0).tolist()
-    return addresses
+    rows = zip(chunks.row.tolist(), whole_shard.tolist(), strict=True)
+    return [table.memory[row].address if is_whole else 0 for row, is_whole in rows]

@@ -81,37 +81,38 @@ class Merger:
     def _place(self, rank: int, columns: Columns) -> Array:
         """Return the global row of each tensor of a rank. ReplicaMismatch if a name has another meaning
         here."""
-        rows, place = self._rows, np.zeros(len(columns.names), np.int64)
-        dtypes, kinds, ndims = columns.dtype.tolist(), columns.kind.tolist(), columns.ndim.tolist()
-        shapes = columns.shape.tolist()
-        for index, name in enumerate(columns.names):
-            shape = tuple(shapes[index][len(shapes[index]) - ndims[index] :])
-            # This is the only loop over names. Chunks, digests and witnesses are many more, and stay in
-            # arrays.
-            spec = kinds[index], dtypes[index], shape
-            row = rows.setdefault(name, len(self._specs))
-            if row == len(self._specs):
-                self._specs.append(spec)
-                self._rank.append(rank)
-            elif self._specs[row] != spec:
+        rows, dims = self._rows, columns.dims
+        numbers = zip(
+            *(column.tolist() for column in (columns.kind, columns.dtype, columns.ndim)), strict=True
+        )
+        specs = [
+            (kind, dtype, (*shape[dims - ndim :],))
+            for (kind, dtype, ndim), shape in zip(numbers, columns.shape.tolist(), strict=True)
+        ]
+        # Only names are looped over. Chunks, digests and witnesses are many more, and stay in arrays.
+        new = {name: spec for name, spec in zip(columns.names, specs, strict=True) if name not in rows}
+        rows.update(zip(new, range(len(rows), len(rows) + len(new)), strict=True))
+        self._specs += new.values()
+        self._rank += [rank] * len(new)
+        place = [rows[name] for name in columns.names]
+        for name, row, spec in zip(columns.names, place, specs, strict=True):
+            if self._specs[row] != spec:
                 raise disagreement(name, self._rank[row], what(*self._specs[row]), rank, what(*spec))
-            place[index] = row
-        return place
+        return np.asarray(place, np.int64)
 
     def finish(self, tick: Callable[[], None] = lambda: None, is_slice: bool = False) -> Columns:
         """Check everything, and return the columns, sorted by name and box. A slice may have gaps."""
-        names = np.asarray(list(self._rows), dtype=object)
         # Python compares text by code points, which gives the order of UTF-8 bytes that the format requires.
-        by_name = np.argsort(names, kind="stable")
-        rank_of_row = np.empty(len(names), np.int64)
-        rank_of_row[by_name] = np.arange(len(names))
-        sorted_names = [str(name) for name in names[by_name]]
+        sorted_names = sorted(self._rows)
+        by_name = np.asarray([self._rows[name] for name in sorted_names], np.int64)
+        rank_of_row = np.empty(len(by_name), np.int64)
+        rank_of_row[by_name] = np.arange(len(by_name))
         tick()  # each step takes seconds for a large world, and other ranks watch for a stall
 
         joined = self._join(rank_of_row)
         tick()
         shapes = pad([shape for _, _, shape in self._specs], self._dims, 1)[by_name]
-        ndim = np.asarray([len(shape) for _, _, shape in self._specs], "u1")[by_name]
+        ndim = np.fromiter(map(len, [shape for _, _, shape in self._specs]), "u1", len(by_name))[by_name]
         # Before coverage, which needs the final offsets.
         place_deferred(sorted_names, shapes, ndim, joined)
         tick()
@@ -137,7 +138,7 @@ class Merger:
             kind=np.asarray([kind for kind, _, _ in self._specs], "u1")[by_name],
             ndim=ndim,
             shape=shapes,
-            chunk_end=np.cumsum(np.bincount(joined.tensor, minlength=len(names)), dtype="<i8"),
+            chunk_end=np.cumsum(np.bincount(joined.tensor, minlength=len(by_name)), dtype="<i8"),
             offset=joined.offset[order],
             size=joined.size[order],
             file=joined.file[order].astype("<i4"),
@@ -158,6 +159,10 @@ class Merger:
     def _join(self, renumber: Array) -> RankRows:
         """Join and free all parts, with tensor rows in sorted order and boxes padded to equal dimensions."""
         parts, self._parts = self._parts, []
+        if len(parts) == 1 and parts[0].offset.shape[1] == self._dims and not len(parts[0].late_tensor):
+            return parts[0]._replace(
+                tensor=renumber[parts[0].tensor], witness_tensor=renumber[parts[0].witness_tensor]
+            )
 
         def wide(name: str, fill: int) -> Array:
             total = sum(len(getattr(part, name)) for part in parts)

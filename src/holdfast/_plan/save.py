@@ -5,10 +5,12 @@ Planning looks only at this rank's shards, so it costs O(own shards) in any worl
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from holdfast._format.columns import Array, pad
-from holdfast._format.digest import block_sizes
+from holdfast._format.digest import MIN_BLOCK, block_sizes
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import matches
 from holdfast._options import Options
@@ -32,7 +34,7 @@ def first_axis_bytes(size: Array, nbytes: Array) -> Array:
 def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Options) -> SavePlan:
     """Plan a save from the rows and their agreed replicas, (index, count) each."""
     arrays = table.arrays()
-    index, count = np.array(replicas, np.int64).reshape(-1, 2).T
+    index, count = np.fromiter(chain.from_iterable(replicas), np.int64, 2 * len(replicas)).reshape(-1, 2).T
     unsharded = np.asarray(table.unsharded, bool)
     check = options.check_replicas
     # Empty boxes have no chunk. NOT_SAVED (`saving/job.py`) has a count of 0, so no condition below selects
@@ -56,9 +58,8 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
             if writes or check != "off":
                 (written if writes else seen).append((row, part))
     patterns = options.columns
-    wide = np.asarray(
-        [any(matches(spec.name, one) for one in patterns) for spec in table.specs if patterns], bool
-    )
+    names = [spec.name for spec in table.specs] if patterns else []
+    wide = np.asarray([any(matches(name, one) for one in patterns) for name in names], bool)
     alone = np.concatenate([np.flatnonzero(full & (count == 1)), whole[distance == 0]])
     chunks = _panels(*_boxes(arrays, alone, written), arrays.itemsize, wide)
     # Distance 1: the replica after the writer, which `shares` would choose as witness.
@@ -73,6 +74,8 @@ def plan_save(table: ShardTable, replicas: list[tuple[int, int]], options: Optio
 
 def _boxes(arrays: RowArrays, whole: Array, parts: list[tuple[int, Box]]) -> tuple[Array, Array, Array]:
     """Return the row, offset and size of whole rows and of parts of rows."""
+    if not parts:
+        return whole, arrays.offset[whole], arrays.size[whole]
     return (
         np.concatenate([whole, np.asarray([row for row, _ in parts], np.int64)]),
         np.concatenate([arrays.offset[whole], pad([part.offset for _, part in parts], arrays.dims, 0)]),
@@ -84,23 +87,19 @@ def _panels(row: Array, offset: Array, size: Array, itemsize: Array, to_cut: Arr
     """Cut the wide matrices among the rows in `to_cut` into column panels; everything else stays one
     chunk."""
     nbytes = np.prod(size, axis=1) * itemsize[row]
-    parts = np.ones(len(row), np.int64)
     if len(to_cut) and len(row) and size.shape[1] >= 2:
+        parts = np.ones(len(row), np.int64)
         width = size[:, -1]
         # Cutting a vector gains nothing, because its pieces are contiguous anyway.
         wide = to_cut[row] & (nbytes >= PANEL_CHUNK) & ((size[:, :-1] > 1).any(axis=1))
         # In ascending order, so that the largest count that fits is assigned last.
         for count in reversed(PANELS):
             parts[wide & (width % count == 0) & (width // count * itemsize[row] >= PANEL_ROW)] = count
-    if (parts > 1).any():
         source = np.repeat(np.arange(len(row)), parts)
         panel = np.arange(len(source)) - np.repeat(np.cumsum(parts) - parts, parts)
-        row, offset, size, nbytes = (
-            row[source],
-            offset[source].copy(),
-            size[source].copy(),
-            nbytes[source] // parts[source],
-        )
+        row, offset, size, nbytes = row[source], offset[source], size[source], nbytes[source] // parts[source]
         size[:, -1] //= parts[source]
         offset[:, -1] += panel * size[:, -1]
+    if (nbytes < 2 * MIN_BLOCK).all():  # each is one block, by the rule of `block_sizes`
+        return PlannedRows(row, offset, size, nbytes, np.maximum(nbytes, 1))
     return PlannedRows(row, offset, size, nbytes, block_sizes(nbytes, first_axis_bytes(size, nbytes)))

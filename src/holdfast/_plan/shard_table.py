@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,9 +13,11 @@ import numpy as np
 from holdfast._format.columns import ITEMSIZE, Array, pad
 from holdfast._layout.box import Box
 from holdfast._layout.deferred_offset import DeferredOffset
-from holdfast._layout.tensor import DTYPES, OBJECT, Dims, Replica, TensorSpec
+from holdfast._layout.tensor import DTYPES, OBJECT, TENSOR, Dims, Replica, TensorSpec
 from holdfast._values import Buffer
 from holdfast.errors import BadInput
+
+_SPEC = partial(tuple.__new__, TensorSpec)
 
 
 class Memory(Protocol):
@@ -64,6 +69,23 @@ class ShardTable:
         self.memory.append(memory)
         self.deferred.append(deferred)
 
+    def add_whole(
+        self,
+        names: Sequence[str],
+        dtypes: Iterable[int],
+        boxes: Sequence[Box],
+        replicas: Iterable[Replica | None],
+        memory: Iterable[Memory],
+    ) -> None:
+        """Add unsharded tensors. boxes: those of whole tensors."""
+        # Mapped, because `TensorSpec(...)` calls Python code for each row.
+        self.specs += map(_SPEC, zip(names, dtypes, [box.shape for box in boxes], repeat(TENSOR)))
+        self.boxes += boxes
+        self.replicas += replicas
+        self.unsharded += [True] * len(names)
+        self.memory += memory
+        self.deferred += [None] * len(names)
+
     def extend(self, other: ShardTable) -> None:
         self.specs += other.specs
         self.boxes += other.boxes
@@ -76,18 +98,29 @@ class ShardTable:
         return len(self.specs)
 
     def check(self) -> None:
-        """Raise BadInput if one name stands for two tensors, or a box lies outside its tensor."""
-        seen: dict[str, TensorSpec] = {}
+        """Raise BadInput if a name is no text, if it stands for two tensors, or if a box lies outside its
+        tensor."""
         # Checked here, on the rank that is wrong; at the commit it would be a disagreement between ranks.
-        for spec, box in zip(self.specs, self.boxes, strict=True):
-            first = seen.setdefault(spec.name, spec)
-            if first is not spec and first != spec:
+        of_name = {spec.name: spec for spec in reversed(self.specs)}
+        try:
+            "".join(of_name).encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which no file can name
+            half = error.object[error.start]
+            name = next(name for name in of_name if half in name)
+            raise BadInput(f"The name {name!r} is not valid Unicode text.", rank=self.rank) from None
+        for spec in self.specs if len(of_name) < len(self) else ():
+            first = of_name[spec.name]
+            if first != spec:
                 raise BadInput(
                     f"Rank {self.rank} holds two tensors under the name {spec.name!r}: {describe(first)} and "
                     f"{describe(spec)}.",
                     rank=self.rank,
                 )
-            if not box.within(spec.shape):
+        # Each kind of box once: thousands of layers and experts have the same few shapes.
+        shapes = [spec.shape for spec in self.specs]
+        outside = {pair for pair in {*zip(self.boxes, shapes, strict=True)} if not pair[0].within(pair[1])}
+        for spec, box in zip(self.specs, self.boxes, strict=True) if outside else ():
+            if (box, spec.shape) in outside:
                 raise BadInput(
                     f"Rank {self.rank} holds offset {box.offset} and shape {box.shape} of {spec.name!r}, "
                     f"which does not lie inside its global shape {spec.shape}.",
@@ -99,17 +132,13 @@ class ShardTable:
         # `add` and `extend` do not invalidate the cache, so a changed number of rows does.
         if self._arrays is not None and len(self._arrays.nbytes) == len(self):
             return self._arrays
-        dims = max((len(spec.shape) for spec in self.specs), default=0) or 1
-        dtype = np.fromiter((spec.dtype for spec in self.specs), np.int64, len(self))
+        shapes = [spec.shape for spec in self.specs]
+        dims = max(map(len, {*shapes}), default=0) or 1
+        itemsize = ITEMSIZE[[spec.dtype for spec in self.specs]] if shapes else ITEMSIZE[:0]
         size = pad([box.shape for box in self.boxes], dims, 1)
-        self._arrays = RowArrays(
-            dims=dims,
-            shape=pad([spec.shape for spec in self.specs], dims, 1),
-            offset=pad([box.offset for box in self.boxes], dims, 0),
-            size=size,
-            itemsize=ITEMSIZE[dtype],
-            nbytes=np.prod(size, axis=1) * ITEMSIZE[dtype],
-        )
+        offset = pad([box.offset for box in self.boxes], dims, 0)
+        nbytes = np.prod(size, axis=1) * itemsize
+        self._arrays = RowArrays(dims, pad(shapes, dims, 1), offset, size, itemsize, nbytes)
         return self._arrays
 
 

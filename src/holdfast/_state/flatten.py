@@ -14,19 +14,20 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from itertools import groupby
 from operator import setitem
 
 import torch
 
 from holdfast._format import objects
 from holdfast._format.names import name_of_rank
-from holdfast._layout.box import Box
-from holdfast._layout.tensor import OBJECT, Replica, is_selected, matches, refuse_text
+from holdfast._layout.box import Box, whole
+from holdfast._layout.tensor import OBJECT, is_selected, matches, refuse_text
 from holdfast._plan.shard_table import ShardTable
 from holdfast._state.dtensor import add_dtensor
 from holdfast._state.leaf import Flat, Leaf
 from holdfast._state.live import LiveDict, LiveList, OpenDict, ParameterState, Rest, StateDict
-from holdfast._state.memory import Part, TensorMemory, add_tensor, spec_of
+from holdfast._state.memory import Part, TensorMemory, add_plain, plain_address, spec_of
 from holdfast._state.meta import is_meta, materialize
 from holdfast._state.modules import load_module
 from holdfast._state.optimizer_state import load_optimizer, with_lazy_states
@@ -55,8 +56,14 @@ def flatten(state: StateDict, rank: int) -> Flat:
         raise BadInput(f"The state must be a dict of names and values, not {type(state).__name__}.")
     flat = Flat()
     _walk(state, "", _fixed, flat, rank)
+    if len({leaf.name for leaf in flat.leaves}) < len(flat.leaves):
+        _check_names(flat.leaves)
+    return flat
+
+
+def _check_names(leaves: Sequence[Leaf]) -> None:
     seen: dict[str, Leaf] = {}
-    for leaf in flat.leaves:
+    for leaf in leaves:
         if isinstance(leaf.value, Rest):
             continue
         # Several Shards of one tensor share its name; anything else would overwrite the other.
@@ -68,7 +75,6 @@ def flatten(state: StateDict, rank: int) -> Flat:
                 "rename one."
             )
         seen[leaf.name] = leaf
-    return flat
 
 
 def _walk(
@@ -115,7 +121,7 @@ def _walk(
 
 
 _CALLS_NOTHING = (torch.Tensor, str, int, float, bytes, type(None))
-_AS_IT_IS = {torch.Tensor, int, float, bool, str, type(None)}
+_AS_IT_IS = {torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)}
 
 
 def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private: bool) -> None:
@@ -131,6 +137,13 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
             "can't fill them.",
             hint="Put the containers that hold the tensors into the state.",
         )
+    # The hot path: no call of `_walk` per leaf.
+    if {type(item) for _, item in items} <= _AS_IT_IS and {type(key) for key, _ in items} == {str}:
+        prefix = f"{name}." if name else ""
+        leaves += [
+            Leaf(prefix + key, item, partial(setitem, mapping, key), private=private) for key, item in items
+        ]
+        return
     # Sorting takes time, so it is done only if user code may be called.
     by_name = not all(
         isinstance(item, _CALLS_NOTHING)
@@ -142,11 +155,7 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
     for index in sorted(range(len(items)), key=names.__getitem__) if by_name else range(len(items)):
         key, item = items[index]
         begin = len(leaves) - first
-        if type(item) in _AS_IT_IS and type(key) is str:  # the hot path: no call of `_walk` per leaf
-            path = f"{name}.{key}" if name else key
-            leaves.append(Leaf(path, item, partial(setitem, mapping, key), private=private))
-        else:
-            _walk(item, join(name, key), partial(setitem, mapping, key), flat, rank, private)
+        _walk(item, join(name, key), partial(setitem, mapping, key), flat, rank, private)
         if by_name:
             parts[index] = begin, len(leaves) - first
     if by_name:
@@ -240,6 +249,8 @@ def select(
             if not any(matches(leaf.name, pattern) or _may_match(leaf, pattern) for leaf in leaves):
                 first = leaves[0].name if leaves else ""
                 raise BadInput(f"{what}: no name in the state matches {pattern!r}; the first is {first!r}.")
+    if include is None and not exclude:
+        return list(leaves)
     keep = []
     for leaf in leaves:
         # Lazy leaves match every `include`: only the checkpoint tells which of their names do.
@@ -277,37 +288,49 @@ def build_shard_table(
     leaves: Sequence[Leaf], rank: int, everyone: tuple[int, ...], for_load: bool = False
 ) -> tuple[ShardTable, list[int]]:
     """Return the leaves as shards, and for each row the index of its leaf."""
-    table, owner = ShardTable(rank), []
+    table, owner = ShardTable(rank), list[int]()
     alone = len(everyone) == 1  # no other rank can have a copy
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf.value, Rest):
-            continue
-        if isinstance(leaf.value, ParameterState):
-            # A load makes these rows after it has read the checkpoint's names (`_loading/lazy_state.py`).
-            part, _ = build_shard_table(() if for_load else leaves_of(leaf, rank), rank, everyone)
-            table.extend(part)
-            owner.extend([index] * len(part))
-            continue
-        before = len(table)
+    addresses = [plain_address(leaf.value) for leaf in leaves]
+    # A model may have 100,000 plain tensors, so they are added together.
+    is_plain = [address is not None for address in addresses]
+    for alike, run in groupby(range(len(leaves)), is_plain.__getitem__):
         try:
-            if for_load:
-                _make_memory(leaf)
-            _add(table, leaf, everyone, (0, 1) if alone or leaf.private else None, for_load)
-            leaf.name.encode()  # raises for half of a surrogate pair, which no file can name
-        except UnicodeEncodeError:
-            raise BadInput(f"The name {leaf.name!r} is not valid Unicode text.") from None
+            if alike:
+                rows = [*run]
+                first, stop = rows[0], rows[-1] + 1
+                some = leaves[first:stop]
+                add_plain(
+                    table,
+                    [leaf.name for leaf in some],
+                    [leaf.value for leaf in some],
+                    addresses[first:stop],
+                    [(0, 1) if alone or leaf.private else None for leaf in some],
+                )
+                owner += rows
+                continue
+            for index in run:
+                before = len(table)
+                _add(table, leaves[index], everyone, alone, for_load)
+                owner += [index] * (len(table) - before)
         except BadInput as error:
             error.rank = rank
             raise
-        owner.extend([index] * (len(table) - before))
     table.check()
     return table, owner
 
 
-def _add(
-    table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], undeclared: Replica | None, for_load: bool
-) -> None:
+def _add(table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], alone: bool, for_load: bool) -> None:
+    if isinstance(leaf.value, Rest):
+        return
+    if isinstance(leaf.value, ParameterState):
+        # A load makes these rows after it has read the checkpoint's names (`_loading/lazy_state.py`).
+        inner = () if for_load else leaves_of(leaf, table.rank)
+        table.extend(build_shard_table(inner, table.rank, everyone)[0])
+        return
+    if for_load:
+        _make_memory(leaf)
     name, value = leaf.name, leaf.value
+    undeclared = (0, 1) if alone or leaf.private else None
     if isinstance(value, torch.Tensor):
         if is_dtensor(value):
             add_dtensor(table, name, value, everyone, undeclared)
@@ -316,7 +339,8 @@ def _add(
         elif is_checkpointable(value):
             add_checkpointable(table, name, value, undeclared)
         else:
-            add_tensor(table, name, value, undeclared)
+            spec = spec_of(name, value)
+            table.add(spec, whole(spec.shape), undeclared, True, TensorMemory(value))
     elif isinstance(value, Shard):
         spec = spec_of(name, value.tensor, value.global_shape)
         box = Box(value.offset, tuple(value.tensor.shape))

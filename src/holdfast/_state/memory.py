@@ -28,18 +28,15 @@ class TensorMemory:
 
     __slots__ = ("address", "stored", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, stored: torch.dtype | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, stored: torch.dtype | None = None, address: int | None = None
+    ) -> None:
+        """address: 0 if the elements do not lie row-major in host memory; None: find out."""
         self.tensor = tensor
         self.stored = stored or tensor.dtype
-        direct = (
-            tensor.is_contiguous()
-            and tensor.device.type == "cpu"
-            and not tensor.is_conj()
-            and not tensor.is_neg()
-            and self.stored == tensor.dtype
-        )
-        # Reading by a raw pointer ignores strides, devices, and torch's conj and neg bits.
-        self.address = tensor.data_ptr() if direct else 0
+        if address is None:
+            address = tensor.data_ptr() if self.stored is tensor.dtype and _is_direct(tensor) else 0
+        self.address = address
 
     def gather(self, box: Box, out: Buffer) -> None:
         part = self.tensor.detach()[box.slices()]
@@ -53,6 +50,12 @@ class TensorMemory:
             part = self.tensor.detach()[box.slices()]
             check_is_view(part, self.tensor)
             part.copy_(torch.frombuffer(data, dtype=self.stored).view(shape)[inside.slices()])
+
+
+def _is_direct(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's elements lie row-major in host memory."""
+    # Reading by a raw pointer ignores strides, devices, and torch's conj and neg bits.
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
 class ShiftedMemory(TensorMemory):
@@ -187,10 +190,47 @@ def spec_of(name: str, tensor: torch.Tensor, shape: Sequence[int] | None = None)
     return TensorSpec(name, dtype_code(str(tensor.dtype)[6:], repr(name)), tuple(whole))
 
 
-def add_tensor(table: ShardTable, name: str, tensor: torch.Tensor, replica: tuple[int, int] | None) -> None:
-    """Add a plain tensor: this rank holds all of it; it is undeclared who else does."""
-    spec = spec_of(name, tensor)
-    table.add(spec, whole(spec.shape), replica, True, TensorMemory(tensor))
+def plain_address(value: object) -> int | None:
+    """Return None unless a value is a plain tensor that has memory; else where its elements lie row-major in
+    host memory, or 0."""
+    if (
+        not (type(value) is torch.Tensor or type(value) is torch.nn.Parameter)
+        or value.layout is not torch.strided
+        or value.is_nested
+        or getattr(value, "global_shape", None) is not None  # `_state/sharded.py`
+    ):
+        return None
+    try:
+        address = value.data_ptr()
+    except RuntimeError:  # a tracer's tensor
+        return None
+    return (address if _is_direct(value) else 0) if address else None
+
+
+def add_plain(
+    table: ShardTable,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
+    addresses: Sequence[int | None],
+    replicas: Sequence[Replica | None],
+) -> None:
+    """Add tensors with a `plain_address`, a column at a time. This rank holds all of each; who else does is
+    undeclared, unless `replicas` tells."""
+    kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
+    # One tensor of each shape and dtype shows whether all of them can be stored, and they share one box.
+    one_of = dict(zip(kinds, zip(names, tensors, strict=True), strict=True))
+    specs = {kind: spec_of(*named) for kind, named in one_of.items()}
+    boxes = {kind: whole(spec.shape) for kind, spec in specs.items()}
+    table.add_whole(
+        names,
+        [specs[kind].dtype for kind in kinds],
+        [boxes[kind] for kind in kinds],
+        replicas,
+        [
+            TensorMemory(tensor, tensor.dtype, address)
+            for tensor, address in zip(tensors, addresses, strict=True)
+        ],
+    )
 
 
 class CallerStreams:
@@ -203,7 +243,7 @@ class CallerStreams:
     def __init__(self, table: ShardTable) -> None:
         self.streams: list[torch.cuda.Stream] = []
         # Asking for a stream would initialise CUDA, also in a process without tensors on a GPU.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             tensors = (getattr(memory, "tensor", None) for memory in table.memory)
             devices = {tensor.device for tensor in tensors if tensor is not None and tensor.is_cuda}
             self.streams = [torch.cuda.current_stream(device) for device in devices]

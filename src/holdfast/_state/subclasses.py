@@ -149,7 +149,7 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
         raise BadInput(
             f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first."
         )
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")
     if not has_memory(tensor):
         plain = type(tensor) in _ORDINARY
