@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 # Processes of pytest: ranks mostly wait, for each other or for a timeout.
-WORKERS ?= 2
+WORKERS ?= 3
 BIN := $(VENV)/bin
 VENVS := $(VENV)-torch-2.6.0 $(VENV)-torch-2.15.0
 # Megatron-Bridge 0.6 runs on Python 3.12 alone.

@@ -348,7 +348,7 @@ def test_columns_that_overlap_or_lie_outside(folder: Path) -> None:
     (length,) = struct.unpack("<Q", good[:8])
     header = json.loads(good[8 : 8 + length])
     for name, offsets, words in (
-        ("position", header["offset"]["data_offsets"], "column 'position'"),
+        ("position", header["offset"]["data_offsets"], "column 'position'|two chunks on the same bytes"),
         ("digests", [0, 1 << 40], "at bytes 0 to"),
         ("digests", [-8, 0], "at bytes -8 to 0"),
         ("file", [8, 4], "at bytes 8 to 4"),

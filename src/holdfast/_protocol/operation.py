@@ -24,10 +24,12 @@ from holdfast._roster.beacon import Presence
 from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.presence import Gone, describe, see
 from holdfast._roster.whereabouts import Inquiry, note_caller
-from holdfast._values import Json
+from holdfast._values import Json, size_text
 from holdfast.errors import HoldfastError, RankFailed, RosterLost, Unplaced
 
 log = logging.getLogger("holdfast")
+TELL_EVERY = 10.0
+"""Seconds between two lines of a log about a save or load that takes long."""
 _HINTS = {
     "save": "Nothing was committed; what was committed before is untouched.",
     "load": "The state may be partly overwritten; what is in storage is untouched.",
@@ -66,7 +68,7 @@ class Operation:
         arguments: Mapping[str, object] | None = None,
     ) -> None:
         self.kind, self.place, self.step, self.call = kind, place, step, call
-        self.begun = time.monotonic()
+        self.begun = self._told = time.monotonic()
         self.cancel = Cancel()
         self.attempt = ""
         """A name of this attempt that all its ranks share and no other attempt has."""
@@ -171,7 +173,7 @@ class Operation:
         # Subscribers are user code. If one hangs, the error must not blame the message store
         # (`runner._stuck`).
         with self.presence.working():
-            self.emit(phase)
+            self.emit(phase, bytes=self.presence.progress, seconds=self.seconds())
 
     def progress(self, moved: int) -> None:
         """Note `moved` more bytes. Raises if the operation was given up meanwhile."""
@@ -179,6 +181,19 @@ class Operation:
         self.presence.progress += moved
         self.call.deadline.note_progress()
         self.emit(self.presence.phase, bytes_done=self.presence.progress, bytes_total=self.bytes_total)
+        if time.monotonic() - self._told >= TELL_EVERY:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Log how far this rank is; on the lowest rank alone, as all have about the same to do."""
+        self._told, done = time.monotonic(), self.presence.progress
+        if self.call.rank == self.call.participants[0]:
+            speed = size_text(done / max(self.seconds(), 1e-6))
+            log.info(
+                "%s: rank %d has moved %s of %s in %.1f s (%s/s).",
+                *(self.context.title, self.call.rank, size_text(done), size_text(self.bytes_total)),
+                *(self.seconds(), speed),
+            )
 
     def tick(self) -> None:
         """Note progress that is not bytes."""
@@ -211,7 +226,10 @@ class Operation:
         try:
             with self.roster.hold(), collector_paused() if pause_collector else nullcontext():
                 whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
-                return run(whole, self.context, self.roster, self.presence, self.cancel)
+                value = run(whole, self.context, self.roster, self.presence, self.cancel)
+            if self.bytes_total:
+                self._tell()
+            return value
         except HoldfastError as error:
             if not isinstance(error, Unplaced):  # not a failure: the load begins again, with lengths
                 self.emit("raised", error=type(error).__name__, message=str(error))
