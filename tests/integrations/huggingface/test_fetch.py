@@ -25,6 +25,7 @@ LAYOUTS = [
     ("qwen3_moe", Layout(tp=2, ep=2, etp=2)),
     ("qwen3 tied", Layout(tp=2, pp=4)),
     ("deepseek_v3", Layout(tp=2, pp=2, ep=2)),
+    ("qwen3_5_moe_text", Layout(tp=2, ep=2, etp=2)),  # its experts are one tensor
 ]
 MORE = [
     ("qwen3_moe", Layout(tp=2, pp=2, ep=2)),
