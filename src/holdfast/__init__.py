@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from holdfast._integrations.session import session
     from holdfast._layout.grid import Grid
     from holdfast._loading.job import load
-    from holdfast._loading.opened import open as open  # noqa: A004
     from holdfast._loading.request import LoadReport
+    from holdfast._loading.stored_checkpoint import open as open  # noqa: A004
     from holdfast._maintenance.fingerprints import fingerprint
     from holdfast._maintenance.same import same
     from holdfast._options import Options
@@ -71,7 +71,7 @@ _WHERE = {
     "installed": "holdfast._integrations.install",
     "latest": "holdfast._store.run_folder",
     "load": "holdfast._loading.job",
-    "open": "holdfast._loading.opened",
+    "open": "holdfast._loading.stored_checkpoint",
     "open_groups": "holdfast._groups.lifecycle.open",
     "same": "holdfast._maintenance.same",
     "save": "holdfast._saving.job",

@@ -75,6 +75,17 @@ def test_a_checkpoint_becomes_one_file_of_torch_save(tmp_path: Path) -> None:
     assert found["step"] == 3
 
 
+def test_the_state_is_filled_in_place_in_its_own_dtype_and_strides(tmp_path: Path) -> None:
+    whole = torch.arange(12.0).reshape(3, 4)
+    holdfast.save({"turned": whole, "half": whole}, tmp_path / "it", job=ALONE)
+    state = {"turned": torch.zeros(4, 3).T, "half": torch.zeros(3, 4, dtype=torch.bfloat16)}
+    turned = state["turned"]
+    stock.load(state, storage_reader=dcp.HoldfastReader(tmp_path / "it"), no_dist=True)
+    assert state["turned"] is turned
+    assert torch.equal(turned, whole)
+    assert torch.equal(state["half"], whole.bfloat16())
+
+
 def test_damage_and_folders_without_a_checkpoint(tmp_path: Path) -> None:
     holdfast.save({"w": torch.ones(1000)}, tmp_path / "it", job=ALONE)
     assert dcp.HoldfastReader.validate_checkpoint_id(tmp_path / "it")

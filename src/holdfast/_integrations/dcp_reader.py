@@ -16,7 +16,7 @@ from holdfast._io.open_checkpoint import open_source
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import TensorSpec
 from holdfast._loading.boxes import Wanted
-from holdfast._loading.opened import StoredCheckpoint
+from holdfast._loading.stored_checkpoint import StoredCheckpoint
 from holdfast._store.base import Folder
 from holdfast._store.local import open_store
 from holdfast.errors import HoldfastError
@@ -60,9 +60,9 @@ class HoldfastReader(StorageReader):
             tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
             specs = {spec.name: spec for spec in checkpoint.specs(item.storage_index.fqn for item in tensors)}
             boxes = [_wanted(specs[item.storage_index.fqn], item) for item in tensors]
-            for item, values in zip(tensors, checkpoint.read_boxes(boxes), strict=True):
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(values)
+            targets = [planner.resolve_tensor(item).detach() for item in tensors]
+            checkpoint.fill(boxes, targets)  # into the state itself: a rank's memory may be full
+            for item, target in zip(tensors, targets, strict=True):
                 planner.commit_tensor(item, target)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

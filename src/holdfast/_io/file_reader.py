@@ -22,7 +22,7 @@ from holdfast._io.host_memory import BATCH, BATCH_BUFFERS, ReportBytes, ScratchB
 from holdfast._io.on_threads import on_threads
 from holdfast._layout.box import Box, from_flat_range
 from holdfast._layout.coverage import first_problem
-from holdfast._plan.blocks import plan_runs, plan_ways, widen
+from holdfast._plan.blocks import plan_copies, plan_runs, widen
 from holdfast._plan.read import Overlaps, overlaps
 from holdfast._plan.shard_table import ShardTable
 from holdfast._store.base import Reader, Store
@@ -98,9 +98,9 @@ class _Job:
             return 0
         memory, wanted = self.table.memory, pairs.wanted.tolist()
         address = np.asarray([memory[row].address for row in wanted], np.int64)
-        ways = plan_ways(columns, pairs, self.table.arrays(), address)
-        runs = plan_runs(columns, pairs, ways, BATCH)
-        self.ways = [column.tolist() for column in ways]
+        copies = plan_copies(columns, pairs, self.table.arrays(), address)
+        runs = plan_runs(columns, pairs, copies, BATCH)
+        self.copies = [column.tolist() for column in copies]
         self.wanted: list[int] = wanted
         # `overlaps` orders pairs by chunk, so those of one chunk are consecutive.
         self.first: list[int] = np.searchsorted(pairs.chunk, runs.chunk).tolist()
@@ -210,7 +210,7 @@ class _Job:
     def _hand_out(self, run: int, data: memoryview) -> None:
         """Copy the wanted parts of verified bytes of a chunk into their targets."""
         for pair in range(self.first[run], self.last[run]):
-            start, stop, row, rows, step, target, target_step = (column[pair] for column in self.ways)
+            start, stop, row, rows, step, target, target_step = (column[pair] for column in self.copies)
             if not rows or not target:
                 self._scatter(self.chunk[run], pair, self.start[run], data)
             elif self.start[run] < stop and start < self.start[run] + len(data):

@@ -33,16 +33,23 @@ def read_boxes(store: Store, source: Source, wanted: Sequence[Wanted]) -> tuple[
 
     Raises MissingTensors for a name that is not there, ShapeMismatch for another shape or dtype.
     """
-    table, buffers = ShardTable(), []
-    for one in wanted:
-        stored = torch_dtype(one.spec.dtype)
-        buffers.append(torch.empty(one.box.shape, dtype=torch_dtype(one.dtype)))
-        table.add(one.spec, one.box, (0, 1), False, TensorMemory(buffers[-1], stored))
+    buffers = [torch.empty(one.box.shape, dtype=torch_dtype(one.dtype)) for one in wanted]
+    return buffers, fill_boxes(store, source, wanted, buffers)
+
+
+def fill_boxes(
+    store: Store, source: Source, wanted: Sequence[Wanted], targets: Sequence[torch.Tensor]
+) -> set[str]:
+    """Read and verify the elements of boxes into tensors of their shapes, on any device; as `read_boxes`."""
+    table = ShardTable()
+    for one, target in zip(wanted, targets, strict=True):
+        memory = TensorMemory(target, torch_dtype(one.spec.dtype))
+        table.add(one.spec, one.box, (0, 1), False, memory)
     rows = rows_of(source, table, range(len(table)))
     for row in rows.blank:
-        buffers[row].zero_()
+        targets[row].zero_()
     fill_rows(store, source, rows.table)
-    return buffers, {spec.name for spec in rows.table.specs}
+    return {spec.name for spec in rows.table.specs}
 
 
 def are_equal(store: Store, source: Source, names: Sequence[str], tick: Callable[[], None]) -> bool:

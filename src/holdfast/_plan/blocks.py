@@ -15,7 +15,7 @@ from holdfast._plan.read import Overlaps, touched_blocks
 from holdfast._plan.shard_table import RowArrays
 
 
-class Ways(NamedTuple):
+class Copies(NamedTuple):
     """Per pair, where its bytes lie in the chunk and in the target: `rows` rows of `row` bytes, at equal
     distances in both. All in bytes."""
 
@@ -52,7 +52,7 @@ def widen(values: Array, dims: int, fill: int) -> Array:
     return np.pad(values, ((0, 0), (missing, 0)), constant_values=fill) if missing else values
 
 
-def plan_ways(columns: Columns, pairs: Overlaps, table: RowArrays, address: Array) -> Ways:
+def plan_copies(columns: Columns, pairs: Overlaps, table: RowArrays, address: Array) -> Copies:
     """address: of each pair's target, or 0."""
     size, itemsize = pairs.size, table.itemsize[pairs.wanted]
     dims = size.shape[1]
@@ -70,7 +70,7 @@ def plan_ways(columns: Columns, pairs: Overlaps, table: RowArrays, address: Arra
     among = axis >= lead[:, None]
     regular = (among | (size == 1)).all(axis=1)
     before = np.maximum(cut - 1, 0)[:, None]
-    return Ways(
+    return Copies(
         start=first,
         stop=first + ((size - 1) * strides).sum(axis=1) + itemsize,
         row=np.where(inner, size, 1).prod(axis=1) * itemsize,
@@ -81,23 +81,23 @@ def plan_ways(columns: Columns, pairs: Overlaps, table: RowArrays, address: Arra
     )
 
 
-def plan_runs(columns: Columns, pairs: Overlaps, ways: Ways, limit: int) -> Runs:
+def plan_runs(columns: Columns, pairs: Overlaps, copies: Copies, limit: int) -> Runs:
     """Plan the runs, each of one block or of at most `limit` bytes. No block is read twice."""
     nbytes = columns.chunk_bytes()
     counts = -(-nbytes // columns.block)
     first = np.cumsum(counts) - counts
     chunk, block = pairs.chunk, columns.block[pairs.chunk]
-    low, high = ways.start // block, -(-ways.stop // block)
+    low, high = copies.start // block, -(-copies.stop // block)
     # With several targets, more than one may want parts of a block, so only a single one is read into.
     # A block is read directly only if all of it lies in the target: its digest covers all of it, and memory
     # beside the target is not ours.
     after = np.append(chunk[1:] != chunk[:-1], True)
     alone = after & np.append(True, after[:-1])
-    direct = alone & (ways.rows == 1) & (ways.target != 0)
-    begin = np.minimum(-(-ways.start // block), high)
-    end = np.maximum(begin, np.where(ways.stop == nbytes[chunk], high, ways.stop // block))
+    direct = alone & (copies.rows == 1) & (copies.target != 0)
+    begin = np.minimum(-(-copies.start // block), high)
+    end = np.maximum(begin, np.where(copies.stop == nbytes[chunk], high, copies.stop // block))
     begin, end = np.where(direct, begin, high), np.where(direct, end, high)
-    sparse = (ways.rows == 0) | ((ways.rows > 1) & (ways.step - ways.row >= block))
+    sparse = (copies.rows == 0) | ((copies.rows > 1) & (copies.step - copies.row >= block))
     dense = np.flatnonzero(~sparse)
     pieces = [
         (dense, low[dense], begin[dense]),
@@ -122,8 +122,8 @@ def plan_runs(columns: Columns, pairs: Overlaps, ways: Ways, limit: int) -> Runs
     chunk, block = chunk[pair], block[pair]
     start = (cut - first[chunk]) * block
     length = np.minimum((stop - first[chunk]) * block, nbytes[chunk]) - start
-    inside = direct[pair] & (ways.start[pair] <= start) & (start + length <= ways.stop[pair])
-    target = np.where(inside, ways.target[pair] + start - ways.start[pair], 0)
+    inside = direct[pair] & (copies.start[pair] <= start) & (start + length <= copies.stop[pair])
+    target = np.where(inside, copies.target[pair] + start - copies.start[pair], 0)
     order = np.lexsort((columns.position[chunk] + start, columns.file[chunk]))  # the last key is the first
     return Runs(*(column[order] for column in (chunk, start, length, cut, target)))
 

@@ -15,6 +15,7 @@ import numpy as np
 from holdfast._format.columns import ITEMSIZE, Array, Columns
 from holdfast._format.container import Header, parse_header, raw_header
 from holdfast._format.digest import digest, hex_digest
+from holdfast._format.limits import bounded_memory, check_size
 from holdfast._io.small_files import read_file
 from holdfast._io.source import ForeignSource, Rows
 from holdfast._plan.shard_table import ShardTable
@@ -27,6 +28,8 @@ _READ_METHODS = (None, "fp8", "mxfp4")
 """Values of `quant_method` in a configuration whose scales `views.scaled` reads; None: no such key."""
 _PACKED = ("qweight", "weight_packed")
 """What a module has in the place of `weight`: of GPTQ and AWQ; of compressed-tensors."""
+SMALL = 1 << 30
+"""Limit of a tensor that is read whole, such as scales: one per 16,384 elements."""
 
 
 class PublishedModel(ForeignSource):
@@ -202,7 +205,9 @@ class HuggingFaceFolder(PublishedModel):
         place = self._place(name)
         row = math.prod(place.shape[-1:]) * int(ITEMSIZE[place.code])
         first, count = rows or (0, math.prod(place.shape[:-1]))
-        with closing(self._store.open(place.file)) as reader:
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, count * row, SMALL)  # a sparse file of any size costs nothing to create
+        with closing(self._store.open(place.file)) as reader, bounded_memory(where):
             data = reader.read(place.position + first * row, count * row)
         if len(data) != count * row:
             raise CorruptCheckpoint(f"{self._store.url}/{place.file} ends before {name!r} does.")

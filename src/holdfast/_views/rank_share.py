@@ -113,6 +113,8 @@ class RankShare(NamedTuple):
                 ranges.append((self.experts,))
             elif int(expert[1]) not in self.experts:
                 return []
+        if len(shape) < len(ranges):
+            raise BadInput(f"{name!r} has shape {list(shape)}, which has too few axes for what it is.")
         lead = [Box((), ())]
         for some in ranges:
             lead = [

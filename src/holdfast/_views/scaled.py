@@ -13,7 +13,7 @@ from holdfast._values import Buffer
 from holdfast._views.hub_format import SCALES, Place
 from holdfast._views.hugging_face import PublishedModel
 from holdfast._views.mapping import Segment
-from holdfast.errors import MissingTensors, ShapeMismatch
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 IN_8_BITS = CODE_OF["float8_e4m3fn"]
 _BYTES = CODE_OF["uint8"]
@@ -67,7 +67,11 @@ def _sides(source: PublishedModel) -> Dims:
     """Return rows and columns of the blocks that have a scale each."""
     quantization = source.config.get("quantization_config")
     sides = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
-    return tuple(sides) if isinstance(sides, list) else (_SIDE, _SIDE)
+    if sides is None:
+        return (_SIDE, _SIDE)
+    if not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
+        raise BadInput(f"{source.where}: weight_block_size={sides!r} in config.json is no shape.")
+    return tuple(sides)
 
 
 class _InBlocks(TensorMemory):

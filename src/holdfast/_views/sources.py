@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 from functools import cached_property
 
+from holdfast._format.columns import ITEMSIZE
 from holdfast._format.index import Index
+from holdfast._format.limits import bounded_memory, check_size
 from holdfast._format.slice import ABOUT
 from holdfast._io.raw_read import read_box
 from holdfast._io.slice import IndexSource, Slice
@@ -15,7 +17,7 @@ from holdfast._layout.box import from_flat_range
 from holdfast._layout.tensor import TensorSpec
 from holdfast._store.base import Store
 from holdfast._views import hub_format as hf
-from holdfast._views.hugging_face import HuggingFaceFolder, PublishedModel
+from holdfast._views.hugging_face import SMALL, HuggingFaceFolder, PublishedModel
 
 
 class IndexedModel(IndexSource, PublishedModel):
@@ -47,11 +49,14 @@ class IndexedModel(IndexSource, PublishedModel):
         spec = self._specs[name]
         first, count = rows or (0, math.prod(spec.shape[:-1]))
         width = math.prod(spec.shape[-1:])
+        where = f"{name!r} of {self._store.url}"
+        check_size(where, count * width * int(ITEMSIZE[spec.dtype]), SMALL)
         columns = self.index.select(self.find([name]))
         # A range of rows may consist of several boxes; scales are small, so each box is read by itself.
         parts = from_flat_range(spec.shape, first * width, (first + count) * width)
         read = (read_box(self._store, columns, part, self.where, self.fetched_for) for part in parts)
-        return b"".join(part.tobytes() for part in read)
+        with bounded_memory(where):
+            return b"".join(part.tobytes() for part in read)
 
 
 class PublishedSlice(IndexedModel, Slice):

@@ -262,3 +262,37 @@ def test_elements_in_8_bits_are_multiplied_by_the_scales_of_their_blocks(tmp_pat
     as_it_is = {"w.weight": torch.zeros(300, 200, dtype=torch.float8_e4m3fn)}
     holdfast.load(as_it_is, tmp_path)
     assert torch.equal(as_it_is["w.weight"].float(), weight.float())
+
+
+@pytest.mark.parametrize("sides", [[0, 128], [128, -1], [128, "128"], [1.5, 2], "128", {}])
+def test_blocks_of_scales_that_are_no_shape_are_refused(sides: object, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {"w.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn), "w.weight_scale_inv": torch.ones(1, 1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    about = {"quant_method": "fp8", "weight_block_size": sides}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v3", "quantization_config": about})
+    )
+    with pytest.raises(BadInput, match=r"weight_block_size=.* in config\.json is no shape"):
+        holdfast.load({"w.weight": torch.zeros(8, 8)}, tmp_path)
+
+
+def test_scales_of_a_sparse_file_are_not_read_into_memory(tmp_path: Path) -> None:
+    wide = 1 << 29
+    places = {
+        "w.weight": {"dtype": "F8_E4M3", "shape": [1, wide], "data_offsets": [0, wide]},
+        "w.weight_scale_inv": {"dtype": "F32", "shape": [1, wide], "data_offsets": [wide, 5 * wide]},
+    }
+    header = json.dumps(places).encode()
+    header += b" " * (-len(header) % 8)
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 5 * wide)
+    about = {"quant_method": "fp8", "weight_block_size": [1, 1]}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v3", "quantization_config": about})
+    )
+    part = holdfast.Shard(torch.zeros(1, 16), (1, wide), (0, 0))
+    with pytest.raises(CorruptCheckpoint, match=r"w\.weight_scale_inv"):
+        holdfast.load({"w.weight": part}, tmp_path)

@@ -19,7 +19,7 @@ from holdfast._io.open_checkpoint import open_source
 from holdfast._io.raw_read import read_all
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import OBJECT, TensorSpec, dtype_code, listed, nearest
-from holdfast._loading.boxes import Wanted, read_boxes
+from holdfast._loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._state.memory import torch_dtype
 from holdfast._store.base import Folder
 from holdfast._store.local import open_store
@@ -166,6 +166,10 @@ class StoredCheckpoint(Mapping[str, Any]):
     def read_boxes(self, boxes: Sequence[Wanted]) -> list[torch.Tensor]:
         """Read boxes of tensors, all at once."""
         return read_boxes(self._store, self._source, boxes)[0]
+
+    def fill(self, boxes: Sequence[Wanted], targets: Sequence[torch.Tensor]) -> None:
+        """Read boxes of tensors into others of their shapes, all at once."""
+        fill_boxes(self._store, self._source, boxes, targets)
 
     def close(self) -> None:
         """Close the index. Nothing can be read after that."""

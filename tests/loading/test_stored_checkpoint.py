@@ -26,7 +26,9 @@ STATE = {
 
 
 @pytest.fixture(params=["holdfast", "torch DCP", "a store"])
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> holdfast._loading.opened.StoredCheckpoint:
+def opened(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> holdfast._loading.stored_checkpoint.StoredCheckpoint:
     if request.param == "torch DCP":
         torch_dcp.save(STATE, checkpoint_id=tmp_path / "it", no_dist=True)
         return holdfast.open(tmp_path / "it")
@@ -53,13 +55,13 @@ INDICES = [
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 def test_an_index_reads_what_it_reads_of_a_tensor(
-    opened: holdfast._loading.opened.StoredCheckpoint, index: object
+    opened: holdfast._loading.stored_checkpoint.StoredCheckpoint, index: object
 ) -> None:
     stored = opened["model.w"]
     assert torch.equal(stored[index], W[index])  # type: ignore[index]
 
 
-def test_names_shapes_and_values(opened: holdfast._loading.opened.StoredCheckpoint) -> None:
+def test_names_shapes_and_values(opened: holdfast._loading.stored_checkpoint.StoredCheckpoint) -> None:
     assert sorted(opened) == ["lr", "model.half", "model.none", "model.one", "model.w"]
     assert len(opened) == 5
     assert "model.w" in opened
@@ -126,7 +128,9 @@ def test_damage_is_found_only_where_it_is_read(tmp_path: Path) -> None:
         stored[200:300]
 
 
-WRONG: list[tuple[Callable[[holdfast._loading.opened.StoredTensor], object], type[Exception], str]] = [
+WRONG: list[
+    tuple[Callable[[holdfast._loading.stored_checkpoint.StoredTensor], object], type[Exception], str]
+] = [
     (lambda w: w[24], IndexError, r"has the shape \[24, 40\]"),
     (lambda w: w[1, 2, 3], BadInput, "2 dimensions"),
     (lambda w: w[..., ...], BadInput, "whole numbers|dimensions"),
@@ -141,7 +145,7 @@ WRONG: list[tuple[Callable[[holdfast._loading.opened.StoredTensor], object], typ
 
 @pytest.mark.parametrize(("call", "error", "said"), WRONG)
 def test_what_can_not_be_read_is_said(
-    call: Callable[[holdfast._loading.opened.StoredTensor], object],
+    call: Callable[[holdfast._loading.stored_checkpoint.StoredTensor], object],
     error: type[Exception],
     said: str,
     tmp_path: Path,
