@@ -24,7 +24,7 @@ COMMANDS = {
     "explain": "Show where a tensor is stored, and what a reader of a part reads.",
     "diff": "Compare two checkpoints.",
     "same": "Say whether two places hold the same weights.",
-    "import": "Convert a torch DCP or megatron-core checkpoint, or a model of Hugging Face's, to Holdfast.",
+    "import": "Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.",
     "export": "Convert a Holdfast checkpoint to torch DCP and megatron-core, or its weights to Hugging Face.",
     "fetch": "Show or copy just what some ranks need of a checkpoint or a published model.",
     "reindex": "Rebuild a lost index from the data files.",

@@ -9,24 +9,28 @@ from holdfast._values import size_text
 
 
 @click.command("import")
-@click.argument("kind", type=click.Choice(["torch_dist", "hf"]))
+@click.argument("kind", type=click.Choice(["torch_dist", "hf", "zero"]))
 @click.argument("source", type=click.Path())
 @click.argument("out", type=click.Path())
 @click.option("--step", type=click.IntRange(min=0), help="The step to note in the new checkpoint.")
 @click.option("--fingerprint", is_flag=True, help="Note fingerprints, by which `holdfast same` compares.")
 @output.as_json
 def command(kind: str, source: str, out: str, step: int | None, fingerprint: bool, as_json: bool) -> None:
-    """Convert a torch DCP or megatron-core checkpoint, or a model of Hugging Face's, to Holdfast.
+    """Convert checkpoints of torch DCP, megatron-core and DeepSpeed, and models of Hugging Face.
 
     torch_dist: SOURCE is the folder that has its .metadata. Its CRCs are checked.
 
     hf: SOURCE is the folder of a published model. Names stay as they are; digests are added. It loads in any
     layout, like the folder itself.
 
+    zero: SOURCE is a folder of DeepSpeed's (ZeRO 1, 2, 3, or universal), or that with its file `latest`. Its
+    CRCs are checked first. --step is its number of steps if it is not given.
+
     OUT must not exist, or be empty. After an interruption the same command starts again. One process, a part
     of a tensor in memory at a time. Nothing in SOURCE is executed.
     """
     # Imported here, because they import torch, and `--help` must not.
+    from holdfast._integrations.deepspeed.importing import import_zero
     from holdfast._integrations.huggingface.importing import import_huggingface
     from holdfast._integrations.torch_dist import import_torch_dist
     from holdfast._options import Options
@@ -37,7 +41,8 @@ def command(kind: str, source: str, out: str, step: int | None, fingerprint: boo
             job = Job(options=Options(fingerprint=fingerprint), no_dist=True, timeout=7 * 86400.0)
             report = import_huggingface(source, out, step=step, progress=advance, job=job)
         else:
-            report = import_torch_dist(source, out, step=step, fingerprint=fingerprint, progress=advance)
+            convert = import_zero if kind == "zero" else import_torch_dist
+            report = convert(source, out, step=step, fingerprint=fingerprint, progress=advance)
     if as_json:
         output.print_json(report)
         return

@@ -69,7 +69,9 @@ class _Storage(NamedTuple):
     key: str
 
 
-class _Tensor(NamedTuple):
+class PickledTensor(NamedTuple):
+    """A tensor as `data.pkl` describes it."""
+
     key: str
     dtype: str
     start: int
@@ -77,7 +79,7 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _tensor(args: tuple[object, ...]) -> _Tensor:
+def _tensor(args: tuple[object, ...]) -> PickledTensor:
     """Read a call of `_rebuild_tensor_v2` (storage, offset, shape, strides, requires_grad, hooks), or of
     `_v3`, which also has the dtype at the end, because its storage has none."""
     storage, start, shape, stride, *rest = args if len(args) >= 4 else (None,) * 4
@@ -86,9 +88,9 @@ def _tensor(args: tuple[object, ...]) -> _Tensor:
     if type(start) is not int or not _is_whole((start,)):
         raise BadPickle("it makes a tensor of other values")
     named = rest[2] if storage.kind == "UntypedStorage" and len(rest) > 2 else storage.kind
-    if type(named) is not str or len(shape) != len(stride):
+    if not isinstance(named, str) or len(shape) != len(stride):
         raise BadPickle("it makes a tensor of other values")
-    return _Tensor(storage.key, STORAGES.get(named, named), start, shape, stride)
+    return PickledTensor(storage.key, STORAGES.get(named, named), start, shape, stride)
 
 
 def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
@@ -100,8 +102,8 @@ def _is_whole(values: object) -> TypeGuard[tuple[int, ...]]:
     )
 
 
-class _Plan(PickleReader):
-    """Reads `data.pkl` of one tensor: storage, offset and strides."""
+class TensorPickle(PickleReader):
+    """Reads `data.pkl`, tensors as storage, offset and strides."""
 
     def resolve(self, module: str, name: str) -> object:
         make = _MADE.get((module, name))
@@ -132,10 +134,10 @@ _MADE = {
 
 
 @lru_cache(maxsize=256)
-def _plan(data: bytes) -> _Tensor:
+def _plan(data: bytes) -> PickledTensor:
     """Read `data.pkl`; cached, because chunks of one shape have the same."""
-    tensor = _Plan(data).read()
-    if type(tensor) is not _Tensor:
+    tensor = TensorPickle(data).read()
+    if type(tensor) is not PickledTensor:
         raise BadPickle("it holds no tensor")
     return tensor
 
@@ -145,7 +147,7 @@ def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where
     try:
         archive = Archive(read, chunk.start, chunk.length)
         tensor = _plan(archive.load("data.pkl", _PICKLE_BYTES))
-        return _location(archive, tensor, chunk, dtype, itemsize)
+        return locate_in(archive, tensor, chunk.size, dtype, itemsize)
     except (BadArchive, BadPickle) as error:
         raise CorruptCheckpoint(
             f"{where}/{chunk.file} is damaged: the part of {name!r} at {chunk.start} can't be read: {error}.",
@@ -153,12 +155,14 @@ def locate(read: Read, chunk: Chunk, dtype: str, itemsize: int, name: str, where
         ) from None
 
 
-def _location(archive: Archive, tensor: _Tensor, chunk: Chunk, dtype: str, itemsize: int) -> ChunkLocation:
-    """Return the position of the elements. BadArchive if they contradict the metadata."""
+def locate_in(
+    archive: Archive, tensor: PickledTensor, size: tuple[int, ...], dtype: str, itemsize: int
+) -> ChunkLocation:
+    """Return the position of the elements. BadArchive if they contradict the metadata: `size`, `dtype`."""
     member = archive.find(f"data/{tensor.key}")
-    nbytes = math.prod(chunk.size) * itemsize
-    if tensor.shape != chunk.size and math.prod(tensor.shape) * itemsize != nbytes:
-        raise BadArchive(f"it holds shape {list(tensor.shape)}, the metadata says {list(chunk.size)}")
+    nbytes = math.prod(size) * itemsize
+    if tensor.shape != size and math.prod(tensor.shape) * itemsize != nbytes:
+        raise BadArchive(f"it holds shape {list(tensor.shape)}, the metadata says {list(size)}")
     if tensor.dtype != dtype:
         raise BadArchive(f"it holds {tensor.dtype}, the metadata says {dtype}")
     # Row-major elements are contiguous, as in our own files, so readers need no other path.

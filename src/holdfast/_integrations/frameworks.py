@@ -14,6 +14,7 @@ from functools import wraps
 from importlib import import_module
 
 from holdfast._integrations import torch_checkpoint
+from holdfast._integrations.deepspeed import engine as deepspeed
 from holdfast._integrations.guard import guarded
 from holdfast._integrations.huggingface import patches as huggingface
 from holdfast._integrations.megatron import patches as megatron
@@ -162,6 +163,7 @@ FRAMEWORKS = (
         ),
         uses=("torch-dcp",),
     ),
+    Framework("deepspeed", "deepspeed", "deepspeed", replacements=deepspeed.replacements),
 )
 TELLING_APART = (
     "global_step",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -27,9 +28,17 @@ from holdfast._protocol.operation import agree
 from holdfast._saving.job import SaveJob, SaveReport
 from holdfast._saving.request import SaveRequest
 from holdfast._state.leaf import Flat, Leaf
-from holdfast._store.base import Reader, Store
+from holdfast._store.base import Store
 from holdfast._values import Buffer, Json
 from holdfast.errors import BadInput, CorruptCheckpoint, NotCommitted
+
+
+class Bytes(Protocol):
+    """What an import reads from."""
+
+    def read_into(self, start: int, buffers: Sequence[Buffer]) -> int:
+        """Fill the buffers one after the other from `start`; return the number of bytes read."""
+        ...
 
 
 class FileMemory:
@@ -38,7 +47,7 @@ class FileMemory:
     # 0, so that a save calls `gather`: there is no memory to write from.
     address = 0
 
-    def __init__(self, spec: TensorSpec, box: Box, reader: Reader, position: int, meter: Meter) -> None:
+    def __init__(self, spec: TensorSpec, box: Box, reader: Bytes, position: int, meter: Meter) -> None:
         self._name, self._shape, self._itemsize = spec.name, box.shape, DTYPES[spec.dtype].size
         self.reader, self.position, self._meter = reader, position, meter
         self.nbytes = box.volume * self._itemsize

@@ -129,8 +129,8 @@ def install(
     later call replaces the settings of an earlier one.
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
-        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`; default all that are imported now or
-        later.
+        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`; default all that are
+        imported now or later.
     job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks

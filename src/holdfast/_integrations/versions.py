@@ -12,6 +12,7 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "ms-swift": ("4.6.0",),
     "nemo-rl": (),
     "torchtitan": ("0.3.0",),
+    "deepspeed": ("0.19.8",),
 }
 """Name on PyPI, and the versions whose functions the tests call (docs/megatron.md says how)."""
 

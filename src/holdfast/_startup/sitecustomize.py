@@ -50,7 +50,7 @@ def _install(module: ModuleType) -> None:
         install(**arguments, job=Job(**{**job, "options": Options(**job.get("options", {}))}))
 
 
-_FRAMEWORKS = ("megatron.core", "verl", "swift", "nemo_rl", "torchtitan")
+_FRAMEWORKS = ("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed")
 
 
 def _begin() -> None:
