@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -143,18 +144,29 @@ def connections_to(port: int) -> int:
     return found
 
 
-def test_connections_are_kept_while_somebody_holds_the_roster() -> None:
+def test_connections_are_kept_for_the_next_call_until_the_store_goes() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port, roster = store.port, TorchRoster(store, 0, 2)
+    wait_until(lambda: connections_to(port) == 2)  # torch's own client, with both ends in this process
+    for _ in range(3):
+        roster.lane("beside").get(["a"])
+        roster.bounded().get(["a"])
+    wait_until(lambda: connections_to(port) == 2 + 4)
+    del store, roster
+    gc.collect()
+    wait_until(lambda: connections_to(port) == 0)
+
+
+def test_a_connection_that_the_server_has_closed_is_replaced() -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     roster = TorchRoster(store, 0, 2)
-    wait_until(lambda: connections_to(store.port) == 2)  # torch's own client, with both ends in this process
-    roster.put("a", {})
-    wait_until(lambda: connections_to(store.port) == 2)
-    with roster.hold():
-        for _ in range(3):
-            roster.lane("beside").get(["a"])
-            roster.bounded().get(["a"])
-        wait_until(lambda: connections_to(store.port) == 2 + 4)
-    wait_until(lambda: connections_to(store.port) == 2)
+    roster.put("a", {"x": 1})
+    assert not roster.wait("nothing", 0.01)  # whose answer is still to come
+    (kept,) = [client for clients in roster._connections._idle.values() for client in clients]
+    assert kept.is_open()
+    kept._socket.shutdown(socket.SHUT_RDWR)
+    assert not kept.is_open()
+    assert roster.get(["a"]) == [{"x": 1}]
 
 
 def test_a_store_that_does_not_answer_is_waited_for_but_not_by_what_must_not_hang() -> None:

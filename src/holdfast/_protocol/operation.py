@@ -224,7 +224,7 @@ class Operation:
         """
         self.context.collect_error = collect_error
         try:
-            with self.roster.hold(), collector_paused() if pause_collector else nullcontext():
+            with collector_paused() if pause_collector else nullcontext():
                 whole = CallSteps(self._meet(), steps, leave(self.context, self._history))
                 value = run(whole, self.context, self.roster, self.presence, self.cancel)
             if self.bytes_total:

@@ -8,7 +8,6 @@ the store behind it is gone, every method raises `RosterLost`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import msgspec
@@ -70,10 +69,6 @@ class Roster(Protocol):
 
     def serves(self) -> bool:
         """Return whether the store is in this process, so that it ends with it."""
-        ...
-
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep connections open inside, for the next call; they are closed when nobody holds them."""
         ...
 
 

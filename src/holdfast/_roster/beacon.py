@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from weakref import WeakKeyDictionary, ref
 
 import msgspec
@@ -128,7 +128,6 @@ class Beacon:
         self._last: Message = {}
         self._beats = 0
         self._lock = threading.Lock()
-        self._held = ExitStack()
 
     def set_limits(self, limits: Limits) -> None:
         """Tell waits and lost hosts after these seconds."""
@@ -189,14 +188,12 @@ class Beacon:
 
     def keep(self, user: object) -> None:
         """Beat for as long as `user` needs it. Raises HoldfastError if no thread can be started."""
-        roster = self._roster()
+        self._roster()
         with self._lock:
             first = not self._beating
             self._beating.add(user)
             if first:
                 self._due = time.monotonic() + self.pace - self.interval / 2
-            if first and roster is not None:
-                self._held.enter_context(roster.hold())
         if first:
             heart.begin(self, self.interval * (1 + spread(self.who.rank)) / 2)
 
@@ -246,7 +243,6 @@ class Beacon:
     def close(self) -> None:
         """Stop listening; on the heart's thread."""
         self.watch.close()
-        self._held.close()
 
     def _listens_at(self, address: str, port: int) -> None:
         self.who = msgspec.structs.replace(self.who, address=address, port=port)

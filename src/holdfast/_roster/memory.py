@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -96,6 +95,3 @@ class MemoryRoster:
 
     def serves(self) -> bool:
         return False
-
-    def hold(self) -> AbstractContextManager[None]:
-        return nullcontext()

@@ -14,6 +14,7 @@ key itself.
 from __future__ import annotations
 
 import secrets
+import select
 import socket
 import struct
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ _NOTHING = b"\0"
 """Never a value. `compare_set` of it with itself reads a key without waiting."""
 _AT_ONCE = 256
 """Requests that are sent before their answers are read; the server must be able to send all of these."""
+KEEPALIVE = 60
+"""Seconds without data after which the kernel asks whether the server's host is there."""
 PATIENCE = 2.0
 """Seconds that a client which must not hang has for an answer."""
 
@@ -66,14 +69,26 @@ class TcpClient:
         own_sockets.add(self._socket)
         self._socket.settimeout(patience)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # So that the death of the server's host ends a wait that has no limit of its own.
+        # So that the death of the server's host ends a wait that has no limit of its own, and that no
+        # firewall forgets the connection between two saves.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE)
         self._socket.sendall(bytes([_VALIDATE]) + _MAGIC)
 
     def way(self) -> tuple[str, str]:
         """Return the addresses of this end of the connection, and of the server's."""
         here, there = self._socket.getsockname()[0], self._socket.getpeername()[0]
         return str(here).removeprefix("::ffff:"), str(there).removeprefix("::ffff:")
+
+    def is_open(self) -> bool:
+        """Return whether the server has not closed the connection."""
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        try:
+            # What there is to read may also be the answer to a wait that has ended here.
+            return not waiting.poll(0) or bool(self._socket.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def close(self) -> None:
         self._socket.close()

@@ -2,20 +2,20 @@
 
 The store is the one that the default process group was started with, so there is nothing to set up; our keys
 have a prefix. We use clients of our own, because one client runs its calls one after the other, and a wait
-would block the training's own calls. They are kept as long as somebody holds the roster (`hold`), and closed
-after that: a save leaves no connection.
+would block the training's own calls. They are kept for the next call as long as the store is there: at each
+connection the server looks up the client's name, and serves nobody else until a name server has answered.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import msgspec
 import torch.distributed as dist
@@ -59,6 +59,8 @@ class _Client(Protocol):
 
     def way(self) -> tuple[str, str]: ...
 
+    def is_open(self) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -70,6 +72,9 @@ class _TorchClient:
 
     def way(self) -> tuple[str, str]:
         return "", ""
+
+    def is_open(self) -> bool:
+        return True
 
     def close(self) -> None:
         """Nothing: the connection is closed with the last reference."""
@@ -114,61 +119,39 @@ class _TorchClient:
 
 
 class _Connections:
-    """This process's clients of one store, created at first use, and the secret that seals messages.
+    """This process's clients of one store, created at first use and closed with the store, and the secret
+    that seals messages.
 
     It does not keep the store alive: after `destroy_process_group` the server of the default process group's
     store must end with it, or the next process group on that port would see the messages of the last.
     """
 
     def __init__(self, store: object, delay: float) -> None:
-        self.parent: Callable[[], Any] = ref(store)
+        self._idle: dict[float | None, list[_Client]] = {}
+        self.parent: Callable[[], Any] = ref(store, partial(_close, self._idle))
+        finalize(self, _close, self._idle).atexit = False
         self._delay = delay
         """Seconds by which this rank of a large world connects later than others."""
         self._pid = os.getpid()
-        self._idle: dict[float | None, list[_Client]] = {}
-        self._holders = 0
-        self._lock = threading.Lock()
         self._seal: Seal | None = None
         self.prefix = ""
         """Of our keys: other worlds may use the same server."""
         self._speaks_tcp: bool | None = None
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep connections open inside."""
-        with self._lock:
-            self._holders += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._holders -= 1
-                unused = [] if self._holders else [one for some in self._idle.values() for one in some]
-                if unused:
-                    self._idle.clear()
-            for client in unused:
-                client.close()
-
-    @contextmanager
     def client(self, patience: float | None) -> Iterator[_Client]:
         """Lend a client to one call; that of a call that fails is closed. It may have to connect first."""
         if self._pid != os.getpid():  # a fork must not speak on connections of its parent
-            self._pid, self._idle, self._holders, self._lock = os.getpid(), {}, 0, threading.Lock()
-        with self._lock:
-            idle = self._idle.get(patience)
-            client = idle.pop() if idle else None
-        if client is None:
-            client = self._connect(patience)
+            self._pid = os.getpid()
+            _close(self._idle)
+        idle = self._idle.setdefault(patience, [])
+        client = _open_one(idle) or self._connect(patience)
         try:
             yield client
         except BaseException:
             client.close()
             raise
-        with self._lock:
-            if self._holders:
-                self._idle.setdefault(patience, []).append(client)
-                return
-        client.close()
+        idle.append(client)
 
     def _connect(self, patience: float | None) -> _Client:
         store = self.store()
@@ -208,6 +191,25 @@ class _Connections:
                 details={"destroyed": True},
             )
         return store
+
+
+def _open_one(idle: list[_Client]) -> _Client | None:
+    """Take a client whose server is there; close those of which it has closed the connection."""
+    with suppress(IndexError):  # other threads take clients, too
+        while True:
+            client = idle.pop()
+            if client.is_open():
+                return client
+            client.close()
+    return None
+
+
+def _close(idle: dict[float | None, list[_Client]], store: object = None) -> None:
+    """Close clients that no call uses. store: a reference to it, if it has gone."""
+    for clients in list(idle.values()):
+        with suppress(IndexError):
+            while True:
+                clients.pop().close()
 
 
 class TorchRoster:
@@ -303,9 +305,6 @@ class TorchRoster:
     def serves(self) -> bool:
         tcp: Any = tcp_store(self._connections.store())
         return tcp is not None and listens(tcp.port)
-
-    def hold(self) -> AbstractContextManager[None]:
-        return self._connections.hold()
 
 
 @contextmanager
