@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import SupportsFloat
 
 from msgspec.structs import replace
 
@@ -26,11 +27,12 @@ class Checkpoints(RunFolder):
     """The steps of one run, `run/step-00000100/` and so on.
 
     A save is asynchronous: it copies the state and goes on in the background, at most `in_flight` at a time.
-    `keep` is how many committed steps stay (None: all); older ones are removed after a newer one is
-    committed, never before. Use it as a context manager, or call `close()`, before the process group is
-    destroyed: both wait for the saves under way.
+    `keep` is how many committed steps stay (None: all), besides those that `keep_every` and `best` ask for;
+    others are removed after a newer one is committed, never before. Use it as a context manager, or call
+    `close()`, before the process group is destroyed: both wait for the saves under way.
 
-    asynchronous, in_flight, on_busy, on_failure, takeover, job: see `holdfast._run.folder.RunFolder`.
+    keep_every, best, best_mode, save_every, asynchronous, in_flight, on_busy, on_failure, takeover, job: see
+    `holdfast._run.folder.RunFolder`.
     """
 
     def save(
@@ -42,6 +44,9 @@ class Checkpoints(RunFolder):
         exclude: Sequence[str] | None = None,
         expected: str | Iterable[str] | None = PREVIOUS,
         notes: Json = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        force: bool = False,
+        timeout: float | None = None,
     ) -> Pending | None:
         """Save a step: copy the state, and go on. `committed()` of the returned `Pending` waits until the
         step is durable.
@@ -49,6 +54,10 @@ class Checkpoints(RunFolder):
         While `in_flight` saves are under way, `on_busy` says what this does (it returns None for a save that
         was skipped). If the save that it waits for failed, this raises its error, on all ranks, and begins
         nothing. `expected="previous"` compares names with those of the newest committed step.
+
+        metrics: numbers by name, such as {"loss": 1.5}, for `best`; the index has those of the lowest
+            participant. force: save also a step that `save_every` says is not due. timeout: that of this
+            save, in place of the job's.
         """
 
         step = whole_step(step)
@@ -68,6 +77,7 @@ class Checkpoints(RunFolder):
                 overwrite=True,
                 grid=self._job.grid,
                 notes=notes,
+                about=self._about(metrics),
                 options=self._job.options,
                 # The committer calls it twice: before it begins, and right before it commits.
                 permit=partial(self._permit, call),
@@ -75,7 +85,7 @@ class Checkpoints(RunFolder):
             )
             return SaveJob(request)
 
-        return self._save(make, step)
+        return self._save(make, step, force, timeout)
 
     def restore(
         self,

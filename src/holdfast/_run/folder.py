@@ -6,31 +6,37 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable
-from typing import Self, TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Self, SupportsFloat, TypeVar
 
 from holdfast import events
 from holdfast._background.pending import Pending, finished
 from holdfast._background.queue import EXIT_GRACE, LANE, SaveQueue
 from holdfast._format.digest import digest, hex_digest
+from holdfast._io.index_file import open_index
 from holdfast._protocol.call import Call, begin_call, whole_step
 from holdfast._protocol.job import Job, job_of
 from holdfast._protocol.operation import agree
 from holdfast._run.owner import lease_of
+from holdfast._run.save_times import SaveTimes
 from holdfast._saving.job import SaveJob
 from holdfast._store.absence import explain_fresh_start
 from holdfast._store.base import Folder, Store
 from holdfast._store.local import open_store
+from holdfast._store.retention import Retention, StepFacts, facts_of
 from holdfast._store.run_folder import (
     committed_folder,
     committed_steps,
     newest_own_step,
     newest_steps,
+    own_steps,
     refuse_other_checkpoints,
     retire,
     step_folder,
 )
-from holdfast._values import Json
+from holdfast._values import Json, Message
 from holdfast.errors import (
     BadInput,
     CorruptCheckpoint,
@@ -51,6 +57,11 @@ class RunFolder:
 
     keep: how many committed steps stay (None: all); older ones are removed after a newer one is committed,
         never before, and not while somebody reads them.
+    keep_every: also keep the steps that are multiples of it; or, with a timedelta, one in every so much time.
+    best, best_mode: also keep the step whose metric of this name (`save(metrics=)`) is the lowest ("min") or
+        the highest ("max").
+    save_every: `save` does nothing, and returns None, but at multiples of it; or, with a timedelta, before so
+        much time has passed since the last one, by the clock of the lowest participant.
     asynchronous: `save` returns once the state is copied; else once it is committed.
     in_flight: how many saves may be under way at once. Each has its own copy of the state and its own writer
         process.
@@ -73,6 +84,10 @@ class RunFolder:
         run: Folder,
         *,
         keep: int | None = None,
+        keep_every: int | timedelta | None = None,
+        best: str | None = None,
+        best_mode: str | None = None,
+        save_every: int | timedelta | None = None,
         asynchronous: bool = True,
         in_flight: int = 1,
         on_busy: str = "wait",
@@ -80,8 +95,7 @@ class RunFolder:
         takeover: bool = False,
         job: Job | None = None,
     ) -> None:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise BadInput(f"keep must be at least 1, or None to keep every step, not {keep!r}.")
+        self._rules = Retention(keep=keep, keep_every=keep_every, best=best, best_mode=best_mode)
         if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
             raise BadInput(f"in_flight must be a whole number from 1 on, not {in_flight!r}.")
         if on_busy not in ("wait", "skip"):
@@ -92,7 +106,7 @@ class RunFolder:
         self._job = job_of(job)
         options = self._job.options
         self.store: Store = open_store(run)
-        self.keep = keep
+        self._times = SaveTimes(save_every, self.store.url, lambda: begin_call(self._job).lane("due"))
         self._asynchronous, self._skips, self._warns = asynchronous, on_busy == "skip", on_failure == "warn"
         self._retries = int(tries[1]) if tries else options.retries
         budget = options.host_memory_budget
@@ -100,6 +114,8 @@ class RunFolder:
         self._in_flight, self._begun = in_flight, 0
         self._damaged: set[int] = set()
         """Steps that a load found damaged."""
+        self._facts: dict[str, StepFacts] = {}
+        """What the indexes of folders say, so that each is read once."""
         self._passed: set[str] = set()
         """Folders that were found to be no step of ours, so that not each save looks at all of them again."""
         self._tidying = threading.Lock()
@@ -123,6 +139,26 @@ class RunFolder:
         """List all committed steps, ascending."""
         return list(committed_steps(self.store))
 
+    def best_step(self) -> int | None:
+        """Return the committed step with the best metric as this rank sees it; None if none has that metric.
+
+        Raises BadInput without `best=`.
+        """
+        if self._rules.best is None:
+            raise BadInput(
+                "best_step() needs the name of a metric.",
+                hint="Checkpoints(run, best='loss', best_mode='min')",
+            )
+        return self._rules.best_step([self._read(*found) for found in own_steps(self.store).items()])
+
+    def should_save(self, step: int) -> bool:
+        """Return whether `save` would save this step, the same on all ranks: it is what `save_every` says.
+
+        Call it on all ranks in the same order: with a timedelta, in every step of the loop. A `save` of the
+        step that it was called for last does not count again.
+        """
+        return self._times.due(whole_step(step))
+
     def close(self, timeout: float | None = None) -> None:
         """Wait for the saves under way, and free memory, descriptors and writer processes. A later save makes
         new ones.
@@ -130,6 +166,7 @@ class RunFolder:
         timeout: seconds to wait; by default the saves' own deadlines end it. Raises the first error of a
             save, on all ranks.
         """
+        self._times.close()
         first: HoldfastError | None = None
         for save in self._queue.settle(timeout=timeout):
             try:
@@ -166,8 +203,15 @@ class RunFolder:
         if error is not None:
             log.warning("A save in the background failed: %s", error)
 
-    def _save(self, make: Callable[[Call], SaveJob], step: int) -> Pending | None:
-        """Begin the save that `make` gives; None if it is skipped because a rank has too many under way."""
+    def _save(
+        self, make: Callable[[Call], SaveJob], step: int, force: bool, timeout: float | None
+    ) -> Pending | None:
+        """Begin the save that `make` gives; None if it is not due, or is skipped because a rank has too many
+        under way."""
+        job = self._job if timeout is None else replace(self._job, timeout=timeout)
+        # Asked also if the save is forced: all calls count.
+        if not self.should_save(step) and not force:
+            return None
         if self._skips and self._asynchronous and self._is_busy(step):
             return None
         self._settle(leave=self._in_flight - 1 if self._asynchronous else 0)
@@ -177,7 +221,7 @@ class RunFolder:
             # Other saves, also of other run folders, are under way, so each has its own messages.
             lane = f"{LANE}-{hex_digest(digest(self.store.url.encode()))}-{number}"
             pending = self._queue.save(
-                lambda: make(begin_call(self._job).lane(lane)),
+                lambda: make(begin_call(job).lane(lane)),
                 self._folder(step).url,
                 step,
                 self._in_flight,
@@ -186,7 +230,7 @@ class RunFolder:
             )
             pending.only_warns = self._warns
             return pending
-        return finished(make(begin_call(self._job)).run(), step)
+        return finished(make(begin_call(job)).run(), step)
 
     def _is_busy(self, step: int) -> bool:
         """Return whether a save would have to wait on any rank. All must decide alike, so they agree."""
@@ -212,14 +256,39 @@ class RunFolder:
         self._lease.hold(self, call.roster.job(), call.rank, self._takeover, tick)
 
     def _retire(self, step: int) -> None:
-        """Remove steps beyond `keep`, the one just saved never among them."""
+        """Remove the steps that no rule keeps, the one just saved never among them."""
         # Another job may have taken the folder over since the commit; this job must not remove its steps.
-        if self.keep is None or not self._lease.is_held():
+        if self._rules.keep is None or not self._lease.is_held():
             return
         with self._tidying:
             self._damaged.discard(step)  # it was saved again
-            self._passed.discard(step_folder(step, self.megatron))
-            retire(self.store, self.keep, step, self._damaged, self._passed)
+            folder = step_folder(step, self.megatron)
+            self._passed.discard(folder)
+            self._facts.pop(folder, None)
+            retire(self.store, self._rules, step, self._read_once, self._damaged, self._passed)
+
+    def _read(self, step: int, folder: str) -> StepFacts:
+        """Return what the index of a step says; of one that can't be read, that nothing is known."""
+        try:
+            with open_index(self.store.child(folder)) as index:
+                return facts_of(step, index.about)
+        except HoldfastError:
+            return StepFacts(step)
+
+    def _read_once(self, step: int, folder: str) -> StepFacts:
+        facts = self._facts.get(folder) or self._read(step, folder)
+        if facts != StepFacts(step):  # the next look may succeed
+            self._facts[folder] = facts
+        return facts
+
+    def _about(self, metrics: Mapping[str, SupportsFloat] | None) -> Message:
+        """Return what the index of a step says besides the arguments of every save."""
+        about: Message = {}
+        if rules := self._rules.describe():
+            about["retention"] = rules
+        if metrics is not None:
+            about["metrics"] = self._rules.checked(metrics)
+        return about
 
     def _load(self, load: Callable[[Store, int, Call], T], step: int | None, fallback: bool) -> T | None:
         """Call `load` with the folder and number of a step, or of the newest undamaged one; None if there is

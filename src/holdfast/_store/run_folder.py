@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -30,6 +30,7 @@ from holdfast._format.names import (
 from holdfast._store.base import FOLDERS, Folder, Kind, Store
 from holdfast._store.local import open_store
 from holdfast._store.pins import unpinned
+from holdfast._store.retention import Retention, StepFacts
 from holdfast.errors import BadInput, HoldfastError, StorageError
 
 log = logging.getLogger("holdfast")
@@ -270,7 +271,7 @@ def is_linked(store: Store, folder: str) -> bool:
 
 
 def _is_removable(store: Store, folder: str) -> bool:
-    """Return whether this run made a committed step."""
+    """Return whether this run made a committed step, so that it may be removed as an old one."""
     if not is_spelled_as_ours(folder):
         return False
     if not is_linked(store, folder):
@@ -282,31 +283,49 @@ def _is_removable(store: Store, folder: str) -> bool:
 
 
 def retire(
-    store: Store, keep: int, saved: int, damaged: Collection[int] = (), passed: set[str] | None = None
+    store: Store,
+    rules: Retention,
+    saved: int,
+    read: Callable[[int, str], StepFacts],
+    damaged: Collection[int] = (),
+    passed: set[str] | None = None,
 ) -> None:
-    """Remove steps beyond the newest `keep`; never the step that was just saved.
+    """Remove the steps that no rule keeps; never the step that was just saved.
 
+    read: returns what the index of a step says, given its number and folder; called only if a rule asks.
     damaged: steps that a load has skipped. They take no good step's place, and are kept so that somebody can
         examine them.
     passed: folders that are known to be no step that may be removed, and are not looked at; others are added.
     """
+    if rules.keep is None:
+        return
     passed = set() if passed is None else passed
     steps = [
         (step, folders)
         for step, folders in _by_step(store)
         if step not in damaged and not passed.issuperset(folders)
     ]
-    removable: list[tuple[int, str]] = []
+    removable: dict[int, str] = {}
     # No more steps than there are folders: mostly nothing is looked at. Else the newest first.
-    for step, folders in reversed(steps if len(steps) > keep else []):
+    for step, folders in reversed(steps if len(steps) > rules.keep else []):
+        if len(removable) >= rules.keep and rules.stays_by_number(step):
+            continue
         marked = _best(store, folders)
         if marked is not None and marked.mark == INDEX and _is_removable(store, marked.folder):
-            removable.append((step, marked.folder))
+            removable[step] = marked.folder
         else:
             passed.update(folders)
-    for step, folder in reversed(removable[keep:]):
-        # An older step that was saved again may not be among the newest `keep`; it stays until the next save.
-        if step != saved:
+    if len(removable) <= rules.keep:
+        return
+    kept = rules.kept(
+        [
+            read(step, folder) if rules.asks_the_index else StepFacts(step)
+            for step, folder in removable.items()
+        ]
+    )
+    for step, folder in sorted(removable.items()):
+        # An older step that was saved again may not be among the newest; it stays until the next save.
+        if step not in kept and step != saved:
             with suppress(HoldfastError):  # the next save tries again
                 remove_step(store, folder)
 

@@ -59,3 +59,26 @@ def test_a_run_of_a_format_that_does_not_load_is_not_begun_anew(tmp_path: Path) 
             kind(tmp_path, job=holdfast.Job(roster=MemoryRoster())).latest()
     with pytest.raises(BadInput, match="a run of Megatron-LM"):
         megatron.Checkpoints(tmp_path, job=holdfast.Job(roster=MemoryRoster())).load({})
+
+
+def test_iterations_stay_by_the_same_rules(tmp_path: Path) -> None:
+    with ProcessWorld(1) as world:
+        world.run(save_measured, str(tmp_path), timeout=120)
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "15"
+
+
+def save_measured(rank: int, run: str) -> None:
+    use_cpu()
+    from megatron.core import dist_checkpointing as stock
+
+    checkpoints = megatron.Checkpoints(
+        run, keep=1, best="loss", best_mode="min", save_every=2, asynchronous=False
+    )
+    for iteration, loss in enumerate([3.0, 1.0, 2.0, 0.5, 4.0], 10):
+        part = stock.ShardedTensor.from_rank_offsets("w", torch.full((3,), loss))
+        saved = checkpoints.save(iteration, {"w": part}, metrics={"loss": loss})
+        assert (saved is None) == bool(iteration % 2)
+    assert checkpoints.steps() == [12, 14]
+    checkpoints.save(15, {"w": part}, force=True, timeout=60)
+    assert checkpoints.steps() == [12, 15]
+    assert checkpoints.best_step() == 12

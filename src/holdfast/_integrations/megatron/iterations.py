@@ -4,8 +4,9 @@ names the newest committed one."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, SupportsFloat
 
 from holdfast._background.pending import Pending
 from holdfast._format.names import TRACKER
@@ -37,10 +38,14 @@ class Checkpoints(RunFolder):
         sharded_state_dict: mcore.StateDict,
         *,
         content_metadata: mcore.StateDict | None = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
+        force: bool = False,
+        timeout: float | None = None,
     ) -> Pending | None:
         """Save an iteration: copy its state, and return. `committed()` of the result waits for the commit.
 
-        As in `holdfast.Checkpoints.save`, at most `in_flight` saves run at a time.
+        As in `holdfast.Checkpoints.save`, at most `in_flight` saves run at a time; metrics, force and timeout
+        are as there.
         """
         iteration = whole_step(iteration)
 
@@ -51,13 +56,14 @@ class Checkpoints(RunFolder):
                 call,
                 content_metadata=content_metadata,
                 step=iteration,
+                about=self._about(metrics),
                 grid=self._job.grid,
                 options=self._job.options,
                 permit=partial(self._permit, call),
                 after=lambda: self._committed(iteration),
             )
 
-        return self._save(make, iteration)
+        return self._save(make, iteration, force, timeout)
 
     def load(
         self,

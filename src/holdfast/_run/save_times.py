@@ -1,0 +1,90 @@
+"""Which steps are saved: one in every so many, or the next one after so much time, the same on all ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+from holdfast._protocol.call import Call
+from holdfast._protocol.consensus import StepConsensus
+from holdfast._roster.base import Roster
+from holdfast._store.retention import check_interval
+from holdfast.errors import RosterLost
+
+POLL = 0.5
+"""Seconds between two looks whether the run was closed, while the committer's time is waited for."""
+GRACE = 5.0
+"""Seconds that `close` waits for ranks that are choosing a step."""
+_rounds: WeakKeyDictionary[Roster, Counter[str]] = WeakKeyDictionary()
+"""How many times of a run a roster has waited for already: the same on all ranks. What says that one is up
+stays in the roster."""
+
+
+class SaveTimes:
+    """Answers `due(step)`, which all ranks ask in the same order, once for each step of their loop.
+
+    With a timedelta, the clock of the committer (the lowest participant) alone says when time is up. On each
+    rank a thread learns of it, and the ranks agree on the step by messages that no training step waits for.
+    """
+
+    def __init__(self, every: int | timedelta | None, place: str, begin: Callable[[], Call]) -> None:
+        """place: names the run among all that the ranks agree on. begin: makes a call of all participants."""
+        check_interval("save_every", every)
+        self._every, self._place, self._begin = every, place, begin
+        self._asked: tuple[int, bool] | None = None
+        self._consensus: StepConsensus | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def due(self, step: int) -> bool:
+        """Return whether this step is to be saved. The last step may be asked for again."""
+        if isinstance(self._every, int):
+            return step % self._every == 0
+        if self._every is None:
+            return True
+        if self._asked is None or self._asked[0] != step:
+            if self._consensus is None:
+                self._watch()
+            assert self._consensus is not None
+            reached = True
+            try:
+                reached = self._consensus.reached()
+            finally:
+                if reached:  # or it has failed, on all ranks
+                    self._watch()  # the time until the next save begins with this one
+            self._asked = step, reached
+        return self._asked[1]
+
+    def close(self) -> None:
+        """Stop the clock; the next question starts it again. Waits until no rank waits for this one."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(GRACE)
+        self._closed, self._asked, self._consensus, self._thread = threading.Event(), None, None, None
+
+    def _watch(self) -> None:
+        assert isinstance(self._every, timedelta)
+        call, closed, seconds = self._begin(), self._closed, self._every.total_seconds()
+        rounds = _rounds.setdefault(call.roster, Counter())
+        rounds[self._place] += 1
+        place = f"{self._place}|due|{rounds[self._place]}"
+        consensus = StepConsensus(f"choice of the step to save in {self._place}", place, self._begin)
+
+        def wait() -> None:
+            closed.wait(seconds)
+            with suppress(RosterLost):  # calls that wait for ranks report it
+                while call.rank != call.participants[0] and not closed.is_set():
+                    if call.roster.wait(place, POLL):
+                        break
+                # The first word counts: after a rank has closed, time is up for nobody; if it was up before,
+                # that rank still has to answer.
+                if call.roster.claim(place, {"due": not closed.is_set()})["due"]:
+                    consensus.propose()
+
+        self._consensus = consensus
+        self._thread = threading.Thread(target=wait, name="holdfast-save-every", daemon=True)
+        self._thread.start()

@@ -1,0 +1,144 @@
+"""Which steps `Checkpoints` saves and keeps, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import BadInput
+from tests.run import jobs
+from tests.support.processes import ProcessWorld
+
+ALONE = holdfast.Job(no_dist=True)
+
+
+def test_the_newest_the_periodic_and_the_best_step_stay_on_all_ranks(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for steps, best, restored, value, collectives in world.run(jobs.train_with_metrics, str(tmp_path)):
+            assert steps == [2, 3, 6]
+            assert (best, restored, value) == (2, 2, 2.0)
+            assert collectives == []
+    with holdfast.open(tmp_path / "step-00000002") as opened:
+        assert opened.metrics == {"loss": 1.0}
+        assert opened.notes is None
+
+
+def test_saves_by_the_clock_are_of_the_same_steps_on_all_ranks(tmp_path: Path) -> None:
+    with ProcessWorld(3) as world:
+        found = world.run(jobs.train_by_the_clock, str(tmp_path), 0.8, timeout=90)
+    first = found[0][0]
+    assert len(first) >= 2
+    assert all(due == committed == first for due, committed, _ in found)
+    # Never early, by the committer's clock, but for the instant between its step's question and its answer.
+    assert all(0.7 < seconds < 5.0 for seconds in found[0][2])
+
+
+def test_a_second_loop_in_the_same_run_waits_for_its_own_time(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        found = world.run(jobs.two_loops_by_the_clock, str(tmp_path), timeout=120)
+    assert found[0] == found[1]
+    assert all(loop and loop[0] > 10 for loop in found[0])
+
+
+def test_saves_by_number(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        for asked, saved, committed in world.run(jobs.save_by_number, str(tmp_path)):
+            assert [step for step, answer in enumerate(asked) if answer] == saved == [0, 4, 8]
+            assert committed == [0, 4, 8, 9]
+
+
+def test_a_save_has_a_timeout_of_its_own(tmp_path: Path) -> None:
+    with ProcessWorld(2) as world:
+        said, seconds = world.run(jobs.late_rank, str(tmp_path), timeout=60)[0]
+    assert said == "DeadlineExceeded"
+    assert 2.0 <= seconds < 8.0
+
+
+def alone(run: Path, **how: Any) -> holdfast.Checkpoints:
+    return holdfast.Checkpoints(run, asynchronous=False, job=ALONE, **how)
+
+
+def test_a_step_whose_metrics_can_not_be_read_stays(tmp_path: Path) -> None:
+    with alone(tmp_path, keep=1, best="loss", best_mode="min") as run:
+        run.save(1, {"w": torch.zeros(3)}, metrics={"loss": 5.0})
+        index = tmp_path / "step-00000001" / "index.safetensors"
+        damaged = bytearray(index.read_bytes())
+        damaged[len(damaged) // 2] ^= 1
+        index.write_bytes(damaged)
+        for step, loss in ((2, 4.0), (3, 1.0), (4, 2.0)):
+            run.save(step, {"w": torch.full((3,), loss)}, metrics={"loss": loss}, expected=None)
+        assert run.steps() == [1, 3, 4]
+        assert run.best_step() == 3
+
+
+def test_the_best_of_the_run_before_is_known(tmp_path: Path) -> None:
+    """The metrics are in the folder, not in the process."""
+    rules: dict[str, Any] = {"keep": 1, "best": "acc", "best_mode": "max"}
+    for first in (0, 10):
+        with alone(tmp_path, **rules) as run:
+            for step in range(first, first + 3):
+                run.save(step, {"w": torch.full((3,), float(step))}, metrics={"acc": 1.0 / (step + 1)})
+    with alone(tmp_path, **rules) as run:
+        assert run.steps() == [0, 12]
+        assert run.best_step() == 0
+        run.save(12, {"w": torch.ones(3)}, metrics={"acc": 9.0})  # again, and better
+        run.save(13, {"w": torch.zeros(3)})  # not measured
+        assert run.steps() == [12, 13]
+        assert run.best_step() == 12
+
+
+def test_one_step_in_every_so_much_time_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1e9]
+    monkeypatch.setattr("holdfast._saving.commit.time.time", lambda: now[0])
+    with alone(tmp_path, keep=1, keep_every=timedelta(minutes=10)) as run:
+        for step in range(8):
+            run.save(step, {"w": torch.full((3,), float(step))})
+            now[0] += 240
+        assert run.steps() == [0, 3, 6, 7]
+
+
+def test_metrics_and_rules_survive_a_reindex(tmp_path: Path) -> None:
+    from holdfast._maintenance.reindex import reindex
+
+    with alone(tmp_path, keep=2, keep_every=5) as run:
+        run.save(1, {"w": torch.zeros(3)}, metrics={"loss": 2.0, "bad": float("inf")}, notes={"why": "x"})
+    (tmp_path / "step-00000001" / "index.safetensors").unlink()
+    reindex(tmp_path / "step-00000001")
+    with holdfast.open(tmp_path / "step-00000001") as opened:
+        assert opened.metrics == {"loss": 2.0, "bad": None}
+        assert opened.notes == {"why": "x"}
+
+
+def test_bad_values_are_one_sentence(tmp_path: Path) -> None:
+    for how, words in (
+        ({"save_every": 0}, "save_every must be a number of steps from 1 on"),
+        ({"save_every": "1h"}, "save_every must be a number of steps from 1 on"),
+        ({"keep_every": 2}, "without keep= all of them stay"),
+        ({"best": "loss"}, "needs best_mode="),
+    ):
+        with pytest.raises(BadInput, match=words):
+            alone(tmp_path, **how)  # type: ignore[arg-type]
+    with alone(tmp_path) as run:
+        with pytest.raises(BadInput, match="best_step\\(\\) needs the name of a metric"):
+            run.best_step()
+        with pytest.raises(BadInput, match="metrics must be names with numbers"):
+            run.save(1, {"w": torch.zeros(3)}, metrics={"loss": "low"})  # type: ignore[dict-item]
+        with pytest.raises(BadInput, match="timeout"):
+            run.save(1, {"w": torch.zeros(3)}, timeout=-1)
+        assert run.steps() == []
+
+
+def test_no_rule_no_word_of_it_in_the_index(tmp_path: Path) -> None:
+    with alone(tmp_path) as run:
+        run.save(1, {"w": torch.zeros(3)})
+    about = json.dumps(holdfast.open(tmp_path / "step-00000001")._source.about)
+    assert "retention" not in about
+    assert "metrics" not in about
+    shutil.rmtree(tmp_path)
