@@ -1,5 +1,7 @@
 """Types that `typing` has no name for, and texts of others in a message of ours."""
 
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +15,43 @@ ReportProgress = Callable[[int, int], None]
 """Called with the bytes done so far, and the bytes in all."""
 
 
+_NUMBER = re.compile("([0-9]{1,18})")
+
+
+def natural(name: str) -> list[str | int]:
+    """Return a key that sorts names as people do: layer 10 after layer 9."""
+    parts: list[str | int] = list(_NUMBER.split(name))
+    parts[1::2] = map(int, parts[1::2])
+    return parts
+
+
 def shortened(text: str, most: int = 200) -> str:
     """Cut a text after a word, and say so by an ellipsis."""
     if len(text) <= most:
         return text
     return (text[:most].rpartition(" ")[0] or text[:most]) + " …"
+
+
+def printable(value: object) -> str:
+    """Return a value as text, with control characters escaped."""
+    text = str(value)
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def time_text(seconds: float | None) -> str:
+    """Format a time, in seconds since 1970, as `2026-11-24 03:49:12 +0100`; None as an empty text."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))
+
+
+def age_text(seconds: float | None, now: float) -> str:
+    """Format how long ago a time was, as `3 min`; None as an empty text."""
+    if seconds is None:
+        return ""
+    passed = max(now - seconds, 0.0)  # the clock of another host may be ahead
+    for unit, length, most in (("s", 1, 120), ("min", 60, 120), ("h", 3600, 72)):
+        if passed < most * length:
+            return f"{passed / length:.0f} {unit}"
+    return f"{passed / 86400:,.0f} days"
 
 
 def size_text(nbytes: float) -> str:

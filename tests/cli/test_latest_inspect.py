@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+import holdfast
 from holdfast import dcp
+from holdfast._values import age_text
 from tests.cli.conftest import Run, data_files, flip
 
 Json = Callable[..., tuple[Any, int]]
@@ -103,6 +107,67 @@ def test_inspect_as_text(kept: Path, run: Run) -> None:
     shown = run("inspect", kept).stdout
     for piece in ("step      7", "7 tensors, 3 objects", "[512, 1024]", "bfloat16", "[1, 'x[bold]y']"):
         assert piece in shown
+
+
+def test_inspect_sums_by_module_and_dtype_in_natural_order(tmp_path: Path, run: Run, run_json: Json) -> None:
+    layers = {
+        str(n): {"w": torch.zeros(4, 5), "scale": torch.zeros(3, dtype=torch.bfloat16)} for n in (9, 10, 100)
+    }
+    state = {"model": {"layers": layers, "head": {"w": torch.zeros(2)}}, "lr": 0.5, "top": torch.zeros(7)}
+    holdfast.save(state, tmp_path / "c", job=holdfast.Job(no_dist=True))
+    found, _ = run_json("inspect", tmp_path / "c")
+    rows = [
+        (row["module"], row["dtype"], row["tensors"], row["elements"], row["bytes"])
+        for row in found["totals"]
+    ]
+    assert rows == [
+        ("", "float32", 1, 7, 28),
+        ("model.head", "float32", 1, 2, 8),
+        ("model.layers", "bfloat16", 3, 9, 18),
+        ("model.layers", "float32", 3, 60, 240),
+    ]
+    names = [tensor["name"] for tensor in found["shown"] if tensor["name"].endswith("scale")]
+    assert names == [f"model.layers.{n}.scale" for n in (9, 10, 100)]
+    limited, _ = run_json("inspect", tmp_path / "c", "--name", "model.layers", "--limit", "3")
+    assert [tensor["name"] for tensor in limited["shown"]] == [
+        f"model.layers.{name}" for name in ("9.scale", "9.w", "10.scale")
+    ]
+    assert [(tensor["dtype"], tensor["bytes"]) for tensor in limited["shown"]] == [
+        ("bfloat16", 6),
+        ("float32", 80),
+        ("bfloat16", 6),
+    ]
+    assert [row["module"] for row in limited["totals"]] == ["model.layers"] * 2
+    shown = run("inspect", tmp_path / "c").stdout.splitlines()
+    assert any(line.split() == ["all", "8", "78", "294", "B"] for line in shown)
+
+
+def test_times_have_their_zone_and_their_age(
+    kept: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_folder = tmp_path / "run"
+    shutil.copytree(kept, run_folder / "step-00000010")
+    shutil.copytree(kept, run_folder / "step-00000009")
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        (_, _, *steps, total) = run("inspect", run_folder).stdout.splitlines()[1:]
+        checkpoint = run("inspect", kept).stdout
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert [line.split()[0] for line in steps] == ["9", "10"]
+    assert all(re.search(r"\d\d:\d\d:\d\d \+0530 +\d+ (s|min)$", line) for line in steps), steps
+    assert re.search(r"created +\d{4}-\d\d-\d\d \S+ \+0530, \d+ (s|min) ago", checkpoint)
+    assert total.endswith("in all.")
+
+
+@pytest.mark.parametrize(
+    ("passed", "text"),
+    [(0, "0 s"), (119, "119 s"), (121, "2 min"), (7300, "2 h"), (3 * 86400, "3 days"), (-50, "0 s")],
+)
+def test_ages(passed: float, text: str) -> None:
+    assert age_text(1e9 - passed, 1e9) == text
 
 
 def test_inspect_filters_and_limits(kept: Path, run: Run, run_json: Json) -> None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 
 import click
 
 from holdfast._cli import output
-from holdfast._maintenance.inspect import Checkpoint, Run, Tensor, describe
-from holdfast._values import size_text
+from holdfast._maintenance.inspect import Checkpoint, Run, Tensor, Total, describe, fate
+from holdfast._values import age_text, size_text, time_text
+from holdfast.errors import BadInput
 
 SHOWN = 50
+"""Names, and lines of totals, that are shown by default."""
+MODULES = 20
 
 
 @click.command("inspect")
@@ -23,14 +28,34 @@ SHOWN = 50
     type=click.IntRange(min=0),
     help=f"Show at most this many names; 0 is all. Default: {SHOWN}, with --json all.",
 )
+@click.option(
+    "--html", "page", metavar="OUT", type=click.Path(), help="Write all of it as one page for a browser."
+)
 @output.as_json
-def command(path: str, name: str | None, limit: int | None, as_json: bool) -> None:
+def command(path: str, name: str | None, limit: int | None, page: str | None, as_json: bool) -> None:
     """Show what is in a checkpoint, or which steps a run has."""
+    if page is not None:
+        if name is not None or limit is not None or as_json:
+            raise click.UsageError("--html shows everything; it takes no --name, --limit or --json.")
+        _write_page(path, page)
+        return
     # A person gets a screenful, a program everything.
     if limit is None and not as_json:
         limit = SHOWN
     description = describe(path, name, limit or None)
     output.report(description, as_json, _show)
+
+
+def _write_page(path: str, page: str) -> None:
+    from holdfast._maintenance.page import page_of
+
+    text = page_of(path, time.time())
+    try:
+        with open(page, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise BadInput(f"The page can't be written to {page}: {error.strerror}.") from None
+    output.say(f"{page}: {size_text(len(text))}.")
 
 
 def _show(description: Checkpoint | Run) -> None:
@@ -43,10 +68,20 @@ def _show(description: Checkpoint | Run) -> None:
 def _run(run: Run) -> None:
     output.say(f"{run.path}: {output.count(len(run.steps), 'step')}")
     rows = [
-        (step.step, _state(step.committed, step.problem), size_text(step.bytes), output.when(step.created))
+        (
+            step.step,
+            _state(step.committed, step.problem),
+            size_text(step.bytes),
+            time_text(step.created),
+            age_text(step.created, time.time()),
+            fate(run, step),
+        )
         for step in run.steps
     ]
-    output.print_table(("step", "state", "size", "committed at"), rows, right=("step", "size"))
+    head = ("step", "state", "size", "committed at", "age", "kept as")
+    output.print_table(head, rows, right=("step", "size", "age"))
+    total = sum(step.bytes for step in run.steps)
+    output.say(f"{size_text(total)} in all.")
 
 
 def _state(committed: bool, problem: str | None) -> str:
@@ -59,10 +94,11 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
     output.say(checkpoint.path)
     facts = {
         "step": checkpoint.step,
-        "created": output.when(checkpoint.created),
+        "created": ", ".join(filter(None, [time_text(checkpoint.created), _ago(checkpoint.created)])),
         "versions": _plain(checkpoint.versions),
         "grid": _plain(checkpoint.grid),
         "notes": _plain(checkpoint.notes),
+        "metrics": _plain(checkpoint.metrics),
         "ranks": checkpoint.ranks,
         "files": f"{len(checkpoint.files)}, {size_text(checkpoint.bytes)} with the index",
         "holds": f"{output.count(checkpoint.tensors, 'tensor')}, "
@@ -72,11 +108,38 @@ def _checkpoint(checkpoint: Checkpoint) -> None:
         # Most checkpoints have no notes and no grid. 0 is a step like any other.
         if value not in (None, ""):
             output.say(f"  {key:<9} {value}")
+    _totals(checkpoint.totals)
     shown = checkpoint.shown
     head = ("name", "dtype", "shape or value", "chunks", "bytes", "writers")
     output.print_table(head, [_row(tensor) for tensor in shown], right=("chunks", "bytes"))
     if len(shown) < checkpoint.matched:
         output.say(f"{len(shown)} of {output.count(checkpoint.matched, 'name')}; --limit 0 shows all.")
+
+
+def _ago(seconds: float | None) -> str:
+    return "" if seconds is None else f"{age_text(seconds, time.time())} ago"
+
+
+def _totals(totals: Sequence[Total]) -> None:
+    rows: list[tuple[object, ...]] = [
+        (
+            total.module or "(no module)",
+            total.dtype,
+            total.tensors,
+            f"{total.elements:,}",
+            size_text(total.bytes),
+        )
+        for total in totals[:MODULES]
+    ]
+    if len(totals) > 1:
+        tensors, elements, nbytes = (
+            sum(getattr(total, field) for total in totals) for field in ("tensors", "elements", "bytes")
+        )
+        more = f", {len(totals) - MODULES} lines not shown" if len(totals) > MODULES else ""
+        rows.append((f"all{more}", "", tensors, f"{elements:,}", size_text(nbytes)))
+    head = ("module", "dtype", "tensors", "elements", "size")
+    output.print_table(head, rows, right=("tensors", "elements", "size"))
+    output.say("")
 
 
 def _plain(value: object) -> str:

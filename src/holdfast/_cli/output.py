@@ -7,12 +7,13 @@ looking at a file can't do anything to a terminal.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 import click
+
+from holdfast._values import printable
 
 if TYPE_CHECKING:
     from holdfast._maintenance.diff import Compared
@@ -21,12 +22,6 @@ if TYPE_CHECKING:
 Report = TypeVar("Report")
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-
-
-def printable(value: object) -> str:
-    """Return a value as text, with control characters escaped."""
-    text = str(value)
-    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def complain(sentence: str) -> None:
@@ -97,10 +92,6 @@ def print_comparison(
         say(f"The same: {count(found.equal, word)}, {read}.")
     else:
         say(f"Different: {count(len(rows), word)}; equal: {found.equal}; {read}.")
-
-
-def when(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def count(number: int, word: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from holdfast._format.columns import Array, Columns
 from holdfast._format.index import Index
@@ -12,8 +13,10 @@ from holdfast._io.index_file import open_index
 from holdfast._layout.tensor import DTYPES, KINDS, OBJECT, matches
 from holdfast._maintenance.target import checkpoint_or_run, moment, number
 from holdfast._store.base import Folder, Kind, Store
-from holdfast._store.run_folder import is_only_marked, step_folders
-from holdfast._values import Json
+from holdfast._store.pins import is_pinned
+from holdfast._store.retention import facts_of, retention_of
+from holdfast._store.run_folder import is_linked, is_only_marked, is_spelled_as_ours, step_folders
+from holdfast._values import Json, natural
 from holdfast.errors import HoldfastError
 
 SHOWN_OBJECT = 1 << 20
@@ -39,6 +42,16 @@ class Tensor(msgspec.Struct, frozen=True):
     value: str | None = None
 
 
+class Total(msgspec.Struct, frozen=True):
+    """All tensors of a module that have one dtype. `module` is up to two parts of their names."""
+
+    module: str
+    dtype: str
+    tensors: int
+    elements: int
+    bytes: int
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """A committed checkpoint."""
 
@@ -48,6 +61,7 @@ class Checkpoint(msgspec.Struct, frozen=True):
     versions: Json
     grid: Json
     notes: Json
+    metrics: Json
     ranks: int | None
     files: tuple[File, ...]
     bytes: int
@@ -57,6 +71,8 @@ class Checkpoint(msgspec.Struct, frozen=True):
     chunks: int
     matched: int
     """Number of names that the pattern matches; `shown` may have fewer."""
+    totals: tuple[Total, ...]
+    """Of the names that the pattern matches."""
     shown: tuple[Tensor, ...]
 
 
@@ -70,10 +86,17 @@ class RunStep(msgspec.Struct, frozen=True):
     created: float | None
     problem: str | None = None
     """Why the index can't be read; None if it can."""
+    metrics: Json = None
+    kept: str | None = None
+    """Why `keep=` does not remove it, by the rules of the newest step; None if it does, or there are none."""
+    is_read: bool = False
+    """Whether somebody reads it at this moment, so that it stays."""
 
 
 class Run(msgspec.Struct, frozen=True):
     path: str
+    rules: str | None
+    """Which steps stay, by the rules of the newest one, because a job may begin again with others."""
     steps: tuple[RunStep, ...]
 
 
@@ -81,18 +104,49 @@ def describe(path: Folder, name: str | None = None, limit: int | None = None) ->
     """Describe a checkpoint, with up to `limit` of the names that match, or the steps of a run folder."""
     store, is_run = checkpoint_or_run(path)
     if is_run:
-        return Run(
-            store.url, tuple(_step(step, store.child(folder)) for step, folder in step_folders(store).items())
-        )
+        return describe_run(store)
     with open_index(store) as index:
-        return _checkpoint(store, index, name, limit)
+        return about_checkpoint(store, index, name, limit)
 
 
-def _checkpoint(store: Store, index: Index, pattern: str | None, limit: int | None) -> Checkpoint:
+def describe_run(store: Store) -> Run:
+    """Describe the steps of a run folder, and why each of them stays."""
+    abouts: dict[int, Json] = {}
+    folders = step_folders(store)
+    steps = [_step(step, store.child(folder), abouts) for step, folder in folders.items()]
+    rules = retention_of(abouts[max(abouts)].get("retention")) if abouts else None
+    why: dict[int, str] = {}
+    if rules is not None:
+        counted = [step for step in abouts if is_spelled_as_ours(folders[step])]
+        counted = [step for step in counted if not is_linked(store, folders[step])]
+        why = dict.fromkeys(folders, "never removed: a link, or made or named by others")
+        why |= dict.fromkeys(counted, "")
+        why |= rules.kept([facts_of(step, abouts[step]) for step in counted])
+    described = tuple(
+        replace(step, kept=why.get(step.step) or None) if step.committed and not step.problem else step
+        for step in steps
+    )
+    return Run(store.url, None if rules is None else str(rules), described)
+
+
+def fate(run: Run, step: RunStep) -> str:
+    """Say why a step stays, as far as that is known, or that it does not."""
+    goes = run.rules is not None and step.committed and not (step.problem or step.kept)
+    reasons = [step.kept, "goes at the next save" if goes else "", "is being read" if step.is_read else ""]
+    return ", ".join(filter(None, reasons))
+
+
+def about_checkpoint(
+    store: Store, index: Index, pattern: str | None = None, limit: int | None = 0
+) -> Checkpoint:
+    """Describe a checkpoint, with up to `limit` of the names that match."""
     names = index.names()
     rows = [row for row, name in enumerate(names) if pattern is None or matches(name, pattern)]
-    # Only the rows that are shown. The counts below come from the header and from one narrow column.
-    columns = index.select(np.asarray(rows[:limit], np.int64))
+    # Chunks of the rows that are shown only. All else comes from the header and from narrow columns.
+    shown = sorted(rows, key=lambda row: natural(names[row]))[:limit]
+    order = sorted(shown)
+    columns = index.select(np.asarray(order, np.int64))
+    place = dict(zip(order, range(len(order)), strict=True))
     kinds = index.column("kind")
     files = tuple(
         File(name, int(size), int(rank))
@@ -105,6 +159,7 @@ def _checkpoint(store: Store, index: Index, pattern: str | None, limit: int | No
         versions=index.about.get("versions"),
         grid=index.about.get("grid"),
         notes=index.about.get("notes"),
+        metrics=index.about.get("metrics"),
         ranks=number(index.about.get("ranks")),
         files=files,
         bytes=sum(file.size for file in files) + index.size,
@@ -112,9 +167,29 @@ def _checkpoint(store: Store, index: Index, pattern: str | None, limit: int | No
         objects=int((kinds == OBJECT).sum()),
         chunks=index.chunks,
         matched=len(rows),
-        shown=tuple(
-            _tensor(store, index, columns, position, row) for position, row in enumerate(rows[:limit])
-        ),
+        totals=_totals(index, names, rows),
+        shown=tuple(_tensor(store, index, columns, place[row], row) for row in shown),
+    )
+
+
+def module_of(name: str) -> str:
+    """Return up to two parts of a tensor's name, without its last one and without numbers."""
+    return ".".join([part for part in name.split(".")[:-1] if not part.isdecimal()][:2])
+
+
+def _totals(index: Index, names: list[str], rows: list[int]) -> tuple[Total, ...]:
+    kinds, dtypes = index.column("kind").tolist(), index.column("dtype").tolist()
+    # As Python integers, which do not overflow.
+    elements = index.column("shape").astype(object).prod(axis=1).tolist()
+    found: dict[tuple[str, int], list[int]] = {}
+    for row in rows:
+        if kinds[row] != OBJECT:
+            total = found.setdefault((module_of(names[row]), dtypes[row]), [0, 0])
+            total[0] += 1
+            total[1] += elements[row]
+    return tuple(
+        Total(module, DTYPES[code].name, tensors, count, count * DTYPES[code].size)
+        for (module, code), (tensors, count) in sorted(found.items(), key=lambda item: natural(item[0][0]))
     )
 
 
@@ -152,13 +227,16 @@ def _value(store: Store, index: Index, row: int, nbytes: int) -> str:
         return f"<unreadable: {error.message}>"
 
 
-def _step(step: int, store: Store) -> RunStep:
+def _step(step: int, store: Store, abouts: dict[int, Json]) -> RunStep:
+    """Describe a step's folder; note what its index says of itself in `abouts`."""
     names = store.list()
     if INDEX in names:
         try:
             with open_index(store) as index:
                 size = index.size + int(index.column("file_size").sum())
-                return RunStep(step, store.url, True, size, moment(index.about.get("created")))
+                abouts[step] = about = index.about
+                created, metrics = moment(about.get("created")), about.get("metrics")
+                return RunStep(step, store.url, True, size, created, None, metrics, is_read=is_pinned(store))
         except HoldfastError as error:
             # A damaged step still counts as committed, because `restore` tries it too.
             return RunStep(step, store.url, True, _present_bytes(store, names), None, error.message)

@@ -137,6 +137,16 @@ def lock(fd: int, byte: int, alone: bool = False) -> bool:
     return True
 
 
+def is_locked(fd: int, byte: int) -> bool:
+    """Return whether anybody else has locked one byte of an open file; False where that can't be known."""
+    asked = _lock_of(fcntl.F_WRLCK, byte)
+    try:
+        found = fcntl.fcntl(fd, getattr(fcntl, "F_OFD_GETLK", 36), asked)
+    except OSError:
+        return False
+    return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+
+
 def unlock(fd: int, byte: int) -> None:
     """Release a lock, for all processes that have inherited the descriptor."""
     with suppress(OSError):
@@ -145,9 +155,11 @@ def unlock(fd: int, byte: int) -> None:
 
 def _set_lock(fd: int, byte: int, kind: int) -> None:
     # Python has the constant only if it was built with a glibc of 2014 or later.
-    fcntl.fcntl(
-        fd, getattr(fcntl, "F_OFD_SETLK", 37), struct.pack("hh4xqqi4x", kind, os.SEEK_SET, byte, 1, 0)
-    )
+    fcntl.fcntl(fd, getattr(fcntl, "F_OFD_SETLK", 37), _lock_of(kind, byte))
+
+
+def _lock_of(kind: int, byte: int) -> bytes:
+    return struct.pack("hh4xqqi4x", kind, os.SEEK_SET, byte, 1, 0)
 
 
 # -- folders ------------------------------------------------------------------------------------

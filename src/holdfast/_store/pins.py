@@ -9,7 +9,7 @@ is pinned, and a reader of an old step may find it gone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 from holdfast._deadline import REAL_CLOCK
 from holdfast._format.names import INDEX
@@ -20,11 +20,13 @@ from holdfast._store.filesystem import (
     close_quietly,
     file_of,
     inode,
+    is_locked,
     lock,
     open_to_lock,
     unlock,
 )
 from holdfast._store.local import LocalReader, LocalStore
+from holdfast.errors import HoldfastError
 
 _PIN = 1
 """The byte of the index that is locked; the first one is that of publishing."""
@@ -58,6 +60,15 @@ class Pin:
         if reader is not None:
             unlock(reader.fd, _PIN)  # closing does not unlock it where a fork has inherited the descriptor
             reader.close()
+
+
+def is_pinned(store: Store) -> bool:
+    """Return whether somebody reads the checkpoint in a folder, without locking it."""
+    if not isinstance(store, LocalStore):
+        return False
+    with suppress(HoldfastError), closing(store.open(INDEX)) as reader:
+        return is_locked(reader.fd, _PIN)
+    return False
 
 
 @contextmanager
