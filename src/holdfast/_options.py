@@ -52,6 +52,10 @@ class Options:
     retries: int = 0
     """How often an asynchronous save that failed is tried again, on all ranks, before its deadline."""
 
+    link_unchanged: bool = False
+    """Do not write bytes again that are equal to those of the last save of the same run: the step gets hard
+    links to the files that hold them. For states of which most stays as it is (LoRA, frozen layers)."""
+
     keep_failed: bool = False
     """Leave this rank's files of a failed save in place, for a post-mortem."""
 

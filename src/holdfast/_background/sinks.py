@@ -114,6 +114,7 @@ def _order(
         witnessed=[(*key, *value) for key, value in staged.witnessed.items()],
         about=about,
         options=options or job.options,
+        earlier=job.earlier(),
         only=only,
     )
 
@@ -133,7 +134,9 @@ def _write(writer: WriterClient, arena: Arena, job: SaveJob, order: WriteJob) ->
         return write_job(order, arena, job.store, planned, job.operation.progress)
     job.operation.presence.more = lambda: {"doing": writer.describe()}
     try:
-        return writer.write(arena, order, planned, job.operation.progress, job.operation.cancel.check)
+        files = writer.write(arena, order, planned, job.operation.progress, job.operation.cancel.check)
+        arena.populate()
+        return files
     except BaseException:
         writer.kill()  # it may be stuck, and what it still wrote would be left behind
         if not job.options.keep_failed:

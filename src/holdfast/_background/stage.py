@@ -77,11 +77,13 @@ def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: A
     # A rank writes at most one piece of a row (`plan.replicas.shares`), so one number is enough.
     base[chunks.row] = starts
     columns = (chunks.row.tolist(), starts.tolist(), chunks.nbytes.tolist())
+    is_new = arena.is_new
     with into(arena):
         for index, (row, start, nbytes) in enumerate(zip(*columns, strict=True)):
             memory = table.memory[row]
             address = memory.address
-            if address and is_whole[index]:  # first, and without a call of ours: a model has thousands
+            # First, and without a call of ours: a model has thousands.
+            if address and is_whole[index] and not is_new:
                 ctypes.memmove(arena.address + start, address, nbytes)
                 continue
             box, itemsize = _box(table, chunks, index), DTYPES[table.specs[row].dtype].size
@@ -90,7 +92,7 @@ def stage_wave(table: ShardTable, plan: SavePlan, cut: tuple[int, int], arena: A
             # This may lie before the arena: only addresses from the piece on are used.
             base[row] = start - first * itemsize
             if address:
-                ctypes.memmove(arena.address + start, address + first * itemsize, nbytes)
+                arena.copy(start, address + first * itemsize, nbytes)
             else:
                 memory.gather(box, arena.view(start, nbytes))
     return Staged(base.tolist(), nbytes=int(chunks.nbytes.sum()))

@@ -11,6 +11,7 @@ import msgspec
 
 from holdfast._format.names import WrittenFile
 from holdfast._io.file_writer import About
+from holdfast._io.unchanged import Earlier
 from holdfast._layout.box import Box
 from holdfast._layout.deferred_offset import DeferredOffset
 from holdfast._layout.tensor import TensorSpec
@@ -45,6 +46,8 @@ class WriteJob(msgspec.Struct, tag="Job", array_like=True):
     """Row, offset, block and digest of each piece that others write."""
     about: About
     options: Options
+    earlier: Earlier | None = None
+    """The save whose bytes are linked where they have not changed."""
     only: int | None = None
     """Write only this file of the plan; the arena holds no chunks of the others."""
 

@@ -111,7 +111,7 @@ def write_job(
     planned(int(plan.chunks.nbytes.sum()))
     witnessed = {(row, offset): (block, value) for row, offset, block, value in job.witnessed}
     return write_files(
-        WriteRequest(store, table, plan, job.about, job.options, progress, witnessed, job.only)
+        WriteRequest(store, table, plan, job.about, job.options, progress, witnessed, job.only, job.earlier)
     )
 
 

@@ -159,5 +159,7 @@ def _quickly_parsed(text: bytes) -> tuple[dict[str, HeaderEntry], dict[str, str]
     entries = msgspec.json.decode(rest, type=dict[str, HeaderEntry])
     metadata = msgspec.json.decode(raw, type=dict[str, str]) if raw else {}
     # Each object has its own brace, each pair its own colon; there are more if a name occurs twice.
-    objects, pairs = 1 + len(entries) + bool(raw), 4 * len(entries) + len(metadata) + bool(raw)
-    return (entries, metadata) if text.count(b"{") == objects and text.count(b":") == pairs else None
+    if rest.count(b"{") != 1 + len(entries) or rest.count(b":") != 4 * len(entries):
+        return None
+    once = raw.count(b":") == len(metadata) or len(json.loads(raw, object_pairs_hook=list)) == len(metadata)
+    return (entries, metadata) if once else None

@@ -90,13 +90,21 @@ _STORED = SPECS | {
     "file_end": _ENDS._replace(rows="F"),
 }
 """All columns of an index file. Names are stored as one text, and a column of the ends of each name."""
+_ALWAYS = tuple(name for name in _STORED if name not in (*LATE, *FINGERPRINTS))
 
 
 def _narrowed(values: Array) -> Array:
     """Return whole numbers in the narrowest type that holds them; as they are if some are negative."""
-    if values.dtype.kind != "i" or not values.size or values.min() < 0 or values.max() >= 1 << 32:
+    if values.dtype.kind != "i" or not values.size:
         return values
-    return values.astype(np.min_scalar_type(values.max()).newbyteorder("<"))
+    largest = int(values.view(f"<u{values.itemsize}").max())  # of a negative number above all others
+    return values if largest >= 1 << 32 else values.astype(np.min_scalar_type(largest))
+
+
+def encoded_size(columns: Columns, metadata: dict[str, object]) -> int:
+    """Return the number of bytes that `encode` returns, which does not depend on the numbers."""
+    header, _, body = _laid_out(columns, metadata, narrow=False)
+    return len(header) + body + 8 * -(-body // PAGE) + 16
 
 
 def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) -> bytes:
@@ -104,6 +112,17 @@ def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) 
 
     narrow: whole numbers take as few bytes as they need, so the size depends on them.
     """
+    header, parts, _ = _laid_out(columns, metadata, narrow)
+    body = memoryview(b"".join(parts))
+    pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
+    # The seal covers every byte before it: the header itself and, through the page digests, the body. The
+    # digest of the seal names this version.
+    seal = np.asarray([digest(header), digest_many(pages)], "<u8")
+    return b"".join((header, body, pages.tobytes(), seal.tobytes()))
+
+
+def _laid_out(columns: Columns, metadata: dict[str, object], narrow: bool) -> tuple[bytes, list[Buffer], int]:
+    """Return the header of an index file, the columns in their order, which are its body, and its length."""
     about = json.dumps(metadata)
     # `about` is stored as a JSON text inside of a JSON header: it is measured as it will be there, with its
     # quotes escaped a second time.
@@ -124,28 +143,19 @@ def encode(columns: Columns, metadata: dict[str, object], narrow: bool = False) 
         arrays = {name: _narrowed(array) for name, array in arrays.items()}
     # Safetensors forbids gaps. With the widest elements first, every column is aligned without any.
     order = sorted(arrays, key=lambda name: -arrays[name].dtype.itemsize)
-    entries, offset = [], 0
+    # Aligns the page digests, which follow.
+    arrays["padding"] = np.zeros(-sum(array.nbytes for array in arrays.values()) % 8, "u1")
+    order.append("padding")
+    entries, start = [], 0
     for name in order:
         array = arrays[name]
-        entries.append(
-            (name, _TAGS[array.dtype.newbyteorder("<").str], array.shape, offset, offset + array.nbytes)
-        )
-        offset += array.nbytes
-    padding = -offset % 8  # aligns the page digests, which follow
-    parts: list[Buffer] = [*(arrays[name] for name in order), bytes(padding)]
-    body = memoryview(b"".join(parts))
-    entries.append(("padding", "U8", (padding,), offset, len(body)))
-    offset = len(body)
-    pages = np.asarray([digest(body[i : i + PAGE]) for i in range(0, len(body), PAGE)], "<u8")
-    entries.append(("pages", "U64", (len(pages),), offset, offset + pages.nbytes))
-    offset += pages.nbytes
-    entries.append(("seal", "U64", (2,), offset, offset + 16))
+        entries.append((name, _TAGS[array.dtype.str], array.shape, start, start + array.nbytes))
+        start += array.nbytes
+    pages = -(-start // PAGE)
+    entries.append(("pages", "U64", (pages,), start, start + 8 * pages))
+    entries.append(("seal", "U64", (2,), start + 8 * pages, start + 8 * pages + 16))
     described = {"format": NARROW if narrow else FORMAT, "dims": str(columns.dims), "about": about}
-    # The header contains all lengths, so it is encoded last. The seal covers every byte before it: the header
-    # itself and, through the page digests, the body. The digest of the seal names this version.
-    header = encode_header(entries, described)
-    seal = np.asarray([digest(header), digest_many(pages)], "<u8")
-    return b"".join((header, body, pages.tobytes(), seal.tobytes()))
+    return encode_header(entries, described), [arrays[name] for name in order], start
 
 
 class Index:
@@ -259,8 +269,10 @@ class Index:
         values = data.view(_NUMPY[entry.dtype]).reshape(stop - start, *entry.shape[1:])
         return values.astype(_STORED[name].dtype, copy=False)
 
-    def column_rows(self, name: str, rows: Array) -> Array:
-        """Return some rows (ascending) of a column; read only the pages that contain them."""
+    def column_rows(self, name: str, rows: Array | None) -> Array:
+        """Return some rows (ascending) of a column, or all; read only the pages that contain them."""
+        if rows is None:
+            return self.column(name)
         if len(rows) == 0 or is_range(rows):
             first = int(rows[0]) if len(rows) else 0
             return self.column(name, first, first + len(rows))
@@ -270,11 +282,9 @@ class Index:
         values = content.view(_NUMPY[entry.dtype]).reshape(entry.shape)[rows]
         return values.astype(_STORED[name].dtype, copy=False)
 
-    def _span(self, name: str, rows: Array | None, before: bool = False) -> Spans:
-        """Return where rows (ascending), or all, of a column are; before: and the row before each of them."""
-        (low, high), step = self._header.entries[name].data_offsets, self._width(name)
-        if rows is None:
-            return np.asarray([low]), np.asarray([high])
+    def _span(self, name: str, rows: Array, before: bool = False) -> Spans:
+        """Return where rows (ascending) of a column are; before: and the row before each of them."""
+        low, step = self._header.entries[name].data_offsets[0], self._width(name)
         if len(rows) == 0:
             return rows, rows
         self._check_range(name, int(rows[0]), int(rows[-1]) + 1)
@@ -286,10 +296,17 @@ class Index:
 
     def _prefetch(self, names: Iterable[str], rows: Array | None) -> None:
         """Read rows (ascending), or all, of several columns together: those side by side need one read."""
+        if rows is None:
+            offsets = np.asarray([self._header.entries[name].data_offsets for name in names])
+            self._pages.require([(offsets[:, 0], offsets[:, 1])])
+            return
         self._pages.require([self._span(name, rows, before=name.endswith("_end")) for name in names])
 
-    def _ends(self, name: str, rows: Array) -> tuple[Array, Array]:
-        """Return where the range of each row starts and stops, by the column of their ends."""
+    def _ends(self, name: str, rows: Array | None) -> tuple[Array, Array]:
+        """Return where the range of each row, or of all, starts and stops, by the column of their ends."""
+        if rows is None:
+            stop = self.column(name)
+            return np.concatenate([[0], stop[:-1]])[: len(stop)], stop
         self._pages.require([self._span(name, rows, before=True)])
         stop = self.column_rows(name, rows)
         if len(rows) == 0 or rows[0] > 0:
@@ -301,7 +318,7 @@ class Index:
 
     def _strings(self, heap: str, ends: str, rows: Array | None = None) -> list[str]:
         """Return the texts of some rows (ascending), or of all, of a heap. ends: the column of their ends."""
-        starts, stops = self._ends(ends, np.arange(self._rows[ends]) if rows is None else rows)
+        starts, stops = self._ends(ends, rows)
         if not ascending(starts, stops, self._rows[heap]):
             raise CorruptCheckpoint(f"Column {heap!r} of {self.where} has ends that do not ascend.")
         low = self._header.entries[heap].data_offsets[0]
@@ -375,31 +392,32 @@ class Index:
 
     # -- rows -----------------------------------------------------------------------------
 
-    def _children(self, what: str, ends: str, rows: Array, total: int) -> tuple[Array, Array]:
-        """Return how many chunks each tensor of `rows` has, and the rows of all these chunks; or the same of
-        the digests of chunks. `ends`: the column that gives the end of each row's range."""
+    def _children(self, what: str, ends: str, rows: Array | None, total: int) -> tuple[Array, Array | None]:
+        """Return how many chunks each tensor of `rows` has, and the rows of all these chunks (None: of all
+        there are); or the same of the digests of chunks. `ends`: the column that gives the end of each row's
+        range."""
         start, stop = self._ends(ends, rows)
         if not ascending(start, stop, total):
             raise CorruptCheckpoint(f"{self.where} counts {what}s that do not ascend.")
         counts = stop - start
-        return counts, expand_ranges(start, counts)
+        return counts, None if counts.sum() == total else expand_ranges(start, counts)
 
     @in_bounded_memory
     def select(self, rows: Array | None = None) -> Columns:
         """Return the columns of some tensor rows (ascending), or of all, with their chunks, renumbered."""
-        every = rows is None or len(rows) == self.tensors
-        if rows is None:
-            rows = np.arange(self.tensors)
         # Rows of several columns are read together: those that lie side by side, in one read.
-        if every:
-            self._prefetch(_STORED.keys() - {*LATE, *FINGERPRINTS}, None)
-        self._prefetch(_OF_FILE, None)
-        self._prefetch(_OF_TENSOR, rows)
+        if rows is None or len(rows) == self.tensors:
+            rows = None
+            self._prefetch(_ALWAYS, None)
+        else:
+            self._prefetch(_OF_FILE, None)
+            self._prefetch(_OF_TENSOR, rows)
         counts, chunks = self._children("chunk", "chunk_end", rows, self.chunks)
-        self._prefetch(_OF_CHUNK, chunks)
+        if rows is not None:
+            self._prefetch(_OF_CHUNK, chunks)
         digest_counts, digests = self._children("digest", "digest_end", chunks, self._rows["digests"])
         columns = Columns(
-            list(self._names) if every else self._listed(rows),
+            list(self._names) if rows is None else self._listed(rows),
             chunk_end=np.cumsum(counts, dtype="<i8"),
             digest_end=np.cumsum(digest_counts, dtype="<i8"),
             digests=self.column_rows("digests", digests),
@@ -420,7 +438,7 @@ class Index:
         if not self._fingerprints:
             return {}
         sums = np.stack([self.column(name) for name in self._fingerprints])
-        counts, _ = self._children("chunk", "chunk_end", np.arange(self.tensors), self.chunks)
+        counts, _ = self._children("chunk", "chunk_end", None, self.chunks)
         # Sums over ranges that may be empty: differences of running sums, which are modulo 2^64, too.
         running = np.concatenate(
             [np.zeros((2, 1), np.uint64), np.cumsum(sums, axis=1, dtype=np.uint64)], axis=1

@@ -59,6 +59,8 @@ class Pages:
     def require(self, spans: Iterable[Spans]) -> None:
         """Read and verify the pages that contain these bytes and are not there yet, in as few reads as
         possible."""
+        if self._there.all():
+            return
         count = len(self._there)
         change = np.zeros(count + 1, np.int64)
         for starts, stops in spans:

@@ -45,6 +45,8 @@ class WrittenFile(NamedTuple):
     index_start: int
     """Where the embedded index begins, in bytes; `index_size` bytes long."""
     index_size: int
+    links: tuple[str, ...] = ()
+    """The links to files of earlier steps that this file's index names as well."""
 
 
 def data_file(attempt: str, rank: int, part: int) -> str:
@@ -52,6 +54,17 @@ def data_file(attempt: str, rank: int, part: int) -> str:
     files of another."""
     suffix = f"-{part:03d}" if part else ""
     return f"{DATA}/{attempt}-r{rank:05d}{suffix}.safetensors"
+
+
+def linked_file(attempt: str, rank: int, origin: str) -> str:
+    """Return the path of a link to a data file of an earlier step. It begins as that of a file of the rank's
+    own, so that it is swept with these. origin: the name (without folder) that the file was written under."""
+    return f"{DATA}/{attempt}-r{rank:05d}-{origin}"
+
+
+def is_link_to(path: str, origin: str) -> bool:
+    """Return whether a data file is a link to one that was written under the path `origin`."""
+    return path.endswith("-" + origin.removeprefix(f"{DATA}/"))
 
 
 def is_data_file(path: str) -> bool:

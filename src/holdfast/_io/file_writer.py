@@ -15,10 +15,11 @@ import numpy as np
 from holdfast._format.columns import Array, Columns, unpad
 from holdfast._format.container import encode_header
 from holdfast._format.digest import block_counts, digest, digest_many
-from holdfast._format.index import encode
+from holdfast._format.index import encode, encoded_size
 from holdfast._format.names import DATA, EMBEDDED, FORMAT, WrittenFile, data_file, name_of_chunk
 from holdfast._io.host_memory import ReportBytes
 from holdfast._io.stream import ChunkSource, stream_chunks
+from holdfast._io.unchanged import Earlier, Linked, all_changed, link_unchanged
 from holdfast._layout.tensor import DTYPES
 from holdfast._options import Options
 from holdfast._plan.merge import reordered
@@ -66,11 +67,20 @@ class WriteRequest(NamedTuple):
     """Digests already computed of shards that other ranks write."""
     only: int | None = None
     """Write just the file of this number."""
+    earlier: Earlier | None = None
+    """The save whose bytes are linked where they have not changed."""
 
 
 def write_files(request: WriteRequest) -> list[WrittenFile]:
     """Write all files of the plan. On failure no file remains."""
-    store, plan = request.store, request.plan
+    store, attempt, linked = request.store, request.about["attempt"], all_changed(request.plan)
+    # With `only`, the bytes of other files are not in memory, and can't be compared.
+    if request.earlier is not None and request.only is None:
+        plan, linked = link_unchanged(
+            store, request.table, request.plan, request.earlier, attempt, request.options, request.progress
+        )
+        request = request._replace(plan=plan)
+    plan = request.plan
     cuts = split_files(plan, request.options)
     files: list[WrittenFile] = []
     for part, (start, stop) in enumerate(cuts):
@@ -78,17 +88,24 @@ def write_files(request: WriteRequest) -> list[WrittenFile]:
             continue
         writer = None
         try:
-            name = data_file(request.about["attempt"], request.table.rank, part)
+            name = data_file(attempt, request.table.rank, part)
             writer = store.create(name)
             chunks = PlannedRows(*(column[start:stop] for column in plan.chunks))
-            files.append(_write_file(writer, request, chunks, name, (part, len(cuts))))
+            # The first file's index names all links, so that each is named once.
+            links = linked if part == 0 else all_changed(plan)
+            files.append(_write_file(writer, request, chunks, links, name, (part, len(cuts))))
             writer.finish()
         except BaseException:
             if writer is not None:
                 writer.discard()
-            discard(store, [file.name for file in files])
+            discard(store, [*names_of(files), *linked.names])
             raise
     return files
+
+
+def names_of(files: list[WrittenFile]) -> list[str]:
+    """Return the names of a rank's files, and of their links."""
+    return [name for file in files for name in (file.name, *file.links)]
 
 
 def discard(store: Store, names: list[str]) -> None:
@@ -99,44 +116,61 @@ def discard(store: Store, names: list[str]) -> None:
 
 
 def _write_file(
-    writer: Writer, request: WriteRequest, chunks: PlannedRows, name: str, number: tuple[int, int]
+    writer: Writer,
+    request: WriteRequest,
+    chunks: PlannedRows,
+    linked: Linked,
+    name: str,
+    number: tuple[int, int],
 ) -> WrittenFile:
-    """Write one data file. number: which of how many.
+    """Write one data file. linked: chunks of earlier files, which its index names as well. number: which of
+    how many.
 
     `chunks`, `starts`, `digests` and `sums` are in the order of the file (widest elements first, see
-    `plan_save`), `columns` in that of an index (by name and offset); `order` maps one to the other.
+    `plan_save`), and those of `linked` follow; `columns` are in that of an index (by name and offset).
+    `order` maps one to the other.
     """
     table, plan, (part, parts) = request.table, request.plan, number
     about = request.about | {"rank": table.rank, "part": part, "parts": parts}
     first = part == 0
-    columns, order = embedded_columns(table, plan, chunks, name, first)
+    named = PlannedRows(*map(np.concatenate, zip(chunks, linked.chunks, strict=True)))
+    columns, order = embedded_columns(table, plan, named, name, first)
+    columns.file[:] = np.concatenate([np.zeros(len(chunks.row), "<i4"), linked.file + 1])[order]
+    columns.file_names = [name, *linked.names]
+    columns.file_rank = np.full(len(columns.file_names), table.rank, "<i4")
+    columns.file_size = np.asarray([0, *linked.sizes], "<i8")
     # With a deferred offset the index of an element, and so its weight, is not known yet.
     if request.options.fingerprint and not any(table.deferred):
         columns.fingerprint_first = np.zeros(len(order), "<u8")
         columns.fingerprint_second = np.zeros(len(order), "<u8")
-    # Encoded once without positions and digests, because its size determines all positions.
-    embedded_size = len(encode(columns, about))
+    # The size of the index determines all positions, so it is needed before they are in it.
+    embedded_size = encoded_size(columns, about)
     header = encode_header(
         _entries(table, chunks, embedded_size), {"format": FORMAT, "rank": str(table.rank)}
     )
     starts = len(header) + np.cumsum(chunks.nbytes) - chunks.nbytes
     index_start = len(header) + int(chunks.nbytes.sum())
-    columns.position[:] = starts[order]
-    columns.file_size[:] = index_start + embedded_size
+    columns.position[:] = np.concatenate([starts, linked.position])[order]
+    columns.file_size[0] = index_start + embedded_size
 
     writer.write_at(0, [header])
-    sums = np.zeros((len(order), 2), np.uint64) if len(columns.fingerprint_first) else None
+    if linked.names:
+        request.progress(int(linked.chunks.nbytes.sum()))
+    sums = np.zeros((len(chunks.row), 2), np.uint64) if len(columns.fingerprint_first) else None
     threads, progress = request.options.writer_threads, request.progress
     digests = stream_chunks(writer, table, chunks, starts, threads, progress, sums)
     if sums is not None:
-        columns.fingerprint_first[:], columns.fingerprint_second[:] = sums[order].T
-    columns.digests[:] = reordered(digests, block_counts(chunks.nbytes, chunks.block), order)
+        columns.fingerprint_first[:], columns.fingerprint_second[:] = np.concatenate([sums, linked.sums])[
+            order
+        ].T
+    digests = np.concatenate([digests, linked.digests])
+    columns.digests[:] = reordered(digests, block_counts(named.nbytes, named.block), order)
     if first:
         _fill_witnesses(columns, table, plan, request.witnessed, request.progress)
     embedded = encode(columns, about)
     assert len(embedded) == embedded_size, "an embedded index must not change its size"
     writer.write_at(index_start, [embedded])
-    return WrittenFile(name, index_start + embedded_size, index_start, embedded_size)
+    return WrittenFile(name, index_start + embedded_size, index_start, embedded_size, tuple(linked.names))
 
 
 def embedded_columns(

@@ -185,7 +185,7 @@ def stream_chunks(
     digests = np.zeros(int(counts.sum()), "<u8")
     lock = threading.Lock()
     nbytes, blocks = chunks.nbytes.tolist(), chunks.block.tolist()
-    simple = _simple(table, chunks) if sums is None else [0] * len(chunks.row)
+    simple = simple_addresses(table, chunks) if sums is None else [0] * len(chunks.row)
     is_simple = [address != 0 for address in simple]
 
     # Each thread writes its own range of chunks, by positioned writes, and its own range of digests, so
@@ -233,7 +233,7 @@ def _one_thread(stack: ExitStack) -> Executor | None:
     return stack.enter_context(pool)
 
 
-def _simple(table: ShardTable, chunks: PlannedRows) -> list[int]:
+def simple_addresses(table: ShardTable, chunks: PlannedRows) -> list[int]:
     """Return the addresses of chunks that are a single block and their whole shard; 0 for the others."""
     arrays = table.arrays()
     whole_shard = (chunks.nbytes == arrays.nbytes[chunks.row]) & (chunks.nbytes <= chunks.block)

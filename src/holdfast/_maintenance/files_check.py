@@ -14,7 +14,7 @@ import numpy as np
 from holdfast._format.columns import Array, Columns, unpad
 from holdfast._format.container import Header, HeaderEntry, read_header
 from holdfast._format.digest import digest
-from holdfast._format.names import EMBEDDED, FORMAT, name_of_chunk, without_offset
+from holdfast._format.names import EMBEDDED, FORMAT, is_link_to, name_of_chunk, without_offset
 from holdfast._io.index_file import embedded_index
 from holdfast._io.on_threads import on_threads
 from holdfast._layout.tensor import DTYPES
@@ -51,6 +51,8 @@ class FilesCheck:
         self.store, self.columns, self.step, self.damage = store, columns, step, damage
         self.moved: set[int] = set()
         """Chunks whose offset the commit has computed; their file's header has an older one."""
+        self.linked: set[int] = set()
+        """Files that are links to those of earlier steps; the index names only what has not changed since."""
         self.tensor = columns.tensor_of_chunk()
         self.nbytes = columns.chunk_bytes()
         self.counts = np.diff(columns.digest_end, prepend=0)
@@ -126,7 +128,8 @@ class FilesCheck:
             if row is None or not self._as_written(chunk, *row):
                 self._report(chunk, "the file's header does not list this part as it was written")
         for key, entry in listed.values():
-            if key != EMBEDDED and entry.data_offsets[0] < entry.data_offsets[1]:
+            is_empty = entry.data_offsets[0] == entry.data_offsets[1]
+            if key != EMBEDDED and not is_empty and file not in self.linked:
                 text = f"the file's header lists {key!r}, which the index does not know"
                 self.damage.append(Damage(name, text))
 
@@ -163,8 +166,11 @@ class FilesCheck:
             self.damage.append(Damage(name, error.message, None, start, size))
             return
         step = number(index.about.get("step"))
+        own = embedded.file_names[:1]
         # A file of another checkpoint may have been put in this one's place, and be whole.
-        if embedded.file_names != [name] or embedded.file_size.tolist() != [size] or step != self.step:
+        if own and is_link_to(name, own[0]):
+            self.linked.add(file)
+        elif own != [name] or embedded.file_size[:1].tolist() != [size] or step != self.step:
             text = (
                 f"the embedded index is of {embedded.file_names[:1]} and step {step}, not of this file and "
                 "checkpoint"
@@ -177,6 +183,9 @@ class FilesCheck:
         name, ours = self.columns.file_names[file], self.chunks_of[file]
         # Both in the order of the file, because the embedded index sorts its rows by its own tensors.
         theirs = np.argsort(embedded.position, kind="stable")
+        theirs = theirs[embedded.file[theirs] == 0]  # the others are in files that it has linked
+        if file in self.linked:
+            theirs = theirs[np.isin(embedded.position[theirs], self.columns.position[ours])]
         if len(ours) != len(theirs):
             text = f"the embedded index lists {len(theirs)} chunks, the main index {len(ours)} of this file"
             self.damage.append(Damage(name, text, None, start, stop))

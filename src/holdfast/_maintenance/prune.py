@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast._format.names import DATA, INDEX, METADATA, is_named_by_save
 from holdfast._io.index_file import open_index
-from holdfast._store.base import FOLDERS, Folder, Store
+from holdfast._store.base import FOLDERS, Entry, Folder, Store
 from holdfast._store.local import open_store
 from holdfast._store.publishing import HIDDEN
 from holdfast._store.run_folder import all_step_folders, is_linked, is_spelled_as_ours, remove_step, surplus
@@ -37,6 +37,7 @@ class Removed(msgspec.Struct, frozen=True):
     """Relative to the run folder."""
     why: str
     bytes: int
+    """That are freed: those of a file that another step links (`Options.link_unchanged`) stay."""
 
 
 class Skipped(msgspec.Struct, frozen=True):
@@ -77,7 +78,7 @@ class _Sweep:
                 continue
             entry = self.store.stat(name)
             if entry is not None and entry.modified <= self.before:
-                self._remove(name, entry.size, "it was never put in place")
+                self._remove(name, _freed(entry), "it was never put in place")
 
     def step(self, step: int, folder: str) -> None:
         """Remove the left-overs of one step folder."""
@@ -108,7 +109,7 @@ class _Sweep:
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
             return
         for name, entry in left.items():
-            self._remove(name, entry.size, why)
+            self._remove(name, _freed(entry), why)
         if folder not in self.good:
             self._remove_folder(folder, not left)
 
@@ -161,7 +162,7 @@ class _Sweep:
             if folder in self.busy:
                 continue  # reported already
             stats = [self.store.stat(name) for name in self._all(folder)]
-            size = sum(entry.size for entry in stats if entry is not None)
+            size = sum(_freed(entry) for entry in stats if entry is not None)
             if not self.dry_run:
                 remove_step(self.store, folder)
                 if self.store.stat(f"{folder}/{INDEX}") is not None:
@@ -177,6 +178,10 @@ class _Sweep:
         inside = self.store.list(f"{folder}/{DATA}")
         names = [f"{folder}/{DATA}/{name}" for name in inside if not name.endswith("/")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
+
+
+def _freed(entry: Entry) -> int:
+    return entry.size if entry.links == 1 else 0
 
 
 def prune(run: Folder, keep: int | None = None, older_than: float = HOUR, dry_run: bool = False) -> Pruned:

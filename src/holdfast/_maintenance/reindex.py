@@ -93,9 +93,8 @@ def reindex(path: Folder, dry_run: bool = False, force: bool = False, only: Sequ
     # If a save commits meanwhile, it wins, and this raises Conflict.
     if not dry_run:
         store.publish(INDEX, data, version_of(store, INDEX))
-    taken = {file.name for file in chosen}
-    others = [file.name for file in whole if file.name not in taken]
-    left = [*broken, *(LeftOut(name, "it belongs to another attempt") for name in others)]
+    others = [LeftOut(file.name, "it belongs to another attempt") for file in whole]
+    left = [file for file in (*broken, *others) if file.name not in columns.file_names]
     return Reindexed(
         store.url,
         "would write" if dry_run else "written",
@@ -143,11 +142,15 @@ def look(store: Store, name: str) -> WholeFile | LeftOut:
                 return LeftOut(name, f"it has {reader.size} bytes where its header announces {stop}")
             index = embedded_index(reader, start, stop, f"{store.url}/{name}")
             columns = index.embedded()
-            # A copy under another name would cover the same chunks as the original.
-            if columns.file_names != [name] or columns.file_size.tolist() != [stop]:
+            # A copy under another name would cover the same chunks as the original. A link to a file of an
+            # earlier step is such a copy; what is used of it is named by the files that linked it.
+            if columns.file_names[:1] != [name] or columns.file_size[:1].tolist() != [stop]:
                 return LeftOut(
                     name, f"it says that it is {columns.file_names[:1]}, so it was renamed or copied"
                 )
+            for link, size in zip(columns.file_names[1:], columns.file_size[1:].tolist(), strict=True):
+                if (entry := store.stat(link)) is None or entry.size != size:
+                    return LeftOut(name, f"{link}, which holds a part of what its rank saved, is not there")
             if header.metadata.get("rank") != str(int(columns.file_rank[0])):
                 return LeftOut(name, "its header and its embedded index name different ranks")
             return WholeFile(name, int(columns.file_rank[0]), index.about, columns)

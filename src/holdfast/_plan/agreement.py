@@ -174,7 +174,7 @@ def _say(
     return f"has a shard of rank {rank} that lies outside it, at {list(problem.place)}", rank
 
 
-def _keys(tensor: Array, offset: Array, size: Array) -> Array:
+def box_keys(tensor: Array, offset: Array, size: Array) -> Array:
     """Return a 64-bit number per box, equal for equal boxes."""
     with np.errstate(over="ignore"):
         key = tensor.astype("<u8") * _MIX
@@ -188,9 +188,9 @@ def check_witnesses(names: list[str], rows: RankRows) -> None:
     if not len(rows.witness_tensor):
         return
     # Boxes are matched by a 64-bit key, without a loop over millions of rows.
-    keys = _keys(rows.tensor, rows.offset, rows.size)
+    keys = box_keys(rows.tensor, rows.offset, rows.size)
     order = np.argsort(keys)
-    wanted = _keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
+    wanted = box_keys(rows.witness_tensor, rows.witness_offset, rows.witness_size)
     position = np.minimum(np.searchsorted(keys[order], wanted), max(len(keys) - 1, 0))
     chunk = order[position] if len(order) else position
     # A witness without a chunk of exactly its box is skipped: coverage has checked that nothing is missing.

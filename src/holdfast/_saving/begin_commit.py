@@ -60,6 +60,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         title=request.title,
         deadline=request.call.deadline,
         about={
+            **request.about,
             "step": request.step,
             "grid": grid,
             "notes": request.notes,

@@ -36,6 +36,9 @@ log = logging.getLogger("holdfast")
 READERS = 32
 """Threads that read back files at once; mostly they wait for storage."""
 FILES_AT_ONCE = 8 * READERS
+AT_ONCE = 0.002
+"""Seconds in which the first file is read back if storage does not wait for anything; then threads would
+only wait for each other."""
 LOOK_AGAIN = 10.0
 """Seconds in which a commit looks for its index after a failure that the store did not explain."""
 
@@ -88,12 +91,17 @@ class Commit:
                 raise SaveFailed(f"{self.title}: rank {rank} reports a file named {file.name!r}.", rank=rank)
         # From storage, not from messages: only what this host can read back is committed. A part of the files
         # at a time, so that the names of all ranks are not in memory at once.
-        for start in range(0, len(files), FILES_AT_ONCE):
-            some = files[start : start + FILES_AT_ONCE]
-            read = on_threads(min(READERS, len(some)), "holdfast-read-back", self._read_back, some)
+        clock, threads, start = self.deadline.clock, 1, 0
+        while start < len(files):
+            some = files[start : start + (FILES_AT_ONCE if start else 1)]
+            begun = clock.now()
+            read = on_threads(min(threads, len(some)), "holdfast-read-back", self._read_back, some)
+            if not start and clock.now() - begun > AT_ONCE:
+                threads = READERS
             for (rank, _), columns in zip(some, read, strict=True):
                 merger.add(rank, columns)
                 self.tick()
+            start += len(some)
         columns = merger.finish(self.tick)
         if self.expected is not None:
             check_vanished(columns.names, self.expected, self.expected_from, self.last_writer)
@@ -160,6 +168,7 @@ class Commit:
                         )
                     stop = file.index_start + file.index_size
                     columns = embedded_index(reader, file.index_start, stop, where).embedded()
+                self._check_links(columns)
             except NotFound:
                 if clock.now() >= ends:
                     raise SaveFailed(
@@ -181,6 +190,15 @@ class Commit:
             else:
                 self.tick()
                 return columns
+
+    def _check_links(self, columns: Columns) -> None:
+        """Raise if a link to an earlier file is not to be seen, or has another size than its rank saw."""
+        for name, size in zip(columns.file_names[1:], columns.file_size[1:].tolist(), strict=True):
+            entry = self.store.stat(name)
+            if entry is None:
+                raise NotFound(f"{self.store.url}/{name} is not there.")
+            if entry.size != size:
+                raise CorruptCheckpoint(f"{self.store.url}/{name} has {entry.size} bytes, not {size}.")
 
     def publish(self) -> Final:
         """Put the index in place, at once and durably; from here on the checkpoint exists.

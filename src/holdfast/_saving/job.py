@@ -16,7 +16,8 @@ import msgspec
 from holdfast._format import objects
 from holdfast._format.digest import digest, hex_digest
 from holdfast._format.names import WrittenFile
-from holdfast._io.file_writer import About, WriteRequest, discard, write_files
+from holdfast._io.file_writer import About, WriteRequest, discard, names_of, write_files
+from holdfast._io.unchanged import Earlier, recall, remember
 from holdfast._layout.tensor import OBJECT, Replica, listed
 from holdfast._plan.agreement import disagreement
 from holdfast._plan.save import plan_save
@@ -79,7 +80,15 @@ class DirectSink:
         job.streams.wait()
         job.operation.bytes_total = int(plan.chunks.nbytes.sum())
         return write_files(
-            WriteRequest(job.store, job.table, plan, about, job.options, job.operation.progress)
+            WriteRequest(
+                job.store,
+                job.table,
+                plan,
+                about,
+                job.options,
+                job.operation.progress,
+                earlier=job.earlier(),
+            )
         )
 
 
@@ -138,6 +147,8 @@ class SaveJob:
             if (self.files or self.makes_folder) and not self.options.keep_failed:
                 clean_up(self.store, self.discard, self.makes_folder)
             raise
+        if self.options.link_unchanged:
+            remember(self.store, self.rank, self.files)
         return SaveReport(
             self.store.url,
             self.request.step,
@@ -264,6 +275,7 @@ class SaveJob:
         request = self.request
         # Only now, because the attempt has no name before the ranks have met.
         about = {
+            **request.about,
             "step": request.step,
             "grid": self.grid,
             "notes": request.notes,
@@ -274,6 +286,10 @@ class SaveJob:
         return Written(
             request.step, self.grid, self.files, request.report() if request.report is not None else {}
         )
+
+    def earlier(self) -> Earlier | None:
+        """Return the save whose bytes need not be written again; None if all are to be written."""
+        return recall(self.store, self.rank) if self.options.link_unchanged else None
 
     # -- commit -----------------------------------------------------------------------------------
 
@@ -316,7 +332,7 @@ class SaveJob:
         """Delete this rank's files after a failure, if it is known that no index names them."""
         # None: storage does not tell, so nothing is deleted.
         if self.files and is_of_attempt(self.store, self.attempt) is False:
-            discard(self.store, [file.name for file in self.files])
+            discard(self.store, names_of(self.files))
 
 
 def save(

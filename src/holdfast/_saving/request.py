@@ -23,7 +23,8 @@ class SaveRequest:
     """A save of this rank: its arguments, the participants, and the callbacks of its caller.
 
     collect: returns the state's leaves for a rank. What it raises is told to the other ranks.
-    The fields up to `options` are the arguments of `holdfast.save`.
+    The fields up to `options`, but `about`, are the arguments of `holdfast.save`.
+    about: more that the index says of itself (docs/format.md).
     objects_may_differ: if ranks have different objects under one name, save that of the lowest rank and
         warn (torch DCP does so without a warning); by default that is an error.
     previous: committer: returns the checkpoint to compare names with, if the folder has none yet.
@@ -44,6 +45,7 @@ class SaveRequest:
     overwrite: bool = True
     grid: Grid | None = None
     notes: Json = None
+    about: Message = field(default_factory=dict)
     options: Options = field(default_factory=Options)
     objects_may_differ: bool = False
     previous: Callable[[], Store | None] | None = None

@@ -65,6 +65,8 @@ class Entry(NamedTuple):
     size: int
     modified: float
     """Seconds since the epoch, by the storage's clock; 0 if it has none."""
+    links: int = 1
+    """How many names the file has; its bytes are freed with the last one."""
 
 
 class Reader(Protocol):

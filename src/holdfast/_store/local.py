@@ -22,6 +22,7 @@ from holdfast._store.filesystem import (
     close_quietly,
     create_file,
     folder_beneath,
+    make_durably,
     read_at,
     retry,
     sync_folder,
@@ -194,6 +195,14 @@ class LocalStore:
     def create(self, path: str) -> LocalWriter:
         return LocalWriter(self._for_writing(path))
 
+    def link(self, path: str, source: str) -> None:
+        """Give the file at the path `source` a name here as well (a hard link), which is durable once another
+        file in the same folder is finished. Raises StorageError if that can't be done."""
+        full = self._for_writing(path)
+        with storage_errors("Linking", full):
+            make_durably(os.path.dirname(full))
+            os.link(source, full, follow_symlinks=False)
+
     def publish(self, path: str, data: bytes, replacing: bytes | None) -> None:
         publish(self._for_writing(path), data, replacing)
 
@@ -229,7 +238,7 @@ class LocalStore:
                 status = os.stat(target, follow_symlinks=target == self._top)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Entry(_kind(status.st_mode), status.st_size, status.st_mtime)
+        return Entry(_kind(status.st_mode), status.st_size, status.st_mtime, status.st_nlink)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._full(folder) if folder else self.root
