@@ -105,7 +105,7 @@ def merge_ranks(files: list[tuple[int, bytes]]) -> tuple[bytes, Columns]:
         )  # type: ignore[misc]
         merger.add(rank, index.embedded())
     columns = merger.finish()
-    return encode(columns, {"step": 1}), columns
+    return encode(columns, {"step": 1}, narrow=True), columns
 
 
 def merge_qwen(reps: int) -> tuple[list[float], int]:
@@ -135,7 +135,7 @@ def simulate_large(world: int, stages: int, out: Path) -> dict[str, float]:
         seconds += time.process_time() - begun
     begun = time.process_time()
     columns = merger.finish()
-    encoded = encode(columns, {"step": 1})
+    encoded = encode(columns, {"step": 1}, narrow=True)
     seconds += time.process_time() - begun
     out.write_bytes(encoded)
     return {
@@ -203,7 +203,7 @@ def million(path: Path, chunks: int) -> list[str]:
         witness_offset=np.zeros((0, 2), "<i8"),
         witness_size=np.zeros((0, 2), "<i8"),
     )
-    path.write_bytes(encode(columns, {"step": 1}))
+    path.write_bytes(encode(columns, {"step": 1}, narrow=True))
     return [names[chunks // 3], names[-1], names[0], names[chunks // 2], names[chunks // 7]]
 
 

@@ -17,16 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = (
     "save_load",
     "small_save",
+    "unchanged",
     "per_tensor",
     "async_save",
     "defaults",
     "fsdp",
     "megatron",
     "planning",
+    "growth",
     "huggingface",
     "groups",
     "standing",
 )
+PICTURES = {"growth": ("![Costs by ranks, tensors, steps and files](growth.svg)", "")}
 INTRODUCTION = """\
 # Benchmarks
 
@@ -102,6 +105,7 @@ def section(one: Results, machine: str) -> list[str]:
         "|---|---:|---:|---|---:|---:|---:|---:|---|---:|---|",
         *[line(row) for row in one.rows],
         "",
+        *PICTURES.get(one.bench, ()),
     ]
 
 

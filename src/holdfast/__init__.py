@@ -120,7 +120,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
-        value = getattr(import_module(_WHERE[name]), name)
+        from holdfast._collector import collector_paused
+
+        # Imports let nothing go; with torch loaded, one collection in between doubles their time.
+        with collector_paused():
+            value = getattr(import_module(_WHERE[name]), name)
         # Python asks `__getattr__` only for what is not there, so a name is looked up once.
         globals()[name] = value
         return value

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast._roster.memory import MemoryRoster
-from holdfast._roster.process import _status, children_of, sockets
+from holdfast._roster.process import _status, children_of, own_sockets, sockets
 from holdfast._torch_private import default_store, tcp_store
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 from tests.support.processes import ProcessWorld
@@ -61,9 +61,9 @@ def settled() -> dict[str, Any]:
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """Every open descriptor, and what it is: a socket has its number."""
+    """Every open descriptor, and what it is: a socket has its number. Without connections to the store."""
     found = set()
-    of_others = accepted()
+    of_others = accepted() | {one.fileno() for one in own_sockets}
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # that of the look itself
             found.add((name, os.readlink(f"/proc/self/fd/{name}")))
@@ -133,6 +133,7 @@ def calls(rank: int, folder: str) -> list[dict[str, Any]]:
     for number in (1, 2):
         holdfast.async_save(state(), f"{folder}/beside-{number}", job=holdfast.Job(timeout=60)).committed(60)
         left.append(changed(before))
+    assert len(own_sockets) <= 4, "more connections to the store than threads that ask it"
     return left
 
 

@@ -59,7 +59,8 @@ def test_absent_rank_is_named(world: ProcessWorld, tmp_path: Path, absent: int) 
 
 
 def test_deadline_names_the_absent_rank(world: ProcessWorld, tmp_path: Path) -> None:
-    path = str(tmp_path / "step-1")
+    path = str(tmp_path / "run" / "step-1")
+    world.run(save_job, str(tmp_path / "before"), 0, {})  # so that everybody has been heard of
     world.start(save_job, path, 1, {"job": Job(timeout=3.0, stall_timeout=60.0)}, ranks=[0, 1, 2, 3, 4, 5, 7])
     errors = errors_of(world.collect(40))
     error = same_everywhere(errors, 7)

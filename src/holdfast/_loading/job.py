@@ -16,6 +16,7 @@ from holdfast._format.limits import bounded_memory
 from holdfast._io.file_reader import read_into
 from holdfast._io.open_checkpoint import open_source
 from holdfast._io.source import ForeignSource, Source
+from holdfast._io.unchanged import remember_loaded
 from holdfast._layout.tensor import OBJECT, listed
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
@@ -75,6 +76,9 @@ class LoadJob:
         """Leaves, and the created values that take their place."""
         self._pin: Pin | None = None
         """On the committer: keeps the checkpoint until all ranks have read it."""
+        self._opened = ExitStack()
+        self._source: Source | None = None
+        """On the committer: the version that it chose, open until it has read it."""
         self.operation = Operation(
             "load",
             f"load of {self.store.url}",
@@ -101,10 +105,14 @@ class LoadJob:
         try:
             self.operation.run(load_steps(self.operation.context, self), self.collect_error)
         except BaseException:
-            if self._pin is not None:
-                with suppress(HoldfastError):  # storage may be what hangs
-                    within(1.0, f"letting go of {self.store.url}", self._pin.close)
+            with suppress(HoldfastError):  # storage may be what hangs
+                within(1.0, f"letting go of {self.store.url}", self._let_go)
             raise
+
+    def _let_go(self) -> None:
+        self._opened.close()
+        if self._pin is not None:
+            self._pin.close()
 
     # -- collect ----------------------------------------------------------------------------------
 
@@ -128,11 +136,11 @@ class LoadJob:
         # Pinned on one rank only, and until all have read: file servers search a list of the locks of a file.
         self._pin = Pin(self.store)
         try:
+            self._source = index = self._opened.enter_context(open_source(self.store))
             self.operation.cancel.check()  # the caller may have gone on without this thread
-            with open_source(self.store) as index:
-                return Chosen(index.identity, index.about.get("created"))
+            return Chosen(index.identity, index.about.get("created"))
         except BaseException:
-            self._pin.close()
+            self._let_go()
             raise
 
     def _replaced(self) -> Replaced:
@@ -150,25 +158,26 @@ class LoadJob:
             # Gone or unreadable: in both cases it is not the version that this load began with.
             return False
 
-    def _open(self, opened: ExitStack, chosen: Chosen) -> Source:
+    def _open(self, chosen: Chosen) -> Source:
         """Open the version that the committer chose, as soon as it is visible here; a network file system may
-        show it late. Raises Replaced if there is a newer version, or if the committer itself sees another."""
+        show it late. Raises Replaced if there is a newer version."""
+        if self._source is not None:
+            return self._source
         context = self.operation.context
         ends = context.clock.now() + min(VISIBLE_WITHIN, context.deadline.left())
         while True:
             with suppress(NotCommitted):
-                index = opened.enter_context(open_source(self.store))
+                index = self._opened.enter_context(open_source(self.store))
                 if index.identity == chosen.identity:
                     return index
                 # By the clocks at the two commits: a clock that was set back costs time, but never loads a
                 # wrong version.
                 created, before = index.about.get("created"), chosen.created
-                newer = isinstance(created, float) and isinstance(before, float) and created > before
-                if context.is_committer or newer:
+                if isinstance(created, float) and isinstance(before, float) and created > before:
                     raise self._replaced()
-                opened.close()
+                self._opened.close()
             self.operation.cancel.check()
-            if context.is_committer or context.clock.now() >= ends:
+            if context.clock.now() >= ends:
                 raise self._replaced()
             context.clock.sleep(0.05)
 
@@ -176,8 +185,8 @@ class LoadJob:
 
     def read(self, chosen: Chosen) -> HaveRead:
         """Read this rank's part of the chosen version, tensors directly into the state."""
-        with ExitStack() as opened:
-            index = self._open(opened, chosen)
+        with self._opened:
+            index = self._open(chosen)
             try:
                 self.plan = plan = plan_load(index, self.request, self.leaves, self.table, self.owner)
                 if isinstance(index, ForeignSource):
@@ -185,6 +194,8 @@ class LoadJob:
                     names = index.names()
                     self.asked = Asked(self.store.url, names, plan.found, left_out, index.is_weight)
                 self._read(index, plan)
+                if self.request.options.link_unchanged:
+                    remember_loaded(self.store, self.rank, index.about.get("attempt"))
             except NotFound as error:
                 # An overwrite deletes the old data once its index is in place. A missing file is damage only
                 # if the index is still the same.

@@ -65,8 +65,9 @@ class LazyStates:
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
         lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
         # A list that is stored as one object is read as one. Only lists stored in parts are built here.
-        there = index.find([leaf.name for leaf in lists]).tolist()
-        lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
+        if lists:
+            there = index.find([leaf.name for leaf in lists]).tolist()
+            lists = [leaf for leaf, row in zip(lists, there, strict=True) if row < 0]
         if not lazy and not lists:
             return
         # All names, sorted: only they tell which values an optimizer has.

@@ -107,6 +107,12 @@ class StoredCheckpoint(Mapping[str, Any]):
         """The JSON value that was given to the save."""
         return self._source.about.get("notes")
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The numbers that were given to `Checkpoints.save(metrics=)`; None for one that was not finite."""
+        metrics = self._source.about.get("metrics")
+        return metrics if isinstance(metrics, dict) else {}
+
     @cached_property
     def _row(self) -> dict[str, int]:
         return {name: row for row, name in enumerate(self._names)}
