@@ -44,6 +44,7 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 
 drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
 	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md --front README.md
+	$(BIN)/python -m drill.picture
 
 check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)
