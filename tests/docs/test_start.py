@@ -31,6 +31,6 @@ def test_the_first_job_of_several_ranks(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks go on from step 0" in done.stdout
-    assert "1 ranks go on from step 10" in done.stdout
-    assert sorted(os.listdir(tmp_path / "run"))[-3:] == ["step-00000010", "step-00000015", "step-00000020"]
+    assert "from step 0 on, ranks: 2" in done.stdout
+    assert "from step 10 on, ranks: 1" in done.stdout
+    assert sorted(os.listdir(tmp_path / "sharded"))[-3:] == ["step-00000010", "step-00000015", "step-00000020"]
