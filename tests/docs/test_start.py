@@ -33,4 +33,8 @@ def test_the_first_job_of_several_ranks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "from step 0 on, ranks: 2" in done.stdout
     assert "from step 10 on, ranks: 1" in done.stdout
-    assert sorted(os.listdir(tmp_path / "sharded"))[-3:] == ["step-00000010", "step-00000015", "step-00000020"]
+    assert sorted(os.listdir(tmp_path / "sharded"))[-3:] == [
+        "step-00000010",
+        "step-00000015",
+        "step-00000020",
+    ]
