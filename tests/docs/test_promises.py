@@ -1,4 +1,4 @@
-"""Promises of the README that no other test keeps."""
+"""Promises of docs/guarantees.md that no other test keeps."""
 
 from __future__ import annotations
 
