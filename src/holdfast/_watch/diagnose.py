@@ -1,0 +1,81 @@
+"""Makes a diagnosis of evidence: all rules are asked, and the fixed table says which verdict stands."""
+
+from __future__ import annotations
+
+from holdfast._watch import known, rules_counts, rules_log, rules_stacks
+from holdfast._watch.evidence import Evidence
+from holdfast._watch.verdict import BAR, Diagnosis, Observation, Verdict, listed
+
+_RULES = (*rules_log.RULES, *rules_counts.RULES, *rules_stacks.RULES, *known.RULES)
+"""Of verdicts of one confidence, the rule that stands first wins."""
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """Say what hangs, as far as the evidence tells."""
+    verdicts = [verdict for rule in _RULES for verdict in rule(evidence)]
+    verdicts.sort(key=lambda verdict: -verdict.confidence)
+    first = verdicts[0] if verdicts and verdicts[0].confidence >= BAR else None
+    return Diagnosis(
+        first,
+        tuple(verdict for verdict in verdicts if verdict is not first),
+        tuple(_observed(evidence)),
+        tuple(_to_collect(evidence, first)),
+        tuple(evidence.ranks),
+        evidence.world_size,
+        evidence.is_complete,
+    )
+
+
+def _observed(evidence: Evidence) -> list[Observation]:
+    """List what the evidence shows of timeouts, ends and remarks, however the verdict is."""
+    found = [
+        Observation(
+            f"rank {rank} timed out in {one.name} #{one.number}" + (f" of {one.group}" if one.group else ""),
+            one.source,
+        )
+        for rank, one in evidence.operations()
+        if one.state == "timed out"
+    ]
+    found += [
+        Observation(f"{one.name} #{one.number} timed out on rank {one.group_rank} of its group", one.source)
+        for one in evidence.loose
+    ]
+    found += [
+        Observation(f"rank {rank.rank}: {ending.what}", ending.source)
+        for rank in evidence.ranks.values()
+        for ending in rank.endings
+    ]
+    found += [Observation(remark.text, remark.source) for remark in evidence.remarks]
+    return found[:200]
+
+
+def _to_collect(evidence: Evidence, verdict: Verdict | None) -> list[str]:
+    """Say what is missing, with the command that collects it."""
+    wanted = []
+    if evidence.hidden:
+        wanted.append(
+            f"{evidence.hidden} lines that Ray has left out: run with RAY_DEDUP_LOGS=0, or give the files in "
+            "/tmp/ray/session_latest/logs."
+        )
+    if verdict is not None:
+        return wanted
+    if not any(True for _ in evidence.operations()) or not evidence.members:
+        wanted.append(
+            "Flight records of all ranks: set TORCH_NCCL_DUMP_ON_TIMEOUT=1 and "
+            "TORCH_FR_DUMP_TEMP_FILE=/shared/trace_ and give /shared/trace_*."
+        )
+    if evidence.of("no rank"):
+        wanted.append("The ranks of these stacks: name the files rank-0.txt, rank-1.txt and so on.")
+    missing = [rank for rank in range(min(evidence.world_size or 0, 4096)) if rank not in evidence.shown()]
+    if missing or not evidence.shown():
+        whose = listed(missing) if missing else "all ranks"
+        wanted.append(f"Stacks of {whose}, on its host: py-spy dump --pid PID > rank-N.txt")
+    if evidence.shown() and not any(rank.later for rank in evidence.ranks.values()):
+        wanted.append(
+            "The same 10 s later, to tell late from stuck: py-spy dump --pid PID > rank-N-again.txt"
+        )
+    if evidence.of("heartbeat") or evidence.shown():
+        wanted.append(
+            "Native frames: py-spy dump --native --pid PID > rank-N.txt; and `NCCL version` of a log with NCCL_DEBUG=INFO."
+        )
+    return wanted
