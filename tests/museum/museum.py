@@ -21,7 +21,11 @@ from holdfast._watch.read import read_all
 from holdfast._watch.verdict import Diagnosis
 
 FOLDER = Path(__file__).parent / "exhibits"
-LEVELS = {"log": ("log",), "counts": ("log", "counts", "states"), "stacks": ("log", "counts", "states", "stacks")}
+LEVELS = {
+    "log": ("log",),
+    "counts": ("log", "counts", "states"),
+    "stacks": ("log", "counts", "states", "stacks"),
+}
 """What a reader of each level has."""
 
 
@@ -127,7 +131,9 @@ def _records(text: str) -> dict[int, dict[str, object]]:
         ranks, group, members, number, name, taken, given, state = line.split()
         guid = "0" if group == "default_pg" else numbers.setdefault(group, str(len(numbers) + 1))
         for rank in ranks_of(ranks):
-            record = records.setdefault(rank, {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []})
+            record = records.setdefault(
+                rank, {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}
+            )
             record["pg_config"][guid] = {"name": guid, "desc": group, "ranks": str(list(ranks_of(members)))}  # type: ignore[index]
             record["entries"].append(  # type: ignore[attr-defined]
                 {

@@ -20,7 +20,9 @@ from holdfast._watch.evidence import (
 
 MOST = 64
 """Values of one kind that are kept of one rank, and remarks of one kind: the first ones."""
-RANKS = 200_000
+IN_ALL = 1_000_000
+"""Values that are kept in all."""
+RANKS = 100_000
 """Ranks of a job, at most: a larger number in a log is damage."""
 T = TypeVar("T")
 
@@ -48,6 +50,9 @@ class Collector:
         self._members: dict[str, tuple[int, ...]] = {}
         self._opening: dict[str, tuple[int, dict[int, Source], set[int]]] = {}
         self._world: int | None = None
+        self._first: tuple[float, float] | None = None
+        """When the first timeout was told, and its limit."""
+        self._room = IN_ALL
         self.hidden = 0
         self.files: list[str] = []
 
@@ -57,19 +62,20 @@ class Collector:
         return self._ranks.setdefault(rank, _Seen())
 
     def note_operation(self, rank: int | None, operation: Operation) -> None:
-        _keep(self._loose if rank is None else self.rank(rank).operations, operation)
+        self._keep(self._loose if rank is None else self.rank(rank).operations, operation)
 
     def note_progress(self, rank: int, progress: Progress) -> None:
         seen = self.rank(rank).progress
-        if progress.group in seen or len(seen) < MOST:
+        if progress.group in seen or (len(seen) < MOST and self._room > 0):
+            self._room -= 1
             seen[progress.group] = progress
 
     def note_ending(self, rank: int | None, ending: Ending) -> None:
-        _keep(self._raised if rank is None else self.rank(rank).endings, ending)
+        self._keep(self._raised if rank is None else self.rank(rank).endings, ending)
 
     def note_stack(self, rank: int, stack: Stack, is_later: bool) -> None:
         seen = self.rank(rank)
-        _keep(seen.later if is_later else seen.stacks, stack)
+        self._keep(seen.later if is_later else seen.stacks, stack)
 
     def note_members(self, group: str, ranks: tuple[int, ...]) -> None:
         if len(self._members) < RANKS:
@@ -78,6 +84,14 @@ class Collector:
     def note_world(self, size: int) -> None:
         if 0 < size <= RANKS:
             self._world = max(size, self._world or 0)
+
+    def is_near(self, at: float, limit: float | None) -> bool:
+        """Return whether a time, in seconds, may belong to the same hang as the first timeout."""
+        if self._first is None:
+            if limit is not None:
+                self._first = at, limit
+            return True
+        return abs(at - self._first[0]) <= max(600.0, 2 * self._first[1])
 
     def note_opening(self, name: str, size: int, rank: int, source: Source, is_ready: bool) -> None:
         """Note that a communicator begins to open on a rank, or is open there."""
@@ -90,7 +104,7 @@ class Collector:
             del self._opening[name]
 
     def remark(self, kind: str, text: str, source: Source, *values: str) -> None:
-        _keep(self._remarks.setdefault(kind, []), Remark(kind, text[:400], source, values))
+        self._keep(self._remarks.setdefault(kind, []), Remark(kind, text[:400], source, values))
 
     def evidence(self) -> Evidence:
         """Return all that was found."""
@@ -140,7 +154,7 @@ class Collector:
             found.append(msgspec.structs.replace(one, group=fits[0]) if known else one)
         return found
 
-
-def _keep(values: list[T], value: T) -> None:
-    if len(values) < MOST:
-        values.append(value)
+    def _keep(self, values: list[T], value: T) -> None:
+        if len(values) < MOST and self._room > 0:
+            self._room -= 1
+            values.append(value)

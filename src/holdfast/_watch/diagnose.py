@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from holdfast._watch import known, rules_counts, rules_log, rules_stacks
 from holdfast._watch.evidence import Evidence
-from holdfast._watch.verdict import BAR, Diagnosis, Observation, Verdict, listed
+from holdfast._watch.verdict import (
+    BAR,
+    CLASSES,
+    IN_A_SAVE,
+    Diagnosis,
+    HangClass,
+    Observation,
+    Verdict,
+    listed,
+)
 
 _RULES = (*rules_log.RULES, *rules_counts.RULES, *rules_stacks.RULES, *known.RULES)
 """Of verdicts of one confidence, the rule that stands first wins."""
+
+
+_SAVES = (
+    "save",
+    "load",
+    "save_checkpoint",
+    "load_checkpoint",
+    "sync_all_async_calls",
+    "validate_uneven_dtensor",
+)
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -15,15 +36,40 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     verdicts = [verdict for rule in _RULES for verdict in rule(evidence)]
     verdicts.sort(key=lambda verdict: -verdict.confidence)
     first = verdicts[0] if verdicts and verdicts[0].confidence >= BAR else None
+    if first is not None and not first.operation:
+        first = _with_operation(first, evidence)
+    about = CLASSES[first.kind] if first is not None else HangClass("", "", "", "")
     return Diagnosis(
         first,
-        tuple(verdict for verdict in verdicts if verdict is not first),
+        tuple(verdicts[first is not None :]),
+        about.means,
+        about.todo,
+        IN_A_SAVE if first is not None and _waits_in_a_save(evidence, first) else about.holdfast,
+        about.thread,
         tuple(_observed(evidence)),
         tuple(_to_collect(evidence, first)),
         tuple(evidence.ranks),
         evidence.world_size,
         evidence.is_complete,
     )
+
+
+def _with_operation(verdict: Verdict, evidence: Evidence) -> Verdict:
+    """Add the operation in which the ranks wait, which only counts tell, to a verdict by other evidence."""
+    waits = rules_counts.Waits(evidence).operations
+    one = next((waits[rank] for rank in verdict.waiting if rank in waits), None)
+    if one is None:
+        return verdict
+    return msgspec.structs.replace(verdict, group=one.group, operation=one.name, number=one.number)
+
+
+def _waits_in_a_save(evidence: Evidence, verdict: Verdict) -> bool:
+    """Return whether the ranks wait in a collective of a save or load of a checkpoint."""
+    ranks = [evidence.ranks[rank] for rank in verdict.waiting if rank in evidence.ranks]
+    stacks = [stack.calls for rank in ranks for stack in rank.stacks[:1]]
+    stacks += [operation.calls for rank in ranks for operation in rank.operations]
+    calls = [call for stack in stacks for call in stack]
+    return any("checkpoint" in call.file and call.function in _SAVES for call in calls)
 
 
 def _observed(evidence: Evidence) -> list[Observation]:
@@ -76,6 +122,7 @@ def _to_collect(evidence: Evidence, verdict: Verdict | None) -> list[str]:
         )
     if evidence.of("heartbeat") or evidence.shown():
         wanted.append(
-            "Native frames: py-spy dump --native --pid PID > rank-N.txt; and `NCCL version` of a log with NCCL_DEBUG=INFO."
+            "Native frames, and the version of NCCL: py-spy dump --native --pid PID > rank-N.txt, and a log "
+            "with NCCL_DEBUG=INFO."
         )
     return wanted

@@ -129,7 +129,8 @@ def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
         if isinstance(thread, dict):
             yield f'Thread {thread.get("thread_id")} (): "{thread.get("thread_name") or ""}"'
             for frame in thread.get("frames") or ():
-                yield f"    {frame.get('name')} ({frame.get('short_filename') or frame.get('filename')}:{frame.get('line')})"
+                file = frame.get("short_filename") or frame.get("filename")
+                yield f"    {frame.get('name')} ({file}:{frame.get('line')})"
 
 
 def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:

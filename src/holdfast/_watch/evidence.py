@@ -75,7 +75,7 @@ class Operation(msgspec.Struct, frozen=True):
 
     @property
     def kind(self) -> str:
-        """The name in one form: the log has _ALLGATHER_BASE where the flight recorder has _all_gather_base."""
+        """The name in one form: the log has _ALLGATHER_BASE, the flight recorder _all_gather_base."""
         return self.name.replace("_", "").upper()
 
 

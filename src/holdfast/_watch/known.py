@@ -1,4 +1,4 @@
-"""Versions of libraries that are known to hang: a table with dates and threads, and what is affected by it."""
+"""Versions of libraries that are known to hang: a table with dates and threads, and whom it concerns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads logs of jobs as streams: of a file of any size, only lines that tell something are looked at and kept."""
+"""Reads logs of jobs as streams: of a file of any size, only lines that tell something are looked at."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         # The last line may go on in the next block, but not for ever.
         whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
         at = counted = 0
-        while (found := form.KEYS.search(block, at, whole)) is not None:
+        for found in sorted(found.start() for key in form.KEYS for found in key.finditer(block, 0, whole)):
+            if found < at:
+                continue  # the same line has two of them
             # Progress bars write many texts to one line.
-            start = max(at, *(block.rfind(end, at, found.start()) + 1 for end in _ENDS))
-            stops = [stop for end in _ENDS if (stop := block.find(end, found.end(), whole)) >= 0]
+            start = max(at, *(block.rfind(end, at, found) + 1 for end in _ENDS))
+            stops = [stop for end in _ENDS if (stop := block.find(end, found, whole)) >= 0]
             at = min(stops, default=whole)
             number += block.count(b"\n", counted, start)
             counted = start
@@ -66,10 +68,25 @@ class LogReader:
             rank = line.rank if line.rank is not None else self._own
             if rank is not None:
                 self._to.rank(rank).last = source
-            known = self._watchdog(line.text, rank, source) or self._nccl(line.text, source)
+            known = (
+                not self._is_of_this_hang(line.text)
+                or self._watchdog(line.text, rank, source)
+                or self._nccl(line.text, source)
+            )
             known = known or self._signature(line.text, rank, source) or self._launcher(line.text, source)
             if not known or line.text.startswith("RuntimeError"):
                 self._python(line, rank, source)
+
+    def _is_of_this_hang(self, text: str) -> bool:
+        """Return whether a line is of the first hang that was told of. A log may go on with a later start of
+        the job, and numbers of two starts must not be compared."""
+        when = form.WHEN.search(text)
+        if when is None or not ("atchdog" in text or "NCCL work" in text):
+            return True
+        day, hour, minute, second = map(int, when.groups())
+        at = ((day // 100 * 31 + day % 100) * 24 + hour) * 3600 + minute * 60 + second
+        limit = form.TIMEOUT.search(text)
+        return self._to.is_near(at, int(limit["limit"]) / 1000 if limit is not None else None)
 
     # -- torch ------------------------------------------------------------------------------------------
 
@@ -90,8 +107,9 @@ class LogReader:
                 )
         if (found := form.STATUS.search(text)) is not None:
             started = found["started"]
+            # Without the GUID this number counts on each rank by itself.
             progress = Progress(
-                _group(found["guid"] or found["pg"], found["desc"]),
+                _group(found["guid"] or f"PG {found['pg']}", found["desc"]),
                 int(found["enqueued"]),
                 int(found["done"]),
                 source,
@@ -101,6 +119,10 @@ class LogReader:
                 self._to.note_progress(rank, progress)
         if (found := form.STUCK.search(text)) is not None:
             self._to.remark("heartbeat", text, source, _group(found[1], found[2]), str(rank), found[4])
+        if (error := form.CUDA.search(text)) is not None and rank is not None:
+            self._to.note_ending(
+                rank, Ending(error[1], source, is_cause="ECC" in error[1] or "illegal" in error[1])
+            )
         return found is not None or "Watchdog caught" in text
 
     # -- NCCL -------------------------------------------------------------------------------------------
@@ -187,8 +209,9 @@ class LogReader:
         """Read the tracebacks of errors that end a rank."""
         stream, text = line.stream, line.text
         if "Traceback (most recent" in text:
-            self._frames[stream] = None
-            self._chained.setdefault(stream, False)
+            if len(self._frames) + len(self._chained) < 2 * RANKS:
+                self._frames[stream] = None
+                self._chained.setdefault(stream, False)
         elif (frame := form.FILE.match(text)) is not None:
             if stream in self._frames:
                 self._frames[stream] = Call(frame[3], frame[1], int(frame[2]))
@@ -199,7 +222,8 @@ class LogReader:
             call = self._frames.pop(stream, None)
             follows = form.CONSEQUENCE.search(text) is not None or self._chained.get(stream, False)
             ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=call)
-            self._chained[stream] = follows
+            if stream in self._chained:
+                self._chained[stream] = follows
             self._to.note_ending(rank, ending)
 
 

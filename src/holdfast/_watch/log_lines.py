@@ -9,15 +9,51 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-KEYS = re.compile(
-    rb"Watchdog caught|atchdog got stuck|PG status: last|at NCCL work|at work: |Traceback \(most|"
-    rb'  File "|Error|Exception|KeyboardInterrupt|NCCL (?:INFO|WARN)|NCCL version|monitoredBarrier|exitcode|'
-    rb"    : \d+ \(local|Detected mismatch|Invalidate trace cache|destroy_process_group\(\) was not|"
-    rb"[Ww][Oo][Rr][Ll][Dd][ _-][Ss][Ii][Zz][Ee]|waitForInput|srun: error|aarch64|oom[_-]kill|"
-    rb"Root Cause|[Tt]rain(?:ing|er)\b.{0,20}(?:done|finished|completed|stopped)|"
-    rb"End time of running main|train_runtime|[Rr]ank ?\d+[^\n]{0,80}\[\d+:\d\d"
+KEYS = tuple(
+    re.compile(key)
+    for key in (
+        *(
+            b"atchdog caught",
+            b"atchdog got stuck",
+            b"atchdog thread term",
+            b"last enqueued",
+            b"Traceback \\(most",
+        ),
+        *(
+            b'  File "',
+            b"Error",
+            b"Exception",
+            b"KeyboardInterrupt",
+            b"NCCL INFO",
+            b"NCCL WARN",
+            b"NCCL version",
+        ),
+        *(
+            b"monitoredBarrier",
+            b"exitcode",
+            b"\\(local_rank",
+            b"Root Cause",
+            b"srun: error",
+            b"oom_kill",
+            b"oom-kill",
+        ),
+        *(
+            b"Detected mismatch",
+            b"Invalidate trace cache",
+            b"destroy_process_group\\(\\) was",
+            b"waitForInput",
+        ),
+        *(
+            b"world[ _-]size",
+            b"WORLD[ _-]SIZE",
+            b"World[ _-]size",
+            b"aarch64",
+            b"raining (?:is done|fini|compl)",
+        ),
+        *(b"End time of running main", b"train_runtime", b"`Trainer.fit` stopped", b"ank \\d+, world_size"),
+    )
 )
-"""A line without any of these tells nothing."""
+"""A line without any of these tells nothing. Each is searched by itself: one pattern of all would be slow."""
 _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _REPEATED = re.compile(r"\[repeated (\d+)x across cluster\]")
 _RAY = re.compile(r"\(([\w.:]+(?: [\w.:]+)*) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
@@ -63,10 +99,14 @@ TIMEOUT = re.compile(
     r"(?:SeqNum=(?P<number>\d+), )?OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?"
     r"[^)]*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+))?"
 )
+WHEN = re.compile(r"\[[EWIF](\d{2,4}) (\d\d):(\d\d):(\d\d)")
+"""Month and day, and the time, as torch writes them."""
+CUDA = re.compile(r"watchdog thread terminated with exception: (CUDA error: [^\n]*)")
 STATUS = re.compile(
     r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|(?P<pg>\d+)) Rank (?P<rank>\d+)\].*?"
     r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+)"
-    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?, last completed (?:NCCL )?work: (?P<done>-?\d+)"
+    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?"
+    r", last completed (?:NCCL )?work: (?P<done>-?\d+)"
 )
 STUCK = re.compile(r"PG GUID (\w+)(?:\(([^)]*)\))? Rank (\d+)\].*?atchdog got stuck for (\d+) seconds")
 FINGERPRINT = re.compile(
@@ -86,7 +126,8 @@ WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
 STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
 NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")
 ENDED = re.compile(
-    r"End time of running main|after training is done|[Tt]raining (?:is done|finished|completed)|train_runtime|"
+    r"End time of running main|after training is done|[Tt]raining (?:is done|finished|completed)|"
+    r"train_runtime|"
     r"Trainer\.fit` stopped"
 )
 SUMMARY_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: \d+\)")
@@ -96,9 +137,10 @@ FILE = re.compile(r'^\s*File "([^"]*)", line (\d+), in (.*)')
 RAISED = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s?(.*))?$")
 NAME_OF_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Failed|Timeout)$")
 CONSEQUENCE = re.compile(
-    r"Dist(?:Backend|Network|Store)Error|communicator was aborted|Connection (?:closed|reset|refused)|Broken pipe|"
+    r"Dist(?:Backend|Network|Store)Error|communicator was aborted|Connection (?:closed|reset|refused)|"
+    r"Broken pipe|"
     r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
-    r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|NCCL error|monitoredBarrier|"
+    r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
     r"Detected mismatch between collectives|EngineDeadError|RayTaskError"
 )
 """What ranks raise whose peers are gone or have not come."""

@@ -16,6 +16,8 @@ LARGEST_DUMP = 256 << 20
 ROLL_CALLS = "roll-calls"
 """The folder of a run that has the files of its roll calls."""
 FILES = 20_000
+_NO_EVIDENCE = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".npy", ".py", ".so", ".zip", ".gz")
+"""Files of a folder that are not looked at."""
 
 
 def read_all(paths: Iterable[str]) -> Evidence:
@@ -37,7 +39,12 @@ def _files(path: str) -> list[str]:
         # The newest one: an earlier call tells of another wait.
         newest = max(os.listdir(calls), default="")
         path = os.path.join(calls, newest)
-    found = sorted(os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    found = sorted(
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(path)
+        for name in names
+        if not name.endswith(_NO_EVIDENCE)
+    )
     if not found:
         raise BadInput(f"{path} has no files.")
     if len(found) > FILES:

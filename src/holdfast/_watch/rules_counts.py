@@ -18,6 +18,8 @@ _SAME_SIZE = {"ALLREDUCE", "BROADCAST", "ALLGATHERBASE", "REDUCESCATTERBASE"}
 _ALL_WAIT = {"ALLREDUCE", "ALLGATHER", "ALLGATHERBASE", "REDUCESCATTER", "REDUCESCATTERBASE", "ALLTOALL",
              "ALLTOALLBASE", "BARRIER"}  # fmt: skip
 """Operations that end nowhere before every rank has come."""
+_PAIRED = ("SEND", "RECV", "COALESCED")
+"""Operations of some of a group's ranks: others have other numbers."""
 Table = dict[str, dict[int, dict[int, Operation]]]
 """By group and number, the operation of each rank."""
 
@@ -29,6 +31,10 @@ def table_of(evidence: Evidence) -> Table:
     alone = next(iter(groups)) if len(groups) == 1 else ""
     for rank, one in evidence.operations():
         group = one.group
+        if one.kind in _PAIRED or group.endswith("/p2p"):
+            continue
+        if group.startswith("PG ") and one.group_rank != rank:
+            continue  # other groups of other ranks have the same local number
         if not group and one.group_rank == rank and (not groups or alone.endswith(":default_pg")):
             # A line without a group, of a rank that counts in it as in the world.
             group = alone or "default_pg"
@@ -43,8 +49,6 @@ def table_of(evidence: Evidence) -> Table:
 def mismatch(evidence: Evidence) -> Iterator[Verdict]:
     """Ranks have other operations, or other sizes, under one number."""
     for group, numbers in table_of(evidence).items():
-        if group.endswith("/p2p"):
-            continue
         for number in sorted(numbers):
             ranks = numbers[number]
             kinds = {rank: _kind(one) for rank, one in ranks.items()}
@@ -107,15 +111,16 @@ def desynchronized(evidence: Evidence) -> Iterator[Verdict]:
                 ahead = [
                     (other, progress)
                     for (name, other), progress in done.items()
-                    if name == group and other != rank and progress.completed >= number
+                    # Not the next one: a broken connection may let some ranks complete an operation.
+                    if name == group and other != rank and progress.completed > number
                 ]
                 if one.state == "timed out" and one.kind in _ALL_WAIT and ahead:
                     other, progress = ahead[0]
                     yield Verdict(
                         "mismatch",
                         "mismatch",
-                        f"in group {group}, rank {rank} waits in number {number}, which rank {other} has completed: "
-                        "their numbers stand for different calls, since before that number",
+                        f"in group {group}, rank {rank} waits in number {number}, which rank {other} has "
+                        "completed: their numbers stand for different calls, since before that number",
                         group=group,
                         operation=one.name,
                         number=number,
@@ -141,11 +146,11 @@ class Waits:
         """The operation in which each rank waits; of several, that with the most absent ranks."""
         entered: dict[tuple[str, int], int] = {}
         counted = {rank for rank, _ in evidence.operations()}
-        for rank in evidence.ranks.values():
-            for progress in rank.progress:
-                entered[progress.group, rank.rank] = progress.enqueued
-            for one in rank.operations:
-                key = one.group, rank.rank
+        for seen in evidence.ranks.values():
+            for progress in seen.progress:
+                entered[progress.group, seen.rank] = progress.enqueued
+            for one in seen.operations:
+                key = one.group, seen.rank
                 entered[key] = max(one.number, entered.get(key, 0))
         for group, numbers in table_of(evidence).items():
             # Without the list of members, the ranks that were seen in the group.
@@ -289,7 +294,7 @@ def absent(evidence: Evidence) -> Iterator[Verdict]:
         yield Verdict(
             "late",
             "absence",
-            f"{listed(roots)} {'has' if len(roots) == 1 else 'have'} not come to number {one.number} of group {one.group}",
+            f"{listed(roots)} did not come to number {one.number} of group {one.group}",
             tuple(sorted(roots)),
             waiting=tuple(sorted(waits.by_rank)),
             group=one.group,

@@ -9,7 +9,7 @@ from holdfast._watch.verdict import Observation, Verdict, listed
 
 
 def died(evidence: Evidence) -> Iterator[Verdict]:
-    """A rank raised an error of its own, or was ended, before anybody's timeout; and had no timeout itself."""
+    """A rank raised an error of its own, or was ended, before anybody's timeout, and had none itself."""
     first_timeout = _first_timeouts(evidence)
     found: list[tuple[int, Ending]] = []
     for rank in evidence.ranks.values():
@@ -70,8 +70,8 @@ def fingerprints(evidence: Evidence) -> Iterator[Verdict]:
         yield Verdict(
             "mismatch",
             "mismatch",
-            f"rank {rank} calls {name} of [{shape}] as number {number or '?'}, and rank {other} {other_name} of "
-            f"[{other_shape}] as number {other_number or '?'}",
+            f"rank {rank} calls {name} of [{shape}] as number {number or '?'}, and rank {other} {other_name} "
+            f"of [{other_shape}] as number {other_number or '?'}",
             operation=name,
             number=int(number) if number else None,
             seen=(_seen(remark),),

@@ -1,8 +1,8 @@
 """Rules whose evidence is where the code of each rank is.
 
 A stack of the host says where kernels are launched, not where the GPU is. So it decides only where the host
-itself is blocked, or is in no collective at all. The odd one out is a suspect: whether it is behind the others
-or past them, the lines of the function tell in which their ways part.
+itself is blocked, or is in no collective at all. The odd one out is a suspect: the lines of the function in
+which their ways part tell whether it is behind the others or past them.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
         yield Verdict(
             "branch",
             "stacks",
-            f"in {ways[0].function}, {listed(first)} took the way to {one.call}, and {listed(second)} to {other.call}",
+            f"in {ways[0].function}, {listed(first)} took the way to {one.call}, and {listed(second)} to "
+            f"{other.call}",
             waiting=tuple(sorted(positions)),
             call=ways[0],
             seen=tuple(

@@ -42,7 +42,7 @@ CLASSES = {
     ),
     "mismatch": HangClass(
         "ranks have issued different collectives, or other shapes, under one number of one group",
-        "Compare what these ranks execute before that number; sort what is iterated over, and make shapes equal.",
+        "Compare what these ranks execute before that number. Sort what is iterated over; make shapes equal.",
         "",
         "https://github.com/modelscope/ms-swift/issues/10183",
     ),
@@ -138,6 +138,12 @@ class Diagnosis(msgspec.Struct, frozen=True):
     """None: the evidence is not enough."""
     possible: tuple[Verdict, ...]
     """Other verdicts, also those below `BAR`."""
+    means: str
+    """What the class of the verdict means, what to do, which line of Holdfast removes it, and a public thread
+    that looks like it; empty without a verdict."""
+    todo: str
+    holdfast: str
+    thread: str
     observations: tuple[Observation, ...]
     collect: tuple[str, ...]
     """What to collect, each with its command."""
