@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 
 import msgspec
@@ -12,13 +14,15 @@ import msgspec
 from holdfast._watch.evidence import Evidence
 from holdfast._watch.verdict import Observation, Verdict
 
+_DISTRIBUTIONS = {"nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"), "torch": ("torch",)}
+
 
 class KnownHang(msgspec.Struct, frozen=True):
     """One pair of a library and an environment."""
 
     library: str
     since: str
-    """The first version that has it; "" if that isn't known."""
+    """The first version that it was seen with; "" if that isn't known."""
     fixed: str
     """The first version without it."""
     what: str
@@ -31,6 +35,9 @@ class KnownHang(msgspec.Struct, frozen=True):
     """Only with such environment variables; the value is a pattern."""
     frame: str = ""
     """A native frame that a rank with this hang shows."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: fixed in {self.library} {self.fixed} ({self.thread})"
 
     def has(self, version: str) -> bool:
         """Return whether a version has it."""
@@ -45,8 +52,18 @@ def _numbers(version: str) -> tuple[int, ...]:
 @cache
 def table() -> tuple[KnownHang, ...]:
     """Return the table of `known.json`."""
-    text = files(__package__).joinpath("known.json").read_bytes()
+    text = files("holdfast._watch").joinpath("known.json").read_bytes()
     return msgspec.json.decode(text, type=tuple[KnownHang, ...])
+
+
+def versions_here() -> dict[str, str]:
+    """Return the versions that this Python has of the table's libraries, by their distributions' names."""
+    found: dict[str, str] = {}
+    for library, names in _DISTRIBUTIONS.items():
+        for name in names:
+            with suppress(PackageNotFoundError):
+                found.setdefault(library, version(name))
+    return found
 
 
 def affects(versions: Mapping[str, str], machine: str, variables: Mapping[str, str]) -> list[KnownHang]:
@@ -71,21 +88,21 @@ def known_hang(evidence: Evidence) -> Iterator[Verdict]:
             if entry.frame
             and any(call.function == entry.frame for stack in rank.stacks for call in stack.calls)
         ]
-        version = versions.get(entry.library)
+        told = versions.get(entry.library)
         if not ranks:
             continue
-        sure = version is not None and entry.has(version.values[1]) and entry.machine in ("", machine)
+        sure = told is not None and entry.has(told.values[1]) and entry.machine in ("", machine)
         yield Verdict(
             "library",
             "signature" if sure else "absence",
-            f"{entry.what} (fixed in {entry.library} {entry.fixed}; {entry.thread})",
+            str(entry),
             tuple(ranks),
             seen=(
                 *(
                     Observation(f"rank {rank} is in {entry.frame}", evidence.ranks[rank].stacks[0].source)
                     for rank in ranks
                 ),
-                *([Observation(version.text, version.source)] if version is not None else []),
+                *([Observation(told.text, told.source)] if told is not None else []),
             ),
             others=() if sure else (f"The version of {entry.library} and the machine (uname -m) tell.",),
         )
