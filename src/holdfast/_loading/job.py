@@ -197,6 +197,7 @@ class LoadJob:
                 if request.rename is not None:
                     index = Renamed(index, request.rename)
                 self.plan = plan = plan_load(index, request, self.leaves, self.table, self.owner)
+                self.operation.step = plan.step  # events have it from here on
                 if isinstance(index, ForeignSource):
                     left_out = self._left_out(index, index.tied, plan)
                     names = index.names()
