@@ -39,6 +39,8 @@ def modules_after(*arguments: object) -> tuple[int, set[str]]:
 
 
 def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
+    log = checkpoint.parent / "job.log"
+    log.write_text("[rank2]: ValueError: bad sample\n")
     calls: list[tuple[object, ...]] = [
         ("latest", kept.parent),
         ("inspect", checkpoint),
@@ -48,6 +50,7 @@ def test_no_command_imports_torch(checkpoint: Path, kept: Path) -> None:
         ("fetch", kept, "--ranks", "0", "--grid", "world=1", "--to", checkpoint.parent / "fetched"),
         ("reindex", checkpoint, "--force", "--dry-run"),
         ("prune", kept.parent, "--dry-run"),
+        ("diagnose", log),
         ("doctor",),
         ("run", "--env"),
     ]

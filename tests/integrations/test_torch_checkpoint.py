@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -72,6 +73,22 @@ def test_elsewhere_dcp_is_dcp(tmp_path: Path) -> None:
     back = {"w": torch.zeros(4)}
     Trainer().load(back, checkpoint_id=tmp_path / "a")
     assert torch.equal(back["w"], torch.arange(4.0)), "and Holdfast loads it"
+
+
+def test_what_plans_by_itself_reads_what_holdfast_saved(tmp_path: Path) -> None:
+    """As Accelerate's `merge_fsdp_weights` and Lightning's consolidation do, outside of what is guarded."""
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 3}
+    Trainer().save(state, checkpoint_id=tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(one["model"]["w"], state["model"]["w"])
+    assert one["step"] == 3
+    back: dict[str, Any] = {"model": {"w": torch.zeros(2, 3)}}
+    dcp.load(back, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(back["model"]["w"], state["model"]["w"])
+    dcp.save({"model": {"w": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.load(back, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(back["model"]["w"], torch.ones(2, 3)), "what DCP has put over it"
 
 
 class Sorting(dcp.DefaultSavePlanner):

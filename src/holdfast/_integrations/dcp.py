@@ -10,6 +10,7 @@ find the checkpoint (`holdfast._integrations.dcp_metadata`).
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from holdfast._background.async_save import async_save_into
 from holdfast._background.pending import Pending
 from holdfast._background.queue import LANE
 from holdfast._integrations.dcp_arguments import Understood, understand
-from holdfast._integrations.dcp_metadata import mark
+from holdfast._integrations.dcp_metadata import Paths, mark, paths_of
 from holdfast._integrations.foreign_errors import of_torch, raising
 from holdfast._loading.job import run_load
 from holdfast._loading.request import LoadRequest
@@ -27,6 +28,7 @@ from holdfast._protocol.job import Job, stock
 from holdfast._saving.job import SaveJob, SaveReport
 from holdfast._saving.request import SaveRequest
 from holdfast._state.flatten import flatten
+from holdfast._state.leaf import Flat
 from holdfast._state.live import StateDict
 from holdfast._store.base import Store
 from holdfast._store.local import open_store
@@ -130,14 +132,21 @@ def _reading(
     objects_may_differ: bool,
 ) -> SaveJob:
     """Make a save that reads the state now, and writes the marker for tools of DCP after its commit."""
+    paths: Paths = {}
+
+    def collect(rank: int) -> Flat:
+        if isinstance(state_dict, Mapping):  # not a module by itself
+            paths.update(paths_of(state_dict))
+        return flatten(state_dict, rank)
+
     request = SaveRequest(
         store=store,
-        collect=lambda rank: flatten(state_dict, rank),
+        collect=collect,
         call=call,
         overwrite=given.overwrite,
         options=replace(options, writer_threads=max(options.writer_threads, given.threads)),
         objects_may_differ=objects_may_differ,
         # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
-        after=lambda: mark(store),
+        after=lambda: mark(store, paths),
     )
     return SaveJob(request)

@@ -28,6 +28,8 @@ Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
 """DCP's description of each name."""
 Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
 """The file and byte range of each part."""
+Paths = dict[str, tuple[str, ...]]
+"""The keys that lead to each name."""
 
 
 def encode(
@@ -45,7 +47,26 @@ def encode(
     return pickle.dumps(metadata, protocol=4)
 
 
-def dcp_marker(columns: Columns) -> bytes:
+def paths_of(state: Mapping[str, object]) -> Paths:
+    """Return the path of each name of a nested state, by which tools of DCP nest it again.
+
+    Names alone don't say it: those of parameters have dots in them. What is no dict counts as one value.
+    """
+    found: Paths = {}
+
+    def walk(values: Mapping[str, object], path: tuple[str, ...]) -> None:
+        for key, value in values.items():
+            here = (*path, str(key))
+            if isinstance(value, Mapping):
+                walk(value, here)
+            else:
+                found[".".join(here)] = here
+
+    walk(state, ())
+    return found
+
+
+def dcp_marker(columns: Columns, paths: Paths | None = None) -> bytes:
     """Make a `.metadata` of every tensor and object in an index; all of them name one file, `MARKER`.
 
     Tensors of one dtype and shape share their description, which is most of the cost.
@@ -57,7 +78,8 @@ def dcp_marker(columns: Columns) -> bytes:
         ): nowhere
         for name, one in described.items()
     }
-    return encode(described, {}, stored, save_id=MARKER)
+    planned = {name: path for name, path in (paths or {}).items() if name in described}
+    return encode(described, planned, stored, save_id=MARKER)
 
 
 def describe(columns: Columns) -> Described:
@@ -77,12 +99,12 @@ def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetada
     return dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(start, size)])
 
 
-def mark(store: Store) -> None:
+def mark(store: Store, paths: Paths) -> None:
     """Write the marker beside a committed checkpoint, which is complete without it; warn if that fails."""
     try:
         with open_index(store) as index:
             columns = index.select()
-        replace_file(store, METADATA, dcp_marker(columns))
+        replace_file(store, METADATA, dcp_marker(columns, paths))
     # Whatever is raised: the checkpoint is committed, and a missing marker must not fail the save.
     except Exception as error:
         log.warning(

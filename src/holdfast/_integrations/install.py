@@ -9,14 +9,15 @@ its import. `uninstall()` puts the originals back. Importing Holdfast replaces n
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 
 from holdfast._deadline import check_seconds
-from holdfast._exits import Stage, at_exit, not_at_exit
+from holdfast._exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._groups.audit.doctor import serve, stop
 from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
 from holdfast._groups.lifecycle.state import facts
@@ -26,10 +27,12 @@ from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guar
 from holdfast._integrations.patching import Patches, Replacement
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
+from holdfast._options import all_variables
 from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
+from holdfast._watch.known import affects, versions_here
 from holdfast.errors import BadInput
 
 log = logging.getLogger("holdfast")
@@ -60,6 +63,10 @@ class _Installation:
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
         """Guards that the caller named."""
+        self.unreached = dict.fromkeys(settings.guarded)
+        """Those of them whose function was not called yet."""
+        self.rank: int | None = None
+        """Its rank, once it has been in a process group."""
         self.serves = False
         """Did it start to answer `holdfast doctor`?"""
 
@@ -67,7 +74,10 @@ class _Installation:
         for framework in self.frameworks:
             self.patches[framework.name].begin(replacements_of(framework, self.settings))
         self.own.begin(
-            [*_guards(self.settings), Replacement(_C10D, "init_process_group", "watch", self._shown)]
+            [
+                *_guards(self.settings, lambda place: self.unreached.pop(place, None)),
+                Replacement(_C10D, "init_process_group", "watch", self._shown),
+            ]
         )
         see_exits(self)
         stack_dump.begin(self)
@@ -88,14 +98,29 @@ class _Installation:
     def _show(self) -> None:
         import torch.distributed as dist
 
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not dist.is_initialized():
+            return
+        self.rank = dist.get_rank()
+        if dist.get_world_size() > 1:
             self.beacon = beacon_of(find_roster(Job()))
             self.beacon.set_limits(limits_of(self.settings.job))
             self.beacon.keep(self)
 
     def _say_end(self) -> None:
+        if uncaught() is None:  # a program that failed may not have come to its first save
+            self.say_unreached()
         if self.beacon is not None:
             self.beacon.end(how_it_ended())
+
+    def say_unreached(self) -> None:
+        """Warn, on rank 0, of guards that guarded nothing: the program calls another function, or has bound
+        this one before."""
+        if self.unreached and self.rank == 0:
+            log.warning(
+                "install(guard=...) guarded nothing in %s: this process never called it. Name the function "
+                "that your program calls to save, and call install() before the program imports it.",
+                ", ".join(self.unreached),
+            )
 
     def end(self) -> None:
         not_at_exit(self._say_end)
@@ -129,8 +154,8 @@ def install(
     later call replaces the settings of an earlier one.
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
-        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`; default all that are
-        imported now or later.
+        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`, `accelerate`,
+        `transformers`; default all that are imported now or later.
     job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks
@@ -142,7 +167,7 @@ def install(
         weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
     guard: inside the frameworks' functions that save, load and finalize, barriers wait, and ranks of other
         collectives meet, over the roster with these deadlines (`guarded`). A list of dotted names adds
-        functions of your own.
+        functions of your own; if one of them is never called, rank 0 logs it at the end.
     warm_up: `initialize_model_parallel` issues the first collectives of every group at its end, with these
         deadlines, and `memory_budget` bytes of GPU memory (`holdfast.warm_up`). A list names the operations.
     session: after `initialize_model_parallel`, to the end of the process, ranks watch each other, and groups
@@ -170,11 +195,12 @@ def install(
     made = _Installation(settings, _frameworks(framework))
     _guards(settings)  # raises for a name that is no function, before anything is changed
     # Otherwise the new replacements would wrap the old ones, and the old deadlines would hold inside.
-    uninstall()
+    _undo()
     _current = made
     defaults.append(Job(report_after=job.report_after, lost_after=job.lost_after))
     made.begin()
     _warn_if_late(made)
+    _warn_of_versions()
     if _sentences not in told_by_doctor:
         told_by_doctor.append(_sentences)
     made.serves = serve(facts)
@@ -182,6 +208,12 @@ def install(
 
 def uninstall() -> None:
     """Put back what `install` replaced."""
+    if _current is not None:
+        _current.say_unreached()
+    _undo()
+
+
+def _undo() -> None:
     global _current
     if _current is not None:
         _current.end()
@@ -244,9 +276,9 @@ def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
     return [known for known in FRAMEWORKS if known.name in names | used]
 
 
-def _guards(settings: Settings) -> list[Replacement]:
+def _guards(settings: Settings, reached: Callable[[str], None] = lambda place: None) -> list[Replacement]:
     """Make guards for the functions that the caller named, which must exist."""
-    return [guard_of(_find(place), settings, optional=False) for place in settings.guarded]
+    return [guard_of(_find(place), settings, optional=False, reached=reached) for place in settings.guarded]
 
 
 def _find(place: str) -> str:
@@ -269,6 +301,15 @@ def _find(place: str) -> str:
     if not callable(owner):
         raise BadInput(f"guard={place!r} names no function.")
     return f"{module}:{'.'.join(parts[cut:])}"
+
+
+@cache  # once in a process
+def _warn_of_versions() -> None:
+    """Warn of libraries that are known to hang here; on one rank, as all have the same."""
+    variables = all_variables()
+    if variables.get("RANK", "0") == "0":
+        for known in affects(versions_here(), platform.machine(), variables):
+            log.warning("A library of this job is known to hang: %s.", known)
 
 
 def _warn_if_late(made: _Installation) -> None:

@@ -1,7 +1,8 @@
 """Replacements for `torch.distributed.checkpoint` inside a framework's own save and load.
 
 They act only inside guarded functions; elsewhere a program that calls DCP gets DCP. What `holdfast.dcp` would
-refuse (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning.
+refuse (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning. And
+wherever DCP reads a checkpoint of Holdfast, its reader gets the bytes from ours.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
+from holdfast._format.names import MARKER
 from holdfast._format.torch_objects import Allowed, allowing
 from holdfast._integrations.guard import is_guarded, note_committed
 from holdfast._integrations.patching import MakeReplacement, Replacement
@@ -21,6 +23,7 @@ from holdfast.errors import BadInput
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
+_FILES = "torch.distributed.checkpoint.filesystem"
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
@@ -32,6 +35,25 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
         (_LOADER, "load_state_dict", "load"),
     ):
         yield Replacement(module, name, "checkpoints", _inside(ours, settings), optional=True)
+    yield Replacement(_FILES, "FileSystemReader.read_data", "checkpoints", _reading, optional=True)
+
+
+def _reading(original: Callable[..., object]) -> Callable[..., object]:
+    """Make `FileSystemReader.read_data` that also reads checkpoints of Holdfast.
+
+    Frameworks that consolidate or merge a checkpoint plan by themselves, by its `.metadata`.
+    """
+
+    @wraps(original)
+    def read_data(self: Any, plan: Any, planner: Any) -> object:
+        first = next(iter(self.storage_data.values()), None)
+        if first is None or first.relative_path != MARKER:
+            return original(self, plan, planner)
+        from holdfast._integrations.dcp_reader import HoldfastReader
+
+        return HoldfastReader(self.path).read_data(plan, planner)
+
+    return read_data
 
 
 def _inside(name: str, settings: Settings) -> MakeReplacement:

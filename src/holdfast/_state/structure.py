@@ -159,6 +159,33 @@ def _guessed(node: Description) -> Description:
     return ["dict", [[key, part] for key, part in numbered.items()]]
 
 
+def nest(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return values as nested dicts, one for each part of their names between dots.
+
+    A state that is stored with a description of its containers is built by that. A name below that of another
+    value stays in one piece.
+    """
+    end = f".{STRUCTURE}"
+    described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
+    made = {name: build(description, name, values) for name, description in described.items()}
+    root: dict[str, Any] = {}
+    for name, value in sorted({**values, **made}.items()):
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in described for count in range(1, len(parts))):
+            continue
+        node = root
+        for count, part in enumerate(parts[:-1]):
+            inner = node.setdefault(part, {})
+            if type(inner) is not dict:
+                parts = parts[count:]
+                break
+            node = inner
+        else:
+            parts = parts[-1:]
+        node[".".join(parts)] = value
+    return root
+
+
 def build(
     description: Description, name: str, values: Mapping[str, object], present: object = None
 ) -> object:
