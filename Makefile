@@ -24,7 +24,7 @@ BENCHES := planning growth per_tensor small_save save_load megatron async_save u
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[demo,test,lint,megatron,frameworks]'
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0  # functions of theirs are called by tests; their dependencies are not needed
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0  # functions of theirs are called by tests; their dependencies are not needed
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
@@ -71,7 +71,7 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON312)" || { echo "No Python 3.12 found, which Megatron-Bridge 0.6 needs. Install it, or name it: make matrix PYTHON312=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON312) -m venv $(@D)
 	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[test,frameworks]' megatron-core==0.19.2
-	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0
+	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 	touch $@
 
 clean:

@@ -99,7 +99,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 
 def test_there_is_a_recipe_for_every_framework() -> None:
-    below = {"megatron-core", "torch-dcp", "mbridge", "mcore-bridge"}
+    below = {"megatron-core", "torch-dcp", "mbridge", "mcore-bridge", "pytorch-lightning"}
     assert {page.stem for page in RECIPES} == {framework.name for framework in FRAMEWORKS} - below
 
 
