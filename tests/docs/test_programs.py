@@ -16,6 +16,8 @@ from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, prog
 
 NEEDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("accelerate", "train.py"): ("accelerate", "transformers"),
+    ("ddp", "train.py"): ("torchdata",),
+    ("fsdp2", "train.py"): (),
     ("lightning", "train.py"): ("lightning", "torchdata"),
     ("lightning", "fabric.py"): ("lightning", "torchdata"),
 }
@@ -98,6 +100,13 @@ def test_a_save_on_the_main_process_alone_names_the_others(launcher: Launcher, t
     assert ended.seconds < 30
     assert "rank 1" in ended.said
     assert "save_state" in ended.said
+
+
+@pytest.mark.soak
+def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    program, run = programs_of("fsdp2")["train.py"], tmp_path / "run"
+    two, four = losses(launcher.run(program, run)), losses(launcher.run(program, run, ranks=4))
+    assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
 
 
 @trainers

@@ -39,7 +39,7 @@ class Launcher:
         file.write_text(program)
         args = [str(file), str(run), str(STEPS)]
         terminal = self._folder / f"terminal{self._count}"
-        return self._forks.run(args, list(range(ranks)), ranks, terminal, 90.0)
+        return self._forks.run(args, list(range(ranks)), ranks, terminal, 150.0)
 
     def __enter__(self) -> Self:
         return self
