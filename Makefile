@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/$(NEW_PIP)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.16.1 \
 		--group demo --group test --group lint --group frameworks
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0  # functions of theirs are called by tests; their dependencies are not needed
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0  # functions of theirs are called by tests; their dependencies are not needed
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
@@ -90,7 +90,7 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/$(NEW_PIP)
 	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.19.2 \
 		--group test --group frameworks
-	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0
+	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 	touch $@
 
 clean:
