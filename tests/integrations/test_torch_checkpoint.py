@@ -96,9 +96,12 @@ def test_in_the_background_with_and_without_a_stager(tmp_path: Path) -> None:
     state = {"w": torch.arange(4.0)}
     Trainer().save_in_background(state, checkpoint_id=tmp_path / "a").result()
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager)
+    Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager).result()
+    stager = DefaultStager(StagingOptions(False, False, True, False))  # in the background, as torchtitan's
+    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "c", async_stager=stager)
     assert isinstance(response, AsyncSaveResponse)
     response.staging_completion.result()
     response.upload_completion.result()
-    for name in ("a", "b"):
+    stager.close()
+    for name in ("a", "b", "c"):
         assert (tmp_path / name / INDEX).exists()

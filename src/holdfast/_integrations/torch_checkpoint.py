@@ -44,8 +44,6 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
             # Imported here: `install` must not import torch DCP into programs that don't use it.
-            from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-
             from holdfast._integrations import dcp, dcp_arguments
 
             objects = {key: named[key] for key in dcp_arguments.TAKES[name] if key in named}
@@ -68,15 +66,11 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                     return dcp.load(state_dict, **how)
                 how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
                 if name == "async_save":
-                    made = dcp.async_save(state_dict, **how)
-                    # DCP returns a Future, or with a stager an AsyncSaveResponse; torchtitan asserts which.
-                    if named.get("async_stager"):
-                        return AsyncSaveResponse(made.staging_completion, made)  # type: ignore[arg-type]
-                    return made
-                report = dcp.save(state_dict, **how)
+                    return dcp.async_save(state_dict, **how)
+                saved: Any = dcp.save(state_dict, **how)
             # Not for an asynchronous save, which is committed only at its end.
-            note_committed(report.path)
-            return report
+            note_committed(saved.path)
+            return saved
 
         return call
 
