@@ -100,7 +100,7 @@ def _wanted(spec: TensorSpec, item: ReadItem) -> Wanted:
 
 def readable_by_torch() -> None:
     """Let torch's FileSystemReader read Holdfast folders, in this process."""
-    for name, make in (("read_metadata", _reads_index), ("read_data", _reads_ours)):
+    for name, make in READS.items():
         original = getattr(FileSystemReader, name)
         if not hasattr(original, ORIGINAL):
             new = wraps(original)(make(original))
@@ -130,3 +130,10 @@ def _reads_ours(original: Callable[..., Future[None]]) -> Callable[..., Future[N
         return original(self, plan, planner)
 
     return read_data
+
+
+READS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "read_metadata": _reads_index,
+    "read_data": _reads_ours,
+}
+"""Methods of torch's reader, and what makes one of them read our folders, too."""

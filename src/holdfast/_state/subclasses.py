@@ -87,7 +87,9 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
 def is_one_object(value: torch.Tensor) -> bool:
     """Return whether a tensor is stored as one object, with its parts in it: a sparse or a nested one. A load
     replaces it, because the sizes of its parts may be others."""
-    return value.is_nested or (value.layout is not torch.strided and type(value) in _ORDINARY)
+    if type(value) not in _ORDINARY:  # a ShardedTensor refuses to tell
+        return type(value).__name__ == "NestedTensor"
+    return value.is_nested or value.layout is not torch.strided
 
 
 def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
