@@ -17,6 +17,8 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from holdfast._format.names import INDEX
+from holdfast._store.local import open_store
 from holdfast.errors import BadInput
 
 _DCP = "torch.distributed.checkpoint"
@@ -90,7 +92,14 @@ TAKES: Mapping[str, Mapping[str, Mapping[str, ArgumentRules]]] = {
     "save": {"storage_writer": _WRITERS, "planner": _SAVE_PLANNERS},
     "async_save": {"storage_writer": _WRITERS, "planner": _SAVE_PLANNERS, "async_stager": _STAGERS},
     "load": {
-        "storage_reader": {f"{_DCP}.filesystem.FileSystemReader": _READER},
+        "storage_reader": {
+            f"{_DCP}.filesystem.FileSystemReader": _READER,
+            f"{_DCP}.hf_storage.HuggingFaceStorageReader": ArgumentRules(
+                honoured=("path",),
+                moot={"thread_count": "Options(writer_threads=) says it"},
+                made=(*_READER.made, "transforms"),
+            ),
+        },
         "planner": {f"{_DCP}.default_planner.DefaultLoadPlanner": _LOAD_PLANNER},
     },
 }
@@ -130,6 +139,8 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         if value is not None:
             _check(call, name, value, checkpoint_id)
     assert folder is not None  # the known writers and readers have a path
+    if type(storage).__name__ == "HuggingFaceStorageReader" and open_store(folder).stat(INDEX) is None:
+        raise OnlyTorch(f"{os.fspath(folder)} is no checkpoint of Holdfast.")
     if isinstance(folder, str) and _URL.match(folder):
         raise OnlyTorch(f"holdfast.dcp.{call} stores to paths, not to {folder!r}.", hint="Give a path.")
     return Understood(
