@@ -30,7 +30,15 @@ def sharded_load(rank: int, folder: str) -> list[bool]:
     places = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
     state = {name: distribute_tensor(torch.zeros(7, 6), mesh, place) for name, place in places.items()}
     stock.load(state, storage_reader=dcp.HoldfastReader(folder))
-    return [torch.equal(state[name].full_tensor(), whole) for name in places]
+    halves = {
+        name: distribute_tensor(torch.zeros(7, 6).half(), mesh, place) for name, place in places.items()
+    }
+    dcp.load(halves, checkpoint_id=folder)  # ours converts, as stock does
+    return [
+        torch.equal(state[name].full_tensor(), whole)
+        and torch.equal(halves[name].full_tensor(), whole.half())
+        for name in places
+    ]
 
 
 def test_stock_dcp_loads_shards_of_a_holdfast_checkpoint(tmp_path: Path) -> None:
