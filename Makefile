@@ -21,14 +21,18 @@ QUICK := tests/layout tests/format tests/plan tests/store tests/state tests/savi
 FRAMEWORKS := tests/integrations tests/groups tests/promises tests/state
 BENCHES := planning growth per_tensor small_save save_load megatron async_save unchanged defaults groups fsdp huggingface standing
 
-.PHONY: demo drill check test lint docs dist bench soak matrix clean
+.PHONY: demo drill strangers check test lint docs dist bench soak matrix clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/$(NEW_PIP)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.16.1 \
 		--group demo --group test --group lint --group frameworks
-	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0  # functions of theirs are called by tests; their dependencies are not needed
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.3.1 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0  # functions of theirs are called by tests; their dependencies are not needed
+	touch $@
+
+$(VENV)/.strangers: $(VENV)/.ready
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt --group strangers
 	touch $@
 
 $(VENV)/.bench: $(VENV)/.ready
@@ -45,6 +49,9 @@ demo: $(VENV)/.ready  ## eight ranks train an MoE, one is killed in a save, the 
 drill: $(VENV)/.ready  ## the reports replayed, stock and with install() alone: docs/drill.md
 	$(BIN)/python -m drill --json drill/results/drill.json --page docs/drill.md --front README.md
 	$(BIN)/python -m drill.picture
+
+strangers: $(VENV)/.strangers  ## PyTorch's own tests of checkpoints, on stock and on holdfast.dcp: PYTORCH=a/copy/of/pytorch
+	$(BIN)/python -m strangers $(if $(PYTORCH),--pytorch "$(PYTORCH)")
 
 check: lint  ## for the one who edits: lint, and the tests of the packages that need no second process
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not soak and not gpu" $(QUICK)
@@ -90,7 +97,7 @@ $(NEWEST)/.ready: pyproject.toml constraints.txt
 	$(@D)/bin/$(NEW_PIP)
 	$(@D)/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[megatron]' megatron-core==0.19.2 \
 		--group test --group frameworks
-	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0
+	$(@D)/bin/pip install -q --disable-pip-version-check --no-deps verl==0.9.1 megatron-bridge==0.6.2 ms-swift==4.6.0 mcore-bridge==1.6.5 mbridge==0.15.1 pytorch_optimizer==4.1.0 torchao==0.18.0 lightning==2.6.6 lightning-utilities==0.15.3 torchmetrics==1.9.0
 	touch $@
 
 clean:

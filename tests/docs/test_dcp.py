@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as theirs
 
+import holdfast
 import holdfast.dcp as ours
 from holdfast import errors
 from tests.docs.pages import table, text
@@ -40,20 +41,27 @@ def test_every_public_name_of_torchs_package_is_in_the_table() -> None:
     assert known | set(ours.__all__) == set(IS)
 
 
-def test_what_is_said_to_be_refused_is_refused(tmp_path: Path) -> None:
-    state = {"w": torch.ones(3)}
-
+def test_what_is_said_to_be_passed_on_is_done_by_torch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Mine(theirs.DefaultSavePlanner): ...
 
     class Reader(theirs.FileSystemReader): ...
 
-    refused: list[tuple[Any, dict[str, object]]] = [
-        (ours.save, {"planner": Mine()}),
-        (ours.load, {"storage_reader": Reader(tmp_path / "a")}),
-        (ours.save, {"storage_writer": theirs.HuggingFaceStorageWriter(str(tmp_path / "b"))}),
-        (ours.load, {"storage_reader": theirs.HuggingFaceStorageReader(str(tmp_path / "b"))}),
+    class MyLoadPlanner(theirs.DefaultLoadPlanner): ...
+
+    passed: list[tuple[Any, dict[str, object], str]] = [
+        (ours.save, {"planner": Mine()}, "Mine"),
+        (ours.load, {"storage_reader": Reader(tmp_path / "it")}, "Reader"),
+        (ours.load, {"planner": MyLoadPlanner()}, "MyLoadPlanner"),
     ]
-    for call, given in refused:
-        with pytest.raises(errors.BadInput, match="takes no") as raised:
-            call(state, checkpoint_id=tmp_path / "c", no_dist=True, **given)
+    for call, given, name in passed:
+        state = {"w": torch.ones(3)}
+        with pytest.raises(errors.BadInput, match=name) as raised:
+            call(state, checkpoint_id=tmp_path / "it", job=holdfast.Job(no_dist=True), **given)
         assert isinstance(raised.value, theirs.CheckpointException)
+        caplog.clear()
+        call(state, checkpoint_id=tmp_path / "it", no_dist=True, **given)
+        assert name in caplog.text
+        assert "does this call, with collectives" in caplog.text
+    assert (tmp_path / "it" / "__0_0.distcp").exists()

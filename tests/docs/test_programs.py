@@ -12,10 +12,16 @@ import pytest
 
 import holdfast
 from holdfast._format.names import INDEX
-from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, program_of
+from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, programs_of
 
-NEEDS: dict[str, tuple[str, ...]] = {"accelerate": ("accelerate", "transformers")}
-"""The packages of each page's program; that of transformers has a test of its own."""
+NEEDS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("accelerate", "train.py"): ("accelerate", "transformers"),
+    ("ddp", "train.py"): ("torchdata",),
+    ("fsdp2", "train.py"): (),
+    ("lightning", "train.py"): ("lightning", "torchdata"),
+    ("lightning", "fabric.py"): ("lightning", "torchdata"),
+}
+"""The packages of each page's programs; that of transformers has a test of its own."""
 
 
 def there(*packages: str) -> bool:
@@ -51,20 +57,19 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
         yield made
 
 
-@pytest.mark.parametrize("page", sorted(NEEDS))
-def test_a_run_that_goes_on_has_the_same_losses(page: str, launcher: Launcher, tmp_path: Path) -> None:
-    if not there(*NEEDS[page]):
-        pytest.skip(f"needs {' and '.join(NEEDS[page])}")
-    program, run = program_of(page), tmp_path / "run"
-    preload = "trainers" if "accelerate" in NEEDS[page] else ""
-    whole = losses(launcher.run(program, run, preload))
+@pytest.mark.parametrize(("page", "file"), NEEDS)
+def test_a_run_that_goes_on_has_the_same_losses(
+    page: str, file: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    if not there(*NEEDS[page, file]):
+        pytest.skip(f"needs {' and '.join(NEEDS[page, file])}")
+    program, run = programs_of(page)[file], tmp_path / "run"
+    whole = losses(launcher.run(program, run))
     assert list(whole) == list(range(1, STEPS + 1))
     for last in run.glob(f"*{STEPS}"):  # as if it had been killed before that save
         shutil.rmtree(last)
     assert list(run.rglob(INDEX)), "nothing was saved by Holdfast"
-    assert losses(launcher.run(program, run, preload)) == {
-        step: loss for step, loss in whole.items() if step > SAVED
-    }
+    assert losses(launcher.run(program, run)) == {step: loss for step, loss in whole.items() if step > SAVED}
 
 
 # -- bad days ------------------------------------------------------------------------------------
@@ -72,28 +77,36 @@ def test_a_run_that_goes_on_has_the_same_losses(page: str, launcher: Launcher, t
 
 @trainers
 def test_a_trainer_that_died_in_a_save_goes_on(launcher: Launcher, tmp_path: Path) -> None:
-    program, run = program_of("transformers"), tmp_path / "run"
-    dying = launcher.run(changed(changed(program, LINE, HASTY), "trainer = Trainer(", DYING), run, "trainers")
+    program, run = programs_of("transformers")["train.py"], tmp_path / "run"
+    dying = launcher.run(changed(changed(program, LINE, HASTY), "trainer = Trainer(", DYING), run)
     whole = losses(dying, failed=True)
     assert dying.codes[1] == 9
     assert "RankFailed" in dying.said
     assert "rank 1" in dying.said
     assert list(whole) == list(range(1, STEPS + 1))
     assert (run / f"checkpoint-{STEPS}").exists()
-    again = launcher.run(program, run, "trainers")
+    again = launcher.run(program, run)
     assert losses(again) == {step: loss for step, loss in whole.items() if step > SAVED}
     assert f"checkpoint-{STEPS} is incomplete" in again.said
 
 
 @trainers
+@pytest.mark.soak
 def test_a_save_on_the_main_process_alone_names_the_others(launcher: Launcher, tmp_path: Path) -> None:
-    program = changed(program_of("accelerate"), LINE, HASTY)
+    program = changed(programs_of("accelerate")["train.py"], LINE, HASTY)
     alone = "accelerator.is_main_process and accelerator.save_state(run)"
-    ended = launcher.run(changed(program, "accelerator.save_state(run)", alone), tmp_path / "run", "trainers")
+    ended = launcher.run(changed(program, "accelerator.save_state(run)", alone), tmp_path / "run")
     assert ended.codes[0] == 1
     assert ended.seconds < 30
     assert "rank 1" in ended.said
     assert "save_state" in ended.said
+
+
+@pytest.mark.soak
+def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    program, run = programs_of("fsdp2")["train.py"], tmp_path / "run"
+    two, four = losses(launcher.run(program, run)), losses(launcher.run(program, run, ranks=4))
+    assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
 
 
 @trainers
@@ -103,13 +116,16 @@ def test_accelerate_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) 
     import torch
     from safetensors.torch import load_file
 
-    run, program = tmp_path / "run", changed(program_of("accelerate"), "Dropout(0.1)", "Dropout(0.0)")
-    two = losses(launcher.run(program, run, "trainers"))
-    assert not any(launcher.run(MERGE, run, "trainers", ranks=1).codes)
+    run, program = (
+        tmp_path / "run",
+        changed(programs_of("accelerate")["train.py"], "Dropout(0.1)", "Dropout(0.0)"),
+    )
+    two = losses(launcher.run(program, run))
+    assert not any(launcher.run(MERGE, run, ranks=1).codes)
     with holdfast.open(run / "pytorch_model_fsdp_0") as checkpoint:
         saved = checkpoint.read("model")
     merged = load_file(run / "merged" / "model.safetensors")
     assert merged.keys() == saved.keys()
     assert all(torch.equal(merged[name], saved[name]) for name in saved)
-    four = losses(launcher.run(program, run, "trainers", ranks=4))
+    four = losses(launcher.run(program, run, ranks=4))
     assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)

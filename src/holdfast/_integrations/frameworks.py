@@ -173,6 +173,20 @@ FRAMEWORKS = (
         replacements=trainers.of_transformers,
         uses=("accelerate", "torch-dcp"),
     ),
+    Framework(
+        "lightning",
+        "lightning",
+        "lightning",
+        guards=trainers.of_lightning("lightning.fabric", "lightning.pytorch"),
+        uses=("torch-dcp",),
+    ),
+    Framework(
+        "pytorch-lightning",
+        "pytorch-lightning",
+        "pytorch_lightning",
+        guards=trainers.of_lightning("lightning_fabric", "pytorch_lightning"),
+        uses=("torch-dcp",),
+    ),
 )
 TELLING_APART = (
     "global_step",

@@ -24,7 +24,7 @@ from holdfast._groups.lifecycle.state import facts
 from holdfast._groups.lifecycle.state import installed as told_by_doctor
 from holdfast._groups.lifecycle.warm_up import chosen_operations
 from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
-from holdfast._integrations.patching import Patches, Replacement
+from holdfast._integrations.patching import Patches, Replacement, rebind
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
 from holdfast._options import all_variables
@@ -79,6 +79,7 @@ class _Installation:
                 Replacement(_C10D, "init_process_group", "watch", self._shown),
             ]
         )
+        rebind([*self.patches.values(), self.own])
         see_exits(self)
         stack_dump.begin(self)
         at_exit(Stage.SESSIONS, self._say_end)
@@ -155,7 +156,7 @@ def install(
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
         `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`, `accelerate`,
-        `transformers`; default all that are imported now or later.
+        `transformers`, `lightning`, `pytorch-lightning`; default all that are imported now or later.
     job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks

@@ -197,6 +197,7 @@ class LoadJob:
                 if request.rename is not None:
                     index = Renamed(index, request.rename)
                 self.plan = plan = plan_load(index, request, self.leaves, self.table, self.owner)
+                self.operation.step = plan.step  # events have it from here on
                 if isinstance(index, ForeignSource):
                     left_out = self._left_out(index, index.tied, plan)
                     names = index.names()
@@ -235,7 +236,7 @@ class LoadJob:
                 assert isinstance(memory, BytesMemory)
                 with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                     data = index.object_prefix + memory.value(spec.shape[0])
-                    self.objects[leaf] = objects.decode(data, spec.name)
+                    self.objects[leaf] = objects.decode(data, spec.name, self.leaves[leaf].value)
         self.built = plan.lazy.build(self.objects)
 
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:
@@ -257,7 +258,8 @@ class LoadJob:
         assert self._pin is not None
         assert self.plan is not None
         self._pin.close()
-        if self.plan.names_stored and not any(report.asked for report in reports.values()):
+        asked = self.request.may_be_empty or any(report.asked for report in reports.values())
+        if self.plan.names_stored and not asked:
             raise BadInput(
                 f"The load of {self.store.url}, which holds {self.plan.names_stored} names, asks for "
                 "nothing: no rank has a value in its state.",

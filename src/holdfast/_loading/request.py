@@ -47,6 +47,7 @@ class LoadRequest:
     signature: what else distinguishes this call from others on the same folder; the same on all ranks.
     left_out: names of a published model's weights that this rank does not ask for on purpose.
     may_be_left: whether another weight may be asked for by no rank, the same on all; others fail the load.
+    may_be_empty: whether all ranks may ask for nothing (torch DCP accepts that).
     lenient: how the caller's function is told to load what is there, for an error about names that are not.
     The other fields are the arguments of `holdfast.load`.
     """
@@ -64,6 +65,7 @@ class LoadRequest:
     signature: object = None
     left_out: frozenset[str] = frozenset()
     may_be_left: Callable[[str], bool] = lambda name: True
+    may_be_empty: bool = False
     lenient: str = "strict=False"
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ def _install(module: ModuleType) -> None:
 
 _FRAMEWORKS = (
     *("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed"),
-    *("accelerate", "transformers"),
+    *("accelerate", "transformers", "lightning", "pytorch_lightning"),
 )
 
 
