@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,8 @@ import pytest
 
 import holdfast
 from holdfast._format.names import INDEX
-from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, programs_of
+from tests.docs.test_recipes import environment
+from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of
 
 NEEDS: dict[tuple[str, str], tuple[str, ...]] = {
     ("accelerate", "train.py"): ("accelerate", "transformers"),
@@ -107,6 +110,22 @@ def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> No
     program, run = programs_of("fsdp2")["train.py"], tmp_path / "run"
     two, four = losses(launcher.run(program, run)), losses(launcher.run(program, run, ranks=4))
     assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not there("ray", "pandas", "pyarrow"), reason="needs ray, pandas and pyarrow")
+def test_ray_train_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(programs_of("ray-train")["train.py"])
+    command = [sys.executable, "-W", "ignore", "train.py", "run", str(STEPS)]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=130, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(losses_in(done.stdout + done.stderr))
+    assert list(found[0]) == list(range(1, STEPS + 1))
+    assert found[1] == {step: loss for step, loss in found[0].items() if step > SAVED}
 
 
 @trainers

@@ -34,8 +34,8 @@ OF_PROGRAMS = (
     "What is not covered",
 )
 """The sections where nothing is replaced: the program calls Holdfast."""
-WITHOUT = ("ddp", "fsdp2")
-"""Pages on training without a framework that `install` knows."""
+WITHOUT = ("ddp", "fsdp2", "ray-train")
+"""Pages on programs that save by themselves."""
 FRAMEWORK_PAGES = [page for page in RECIPES if page.stem not in WITHOUT]
 RAY = """
 import json, os, sys

@@ -54,5 +54,10 @@ def losses(ended: Ended, failed: bool = False) -> dict[int, float]:
     """What a program has printed for each step that it took."""
     assert any(ended.codes) == failed, ended.said
     assert "Exception ignored" not in ended.said
-    found = re.findall(r"^(\d+) (\d\S+)$", ended.said, re.MULTILINE)
+    return losses_in(ended.said)
+
+
+def losses_in(text: str) -> dict[int, float]:
+    """The losses by step; Ray writes the name of a worker before each line."""
+    found = re.findall(r"^(?:\S*\(\w+ pid=\d+\)\S* )?(\d+) (\d\S+)$", text, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
