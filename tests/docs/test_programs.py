@@ -17,14 +17,14 @@ from holdfast._format.names import INDEX
 from tests.docs.test_recipes import environment
 from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of
 
-NEEDS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("accelerate", "train.py"): ("accelerate", "transformers"),
-    ("ddp", "train.py"): ("torchdata",),
-    ("fsdp2", "train.py"): (),
-    ("lightning", "train.py"): ("lightning", "torchdata"),
-    ("lightning", "fabric.py"): ("lightning", "torchdata"),
-}
-"""The packages of each page's programs; that of transformers has a test of its own."""
+PROGRAMS = [
+    pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
+    pytest.param("ddp", "train.py", ("torchdata",), id="ddp"),
+    pytest.param("fsdp2", "train.py", (), id="fsdp2"),
+    pytest.param("lightning", "train.py", ("lightning", "torchdata"), id="lightning"),
+    pytest.param("lightning", "fabric.py", ("lightning",), id="fabric", marks=pytest.mark.soak),
+]
+"""The programs and the packages that they need. Those of transformers and Ray Train have tests of their own."""
 
 
 def there(*packages: str) -> bool:
@@ -60,12 +60,12 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
         yield made
 
 
-@pytest.mark.parametrize(("page", "file"), NEEDS)
+@pytest.mark.parametrize(("page", "file", "needs"), PROGRAMS)
 def test_a_run_that_goes_on_has_the_same_losses(
-    page: str, file: str, launcher: Launcher, tmp_path: Path
+    page: str, file: str, needs: tuple[str, ...], launcher: Launcher, tmp_path: Path
 ) -> None:
-    if not there(*NEEDS[page, file]):
-        pytest.skip(f"needs {' and '.join(NEEDS[page, file])}")
+    if not there(*needs):
+        pytest.skip(f"needs {' and '.join(needs)}")
     program, run = programs_of(page)[file], tmp_path / "run"
     whole = losses(launcher.run(program, run))
     assert list(whole) == list(range(1, STEPS + 1))
