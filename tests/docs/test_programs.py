@@ -15,7 +15,7 @@ import pytest
 import holdfast
 from holdfast._format.names import INDEX
 from tests.docs.test_recipes import environment
-from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of
+from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of, weights_of
 
 PROGRAMS = [
     pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
@@ -75,6 +75,21 @@ def test_a_run_that_goes_on_has_the_same_losses(
     assert losses(launcher.run(program, run)) == {step: loss for step, loss in whole.items() if step > SAVED}
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not there("lightning", "torchdata"), reason="needs lightning and torchdata")
+def test_the_weights_of_lightning(launcher: Launcher, tmp_path: Path) -> None:
+    import torch
+
+    run = tmp_path / "run"
+    losses(launcher.run(programs_of("lightning")["train.py"], run))
+    model = torch.nn.Module()
+    model.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    before = model.net[0].weight.clone()
+    [saved] = run.glob(f"*step={SAVED}.ckpt")
+    exec(weights_of("lightning", "run/epoch=0-step=4.ckpt", saved), {"holdfast": holdfast, "model": model})
+    assert not torch.equal(model.net[0].weight, before)
+
+
 # -- bad days ------------------------------------------------------------------------------------
 
 
@@ -91,6 +106,10 @@ def test_a_trainer_that_died_in_a_save_goes_on(launcher: Launcher, tmp_path: Pat
     again = launcher.run(program, run)
     assert losses(again) == {step: loss for step, loss in whole.items() if step > SAVED}
     assert f"checkpoint-{STEPS} is incomplete" in again.said
+    lines = weights_of("transformers", "run/checkpoint-500", run / f"checkpoint-{STEPS}")
+    model = program.partition("args = TrainingArguments")[0]
+    assert not any(launcher.run(model + changed(lines, '"final"', f'"{run}/final"'), run, ranks=1).codes)
+    assert (run / "final" / "model.safetensors").exists()
 
 
 @trainers

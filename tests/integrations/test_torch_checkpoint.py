@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +111,35 @@ def test_what_brings_code_of_its_own_goes_to_dcp_and_is_said_once(
     ]
 
 
+TOOL = """
+import sys, holdfast
+holdfast.install("torch-dcp")
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+assert "holdfast.dcp" not in sys.modules
+print(torch.load(sys.argv[2])["w"].tolist())
+"""
+
+
+def test_a_tool_that_only_installs_reads_ours(tmp_path: Path) -> None:
+    """As `holdfast run -- accelerate merge-weights` does."""
+    holdfast.save({"w": torch.arange(3.0)}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    command = [sys.executable, "-W", "ignore", "-c", TOOL, str(tmp_path / "a"), str(tmp_path / "one.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0.0, 1.0, 2.0]\n", done.stderr
+
+
 def test_in_the_background_with_and_without_a_stager(tmp_path: Path) -> None:
     state = {"w": torch.arange(4.0)}
     Trainer().save_in_background(state, checkpoint_id=tmp_path / "a").result()
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager)
+    Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager).result()
+    stager = DefaultStager(StagingOptions(False, False, True, False))  # in the background, as torchtitan's
+    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "c", async_stager=stager)
     assert isinstance(response, AsyncSaveResponse)
     response.staging_completion.result()
     response.upload_completion.result()
-    for name in ("a", "b"):
+    stager.close()
+    for name in ("a", "b", "c"):
         assert (tmp_path / name / INDEX).exists()

@@ -21,6 +21,12 @@ def programs_of(page: str) -> dict[str, str]:
     return {block[2 : block.index(HEAD)]: block for block in found}
 
 
+def weights_of(page: str, path: str, run: Path) -> str:
+    """The lines of a page that take the weights out of a checkpoint, `path` on the page."""
+    [lines] = [block for _, block in code(text(f"docs/recipes/{page}.md")) if "holdfast.open(" in block]
+    return changed(lines, f'"{path}', f'"{run}')
+
+
 def changed(program: str, old: str, new: str) -> str:
     assert old in program, old
     return program.replace(old, new)

@@ -30,6 +30,7 @@ COMMANDS = {
     "reindex": "Rebuild a lost index from the data files.",
     "prune": "Remove what failed saves left behind, and old steps.",
     "run": "Run a program whose processes all call holdfast.install().",
+    "diagnose": "Say what a job hangs in, by its logs, stacks and flight records.",
     "doctor": "List what in a process's groups and environment is known to end in a hang.",
 }
 """The name of each command, which is also its module's, and the first line of its help."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+
 import click
 
 from holdfast._cli import output
 from holdfast._groups.audit.doctor import ask, variables_of
-from holdfast._groups.audit.hazards import NAMES, ProcessFacts, hazards, of_variables
+from holdfast._groups.audit.hazards import NAMES, Hazard, ProcessFacts, hazards, of_variables
 from holdfast._integrations.versions import found_frameworks
 from holdfast._options import all_variables
+from holdfast._watch.known import affects, versions_here
 
 
 @click.command("doctor")
@@ -30,6 +33,13 @@ def command(ctx: click.Context, pid: int | None, as_json: bool) -> None:
         variables = all_variables() if pid is None else variables_of(pid)
         findings = of_variables({name: value for name, value in variables.items() if name.startswith(NAMES)})
     frameworks = found_frameworks() if pid is None else []
+    # Of another process the versions can't be seen; its own log has them (`install`).
+    if pid is None:
+        bad = affects(versions_here(), platform.machine(), all_variables())
+        findings += [
+            Hazard("known to hang", f"{one.what}.", f"Fixed in {one.library} {one.fixed}: {one.thread}")
+            for one in bad
+        ]
     if as_json:
         output.print_json({"pid": pid, "process": facts, "hazards": findings, "frameworks": frameworks})
     else:

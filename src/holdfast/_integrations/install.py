@@ -9,10 +9,11 @@ its import. `uninstall()` puts the originals back. Importing Holdfast replaces n
 from __future__ import annotations
 
 import logging
+import platform
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 
 from holdfast._deadline import check_seconds
@@ -26,10 +27,12 @@ from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guar
 from holdfast._integrations.patching import Patches, Replacement, rebind
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
+from holdfast._options import all_variables
 from holdfast._protocol.call import find_roster
 from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
+from holdfast._watch.known import affects, versions_here
 from holdfast.errors import BadInput
 
 log = logging.getLogger("holdfast")
@@ -198,6 +201,7 @@ def install(
     defaults.append(Job(report_after=job.report_after, lost_after=job.lost_after))
     made.begin()
     _warn_if_late(made)
+    _warn_of_versions()
     if _sentences not in told_by_doctor:
         told_by_doctor.append(_sentences)
     made.serves = serve(facts)
@@ -298,6 +302,15 @@ def _find(place: str) -> str:
     if not callable(owner):
         raise BadInput(f"guard={place!r} names no function.")
     return f"{module}:{'.'.join(parts[cut:])}"
+
+
+@cache  # once in a process
+def _warn_of_versions() -> None:
+    """Warn of libraries that are known to hang here; on one rank, as all have the same."""
+    variables = all_variables()
+    if variables.get("RANK", "0") == "0":
+        for known in affects(versions_here(), platform.machine(), variables):
+            log.warning("A library of this job is known to hang: %s.", known)
 
 
 def _warn_if_late(made: _Installation) -> None:

@@ -1,0 +1,227 @@
+"""Reads what was dumped of single ranks: stacks of py-spy and faulthandler, torch's flight records, and the
+files of our own roll call. Nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import msgspec
+
+from holdfast._format.pickle_reader import BadPickle, Global, PickleReader, first
+from holdfast._watch.collector import Collector
+from holdfast._watch.evidence import Call, Operation, Progress, Rank, Source, Stack
+from holdfast.errors import BadInput
+
+_RANK_IN_NAME = re.compile(
+    r"(?:rank|worker|default)[-_.]?(\d{1,6})(?!\d)|[-_.](\d{1,6})(?:\.\w{1,5})?$|^(\d{1,6})\.\w+$"
+)
+_RANK_IN_FOLDER = re.compile(r"/(?:rank[-_]?)?(\d{1,6})/std(?:err|out)(?:\.log)?$")
+_RANK_IN_COMMAND = re.compile(r"\bRANK=(\d+)|rank[-_]?(\d+)")
+_PROCESS = re.compile(r"^Process (\d+): (.*)")
+_THREAD = re.compile(r'^Thread (\S+) \([^)]*\)(?:: "(.*)")?')
+_CALL = re.compile(r"^\s+(\S.*?) \(([^()]*?)(?::(\d+))?\)$")
+_NAME = re.compile(r'^\s{8,}(\w+): "?(.*?)"?$')
+_FAULT_THREAD = re.compile(r"^(Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):")
+_FAULT_CALL = re.compile(r'^\s+File "(.*)", line (\d+) in (.*)')
+MOST_CALLS = 200
+
+
+def rank_of_name(path: str) -> int | None:
+    """Return the rank that a file's name tells, as `rank-3.txt`, `trace_3` and `3/stderr.log` do."""
+    if (folder := _RANK_IN_FOLDER.search(path)) is not None:
+        return int(folder[1])
+    found = _RANK_IN_NAME.search(path.rpartition("/")[2])
+    return next((int(group) for group in found.groups() if group), None) if found is not None else None
+
+
+# -- stacks -------------------------------------------------------------------------------------------------
+
+
+def is_stacks(head: str) -> bool:
+    """Return whether a text begins as a dump of stacks."""
+    lines = head.splitlines()[:40]
+    return any(_PROCESS.match(line) or _FAULT_THREAD.match(line) or _THREAD.match(line) for line in lines)
+
+
+def read_stacks(lines: Iterable[str], to: Collector, name: str, rank: int | None, is_later: bool) -> None:
+    """Read the stacks of one process or of several, as py-spy or faulthandler write them."""
+    threads: list[Stack] = []
+    calls: list[Call] = []
+    names: dict[str, str] = {}
+    thread, began = "", 0
+
+    def end_thread() -> None:
+        if calls:
+            threads.append(Stack(thread, tuple(calls), Source(name, began), dict(names)))
+        calls.clear()
+        names.clear()
+
+    def end_process() -> None:
+        end_thread()
+        if threads and rank is None:
+            to.remark("no rank", "stacks of a process whose rank isn't known", threads[0].source)
+        # Others wait for the main thread; faulthandler writes it last.
+        for stack in sorted(threads, key=lambda one: "main" not in one.thread.lower()):
+            if rank is not None:
+                to.note_stack(rank, stack, is_later)
+        threads.clear()
+
+    for number, line in enumerate(lines, 1):
+        if (process := _PROCESS.match(line)) is not None:
+            end_process()
+            told = _RANK_IN_COMMAND.search(process[2])
+            rank = int(told[1] or told[2]) if told is not None else rank
+        elif (found := _THREAD.match(line) or _FAULT_THREAD.match(line)) is not None:
+            end_thread()
+            thread, began = found[2] or found[1], number
+        elif (call := _CALL.match(line)) is not None and len(calls) < MOST_CALLS:
+            calls.append(Call(call[1], call[2], int(call[3]) if call[3] else None))
+        elif (fault := _FAULT_CALL.match(line)) is not None and len(calls) < MOST_CALLS:
+            calls.append(Call(fault[3], fault[1], int(fault[2])))
+            if fault[3] == "<module>":
+                thread = "MainThread"
+        elif (value := _NAME.match(line)) is not None:
+            names.setdefault(value[1], value[2])
+    end_process()
+
+
+# -- flight records -----------------------------------------------------------------------------------------
+
+
+class _Record(PickleReader):
+    """A flight record: plain values. torch tags some lists by calls of its own, whose value is the list."""
+
+    def resolve(self, module: str, name: str) -> object:
+        if module == "torch.jit._pickle":
+            return Global(module, name, first)
+        return super().resolve(module, name)
+
+
+def read_pickle(data: bytes, to: Collector, name: str, rank: int | None) -> None:
+    """Read a flight record that torch has pickled."""
+    try:
+        record = _Record(data).read()
+    except BadPickle as error:
+        raise BadInput(f"{name} is no flight record, because {error}.") from None
+    _record(record, to, name, rank)
+
+
+def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later: bool) -> None:
+    """Read a flight record, stacks of `py-spy dump --json`, or a file of our own, as JSON."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadInput(f"{name} begins as JSON, and is none.") from None
+    if isinstance(value, list):
+        read_stacks(_pyspy_lines(value), to, name, rank, is_later)
+    elif isinstance(value, dict) and "roll_call" in value:
+        _roll_call(value, to, name)
+    else:
+        _record(value, to, name, rank)
+
+
+def _pyspy_lines(threads: list[Any]) -> Iterable[str]:
+    for thread in threads:
+        if isinstance(thread, dict):
+            yield f'Thread {thread.get("thread_id")} (): "{thread.get("thread_name") or ""}"'
+            for frame in thread.get("frames") or ():
+                file = frame.get("short_filename") or frame.get("filename")
+                yield f"    {frame.get('name')} ({file}:{frame.get('line')})"
+
+
+def _record(record: Any, to: Collector, name: str, rank: int | None) -> None:
+    if not isinstance(record, dict) or not isinstance(record.get("entries"), list):
+        raise BadInput(f"{name} is no flight record: it has no entries.")
+    told = record.get("rank")
+    rank = told if isinstance(told, int) else rank
+    if rank is None:
+        raise BadInput(
+            f"The rank of the flight record {name} isn't known.",
+            hint="Give files whose names end in the rank.",
+        )
+    try:
+        operations_of(record, to, Source(name), rank)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadInput(f"{name} is no flight record: {type(error).__name__}: {error}.") from None
+
+
+def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None:
+    """Read the entries of a flight record: what is pending, and the last that is done of each group."""
+    last: dict[str, Operation] = {}
+    groups: dict[str, str] = {}
+    for entry in record["entries"]:
+        name, description = (str(part) for part in entry["process_group"][:2])
+        group = f"{name}:{description}" if description not in ("", "undefined") else name
+        groups[str(entry.get("pg_id"))] = groups[name] = group
+        operation = _operation(entry, group, source)
+        if operation.is_pending:
+            to.note_operation(rank, operation)
+        elif operation.number >= last.get(group, operation).number:
+            last[group] = operation
+    for operation in last.values():
+        to.note_operation(rank, operation)
+    for key, config in (record.get("pg_config") or {}).items():
+        members = tuple(int(part) for part in re.findall(r"\d+", str(config.get("ranks", ""))))
+        if members:
+            to.note_members(groups.get(key, key), members)
+            if config.get("desc") == "default_pg":
+                to.note_world(len(members))
+    for key, status in (record.get("pg_status") or {}).items():
+        enqueued, started, done = (
+            int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "started", "completed")
+        )
+        if enqueued >= 0:
+            progress = Progress(
+                groups.get(key, key), enqueued, done, source, started if started >= 0 else None
+            )
+            to.note_progress(rank, progress)
+
+
+def _operation(entry: Any, group: str, source: Source) -> Operation:
+    backend, _, called = str(entry["profiling_name"]).partition(":")
+    done = entry.get("retired") or entry["state"] == "completed"
+    state = "completed" if done else str(entry["state"])
+    if state == "scheduled" and backend != "nccl":
+        state = "started"
+    sizes = tuple(
+        sum(prod(map(int, size)) for size in entry.get(f"{way}_sizes") or ()) for way in ("input", "output")
+    )
+    peer = bool(entry.get("is_p2p"))
+    return Operation(
+        f"{group}/p2p" if peer else group,
+        int(entry["p2p_seq_id" if peer else "collective_seq_id"]),
+        called or backend,
+        state,
+        source,
+        sizes,
+        ",".join(map(str, entry.get("input_dtypes") or ())),
+        calls=tuple(
+            Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
+            for frame in (entry.get("frames") or ())[:MOST_CALLS]
+        ),
+    )
+
+
+# -- our own files ----------------------------------------------------------------------------------------
+
+
+def _roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+    try:
+        found = msgspec.convert(value["roll_call"], Rank)
+        to.note_world(msgspec.convert(value.get("world_size", 0), int))
+        members = msgspec.convert(value.get("members", {}), dict[str, tuple[int, ...]])
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{name} is no file of a roll call of this version: {error}.") from None
+    for group, ranks in members.items():
+        to.note_members(group, ranks)
+    seen = to.rank(found.rank)
+    seen.operations += found.operations
+    seen.progress |= {one.group: one for one in found.progress}
+    seen.endings += found.endings
+    seen.stacks += found.stacks
+    seen.later += found.later
+    seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

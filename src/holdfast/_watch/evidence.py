@@ -1,0 +1,187 @@
+"""What is known of the ranks of a job: one model for all that readers find, and for what the rules judge.
+
+All values are frozen, and each says where it was read. `Evidence` also says what is not known: rules may
+conclude from an absence only where the evidence is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import msgspec
+
+
+class Source(NamedTuple):
+    """Where something was read."""
+
+    file: str
+    line: int = 0
+    """0: the file as a whole."""
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}" if self.line else self.file
+
+
+class Call(NamedTuple):
+    """One call of a stack, and the line that it is at."""
+
+    function: str
+    file: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        name = "/".join(self.file.split("/")[-3:])
+        return f"{self.function} ({name}:{self.line})" if self.line else f"{self.function} ({name})"
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """One thread at one time."""
+
+    thread: str
+    calls: tuple[Call, ...]
+    """Innermost first."""
+    source: Source
+    names: dict[str, str] = {}
+    """Arguments that the dump shows, such as `group_name`."""
+
+
+class Operation(msgspec.Struct, frozen=True):
+    """One collective that a rank has begun."""
+
+    group: str
+    """Identifies the group on all ranks; "" if that isn't known."""
+    number: int
+    """Its sequence number in the group."""
+    name: str
+    """In the form of the log: ALLREDUCE, _ALLGATHER_BASE."""
+    state: str
+    """`scheduled`, `started`, `completed`, or `timed out`. Of `scheduled` only NCCL's says that it has not
+    started: others do not record the start."""
+    source: Source
+    sizes: tuple[int, ...] = ()
+    """Numbers of elements in and out, as far as they are known."""
+    types: str = ""
+    seconds: float | None = None
+    """How long it has run."""
+    group_rank: int | None = None
+    """The rank in the group, where a line tells it."""
+    calls: tuple[Call, ...] = ()
+    """Where it was begun, innermost first."""
+
+    @property
+    def is_pending(self) -> bool:
+        return self.state != "completed"
+
+    @property
+    def kind(self) -> str:
+        """The name in one form: the log has _ALLGATHER_BASE, the flight recorder _all_gather_base."""
+        return self.name.replace("_", "").upper()
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """How far a rank is in one group."""
+
+    group: str
+    enqueued: int
+    completed: int
+    source: Source
+    started: int | None = None
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How a rank has ended, or what it has raised."""
+
+    what: str
+    source: Source
+    is_clean: bool = False
+    """Did it end by itself, with exit code 0?"""
+    is_cause: bool = True
+    """False: the usual end of a rank whose peer is gone, or that a watchdog or a launcher has ended."""
+    is_fatal: bool = True
+    """Is it known that nobody has caught it?"""
+    call: Call | None = None
+    """Where it was raised."""
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """One rank: what it does, as far as it was seen."""
+
+    rank: int
+    operations: tuple[Operation, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    endings: tuple[Ending, ...] = ()
+    stacks: tuple[Stack, ...] = ()
+    """All threads, the main thread first."""
+    later: tuple[Stack, ...] = ()
+    """The same, some seconds later."""
+    state: str = ""
+    """What the kernel shows of it, such as `stopped by a signal`."""
+    steps: int | None = None
+    """Its last count of batches or steps."""
+    phase: str = ""
+    last: Source | None = None
+    """The last line of it that was read."""
+
+    @property
+    def is_away(self) -> bool:
+        """Has it ended by itself, with success?"""
+        return any(ending.is_clean for ending in self.endings)
+
+    @property
+    def timeouts(self) -> tuple[Operation, ...]:
+        return tuple(operation for operation in self.operations if operation.state == "timed out")
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """A line whose meaning does not depend on a rank."""
+
+    kind: str
+    text: str
+    source: Source
+    values: tuple[str, ...] = ()
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """A communicator that began to open and is not open on all of these ranks, by NCCL's own lines."""
+
+    name: str
+    size: int
+    begun: dict[int, Source]
+    ready: tuple[int, ...]
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """All that is known of one job."""
+
+    ranks: dict[int, Rank] = {}
+    remarks: tuple[Remark, ...] = ()
+    world_size: int | None = None
+    members: dict[str, tuple[int, ...]] = {}
+    """Of groups whose ranks are known."""
+    hidden: int = 0
+    """Lines that Ray has left out ("repeated 14x across cluster")."""
+    loose: tuple[Operation, ...] = ()
+    """Timeouts of lines that do not tell the global rank."""
+    raised: tuple[Ending, ...] = ()
+    """What was raised by nobody knows which rank."""
+    opening: tuple[Opening, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        """Has every rank been heard of?"""
+        known = self.world_size is not None and not self.hidden
+        return known and len(self.ranks) == self.world_size
+
+    def of(self, kind: str) -> list[Remark]:
+        return [remark for remark in self.remarks if remark.kind == kind]
+
+    def operations(self) -> Iterator[tuple[int, Operation]]:
+        for rank in self.ranks.values():
+            for operation in rank.operations:
+                yield rank.rank, operation
+
+    def shown(self) -> dict[int, Stack]:
+        """Return the main thread of each rank whose stacks are known."""
+        return {rank.rank: rank.stacks[0] for rank in self.ranks.values() if rank.stacks}

@@ -1,0 +1,231 @@
+"""Reads logs of jobs as streams: of a file of any size, only lines that tell something are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from holdfast._watch import log_lines as form
+from holdfast._watch.collector import RANKS, Collector
+from holdfast._watch.evidence import Call, Ending, Operation, Progress, Source
+
+BLOCK = 4 << 20
+"""Bytes that are read at once."""
+LONGEST = 1 << 16
+"""Bytes of a line that are looked at."""
+_ENDS = (b"\n", b"\r")
+_CAUSES = {-9: "SIGKILL, as the kernel does when memory is full", -11: "SIGSEGV", -7: "SIGBUS", -8: "SIGFPE"}
+"""Ends that neither a watchdog nor a launcher brings about, if no other came first."""
+
+
+def lines_that_tell(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the bytes of each line that has one of `KEYS`, in bounded memory."""
+    number, rest = 1, b""
+    while True:
+        read = file.read(BLOCK)
+        block = rest + read
+        # The last line may go on in the next block, but not for ever.
+        whole = len(block) if not read or len(rest) >= BLOCK else block.rfind(b"\n") + 1
+        at = counted = 0
+        for found in sorted(found.start() for key in form.KEYS for found in key.finditer(block, 0, whole)):
+            if found < at:
+                continue  # the same line has two of them
+            # Progress bars write many texts to one line.
+            start = max(at, *(block.rfind(end, at, found) + 1 for end in _ENDS))
+            stops = [stop for end in _ENDS if (stop := block.find(end, found, whole)) >= 0]
+            at = min(stops, default=whole)
+            number += block.count(b"\n", counted, start)
+            counted = start
+            yield number, block[start : min(at, start + LONGEST)]
+        number += block.count(b"\n", counted, whole)
+        if not read:
+            return
+        rest = block[whole:]
+
+
+class LogReader:
+    """Reads one log into a collector."""
+
+    def __init__(self, collector: Collector, name: str, rank: int | None = None) -> None:
+        """rank: whose log it is, if it is that of one rank."""
+        self._to, self._name, self._own = collector, name, rank
+        self._frames: dict[str, Call | None] = {}
+        """Of each stream with an open traceback, the last call."""
+        self._chained: dict[str, bool] = {}
+        """Of each stream, whether its last error was a consequence, which makes those after it some, too."""
+        self._known: set[tuple[object, ...]] = set()
+        self._failed: int | None = None
+        self._is_root = False
+        self._srun_told = False
+        self._processes: dict[str, tuple[int, int]] = {}
+        """By host and pid, the rank in the largest communicator, and its size."""
+
+    def read(self, file: BinaryIO) -> None:
+        for number, raw in lines_that_tell(file):
+            line = form.without_prefix(raw)
+            source = Source(self._name, number)
+            self._to.hidden += line.repeated
+            rank = line.rank if line.rank is not None else self._own
+            if rank is not None:
+                self._to.rank(rank).last = source
+            known = (
+                not self._is_of_this_hang(line.text)
+                or self._watchdog(line.text, rank, source)
+                or self._nccl(line.text, source)
+            )
+            known = known or self._signature(line.text, rank, source) or self._launcher(line.text, source)
+            if not known or line.text.startswith("RuntimeError"):
+                self._python(line, rank, source)
+
+    def _is_of_this_hang(self, text: str) -> bool:
+        """Return whether a line is of the first hang that was told of. A log may go on with a later start of
+        the job, and numbers of two starts must not be compared."""
+        when = form.WHEN.search(text)
+        if when is None or not ("atchdog" in text or "NCCL work" in text):
+            return True
+        day, hour, minute, second = map(int, when.groups())
+        at = ((day // 100 * 31 + day % 100) * 24 + hour) * 3600 + minute * 60 + second
+        limit = form.TIMEOUT.search(text)
+        return self._to.is_near(at, int(limit["limit"]) / 1000 if limit is not None else None)
+
+    # -- torch ------------------------------------------------------------------------------------------
+
+    def _watchdog(self, text: str, rank: int | None, source: Source) -> bool:
+        if (found := form.TIMEOUT.search(text)) is not None:
+            number = int(found["number"] or 0)
+            sizes = tuple(int(found[name]) for name in ("in", "out") if found[name] is not None)
+            # The same timeout is told several times.
+            key = (rank, found["rank"], number, found["op"], sizes)
+            if key not in self._known and len(self._known) < RANKS:
+                self._known.add(key)
+                seconds = int(found["ms"] or found["limit"]) / 1000
+                self._to.note_operation(
+                    rank,
+                    Operation(
+                        "", number, found["op"], "timed out", source, sizes, "", seconds, int(found["rank"])
+                    ),
+                )
+        if (found := form.STATUS.search(text)) is not None:
+            started = found["started"]
+            # Without the GUID this number counts on each rank by itself.
+            progress = Progress(
+                _group(found["guid"] or f"PG {found['pg']}", found["desc"]),
+                int(found["enqueued"]),
+                int(found["done"]),
+                source,
+                None if started is None else int(started),
+            )
+            if rank is not None:
+                self._to.note_progress(rank, progress)
+        if (found := form.STUCK.search(text)) is not None:
+            self._to.remark("heartbeat", text, source, _group(found[1], found[2]), str(rank), found[4])
+        if (error := form.CUDA.search(text)) is not None and rank is not None:
+            self._to.note_ending(
+                rank, Ending(error[1], source, is_cause="ECC" in error[1] or "illegal" in error[1])
+            )
+        return found is not None or "Watchdog caught" in text
+
+    # -- NCCL -------------------------------------------------------------------------------------------
+
+    def _nccl(self, text: str, source: Source) -> bool:
+        if (version := form.VERSION.search(text)) is not None:
+            self._to.remark("version", text, source, "nccl", version[1])
+            return True
+        if (found := form.NCCL.search(text)) is None:
+            return False
+        process, said = f"{found['host']}:{found['pid']}", found["text"]
+        if (init := form.INIT.search(said)) is not None:
+            rank, size = int(init[1]), int(init[2])
+            if size > self._processes.get(process, (0, 0))[1] and len(self._processes) < RANKS:
+                self._processes[process] = rank, size
+            self._to.note_opening(init[3], size, rank, source, init[4] == "COMPLETE")
+        elif (differ := form.MISMATCH.search(said)) is not None:
+            self._to.remark("nccl mismatch", said, source, found["host"], *differ.groups())
+        elif found["kind"] == "WARN" and form.NCCL_MEMORY.search(said):
+            rank = self._processes.get(process, (-1, 0))[0]
+            self._to.remark("nccl memory", said, source, str(rank) if rank >= 0 else "")
+        elif "Connection closed by" in said:
+            self._to.remark("peer closed", said, source)
+        return True
+
+    # -- lines that are known by themselves ---------------------------------------------------------------
+
+    def _signature(self, text: str, rank: int | None, source: Source) -> bool:
+        if (size := form.WORLD.search(text)) is not None:
+            self._to.note_world(int(size[1]))
+        if (steps := form.STEPS.search(text)) is not None:
+            named = form.NAMED.search(text, 0, steps.start())
+            whose = int(named[1]) if named is not None else rank
+            if whose is not None:
+                self._to.rank(whose).steps = int(steps[1])
+                self._to.rank(whose).last = source
+        if (print_ := form.FINGERPRINT.search(text)) is not None:
+            self._to.remark("fingerprint", text, source, *(value or "" for value in print_.groups()))
+        elif (barrier := form.BARRIER.search(text)) is not None:
+            self._to.remark("barrier", text, source, barrier[1].replace(" ", ""))
+        elif "Invalidate trace cache" in text:
+            self._to.remark("trace cache", text, source)
+        elif "destroy_process_group() was not called" in text:
+            self._to.remark("not destroyed", text, source)
+        elif "waitForInput" in text:
+            self._to.remark("store timeout", text, source)
+        elif form.ENDED.search(text) is not None:
+            self._to.remark("end of program", text, source)
+        elif "aarch64" in text:
+            self._to.remark("machine", text, source, "aarch64")
+        else:
+            return size is not None or steps is not None
+        return True
+
+    # -- launchers and Python -----------------------------------------------------------------------------
+
+    def _launcher(self, text: str, source: Source) -> bool:
+        """Read torchrun's summary of failures, and srun's lines."""
+        if "Root Cause" in text:
+            self._is_root = True
+        elif (failed := form.SUMMARY_RANK.match(text)) is not None:
+            self._failed = int(failed[1])
+        elif (code := form.SUMMARY_CODE.match(text)) is not None and self._failed is not None:
+            number, root = int(code[1]), self._is_root
+            how = _CAUSES.get(number, f"exit code {number}")
+            self._to.note_ending(
+                self._failed, Ending(f"ended by {how}", source, is_cause=root and number in _CAUSES)
+            )
+            self._failed, self._is_root = None, False
+        elif (task := form.SRUN.search(text)) is not None:
+            # After the first one srun ends the others.
+            cause = not self._srun_told and task[2].startswith(
+                ("Killed", "Out Of Memory", "Segm", "Bus error")
+            )
+            self._srun_told = True
+            self._to.note_ending(int(task[1]), Ending(f"srun: {task[2]}", source, is_cause=cause))
+        elif "oom_kill" in text or "oom-kill" in text:
+            self._to.remark("oom", text, source)
+        else:
+            return False
+        return True
+
+    def _python(self, line: form.Prefixed, rank: int | None, source: Source) -> None:
+        """Read the tracebacks of errors that end a rank."""
+        stream, text = line.stream, line.text
+        if "Traceback (most recent" in text:
+            if len(self._frames) + len(self._chained) < 2 * RANKS:
+                self._frames[stream] = None
+                self._chained.setdefault(stream, False)
+        elif (frame := form.FILE.match(text)) is not None:
+            if stream in self._frames:
+                self._frames[stream] = Call(frame[3], frame[1], int(frame[2]))
+        elif (error := form.RAISED.match(text)) is not None:
+            inside = stream in self._frames
+            if not inside and not (line.is_marked and form.NAME_OF_ERROR.search(error[1])):
+                return
+            call = self._frames.pop(stream, None)
+            follows = form.CONSEQUENCE.search(text) is not None or self._chained.get(stream, False)
+            ending = Ending(text[:300], source, is_cause=not follows, is_fatal=line.is_marked, call=call)
+            if stream in self._chained:
+                self._chained[stream] = follows
+            self._to.note_ending(rank, ending)
+
+
+def _group(name: str, description: str | None) -> str:
+    return f"{name}:{description}" if description and description != "undefined" else name

@@ -1,0 +1,146 @@
+"""The lines of a log that tell something of a hang, as they are written by torch, NCCL, Python and launchers.
+
+A line may begin with prefixes of Ray, torchrun or srun, and with terminal colours. The global rank is that of
+`[rank5]:`, never that of `[Rank 0]`, which counts in the group.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+KEYS = tuple(
+    re.compile(key)
+    for key in (
+        *(
+            b"atchdog caught",
+            b"atchdog got stuck",
+            b"atchdog thread term",
+            b"last enqueued",
+            b"Traceback \\(most",
+        ),
+        *(
+            b'  File "',
+            b"Error",
+            b"Exception",
+            b"KeyboardInterrupt",
+            b"NCCL INFO",
+            b"NCCL WARN",
+            b"NCCL version",
+        ),
+        *(
+            b"monitoredBarrier",
+            b"exitcode",
+            b"\\(local_rank",
+            b"Root Cause",
+            b"srun: error",
+            b"oom_kill",
+            b"oom-kill",
+        ),
+        *(
+            b"Detected mismatch",
+            b"Invalidate trace cache",
+            b"destroy_process_group\\(\\) was",
+            b"waitForInput",
+        ),
+        *(
+            b"world[ _-]size",
+            b"WORLD[ _-]SIZE",
+            b"World[ _-]size",
+            b"aarch64",
+            b"raining (?:is done|fini|compl)",
+        ),
+        *(b"End time of running main", b"train_runtime", b"`Trainer.fit` stopped", b"ank \\d+, world_size"),
+    )
+)
+"""A line without any of these tells nothing. Each is searched by itself: one pattern of all would be slow."""
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_REPEATED = re.compile(r"\[repeated (\d+)x across cluster\]")
+_RAY = re.compile(r"\(([\w.:]+(?: [\w.:]+)*) pid=(\d+)(?:, ip=([\w.:]+))?\) ?")
+_RANK = re.compile(r"\[rank(\d{1,6})\[?\]:? ?")
+_DEFAULT = re.compile(r"\[default(\d{1,4})\]: ?")
+_SRUN = re.compile(r"^\s*\d{1,6}: ")
+
+
+class Prefixed(NamedTuple):
+    """A line without what a launcher has put before it."""
+
+    text: str
+    rank: int | None
+    stream: str
+    """Lines with the same value come from one process."""
+    repeated: int
+    """How often Ray has left the same line out."""
+    is_marked: bool
+    """Does `[rank5]:` stand before it? Of a Python error that means: nobody has caught it."""
+
+
+def without_prefix(raw: bytes) -> Prefixed:
+    """Return what a line says, and whose it is."""
+    text = _COLOURS.sub("", raw.decode(errors="replace")).rstrip()
+    repeated = _REPEATED.search(text)
+    if repeated is not None:
+        text = text[: repeated.start()].rstrip()
+    stream, rank = "", None
+    if (ray := _RAY.search(text, 0, 200)) is not None:
+        stream, text = f"{ray[3]}/{ray[2]}", text[ray.end() :]
+    if (local := _DEFAULT.search(text, 0, 80)) is not None:
+        stream, text = f"default{local[1]}", text[local.end() :]
+    marked = _RANK.search(text, 0, 120)
+    if marked is not None:
+        rank, stream, text = int(marked[1]), f"rank{marked[1]}", text[marked.end() :]
+    elif (task := _SRUN.match(text)) is not None:
+        stream, text = stream or task[0], text[task.end() :]
+    return Prefixed(text, rank, stream, int(repeated[1]) if repeated else 0, marked is not None)
+
+
+TIMEOUT = re.compile(
+    r"\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\("
+    r"(?:SeqNum=(?P<number>\d+), )?OpType=(?P<op>\w+)(?:, NumelIn=(?P<in>\d+))?(?:, NumelOut=(?P<out>\d+))?"
+    r"[^)]*?Timeout\(ms\)=(?P<limit>\d+)\)(?: ran for (?P<ms>\d+))?"
+)
+WHEN = re.compile(r"\[[EWIF](\d{2,4}) (\d\d):(\d\d):(\d\d)")
+"""Month and day, and the time, as torch writes them."""
+CUDA = re.compile(r"watchdog thread terminated with exception: (CUDA error: [^\n]*)")
+STATUS = re.compile(
+    r"\[PG (?:ID \d+ PG GUID (?P<guid>\w+)(?:\((?P<desc>[^)]*)\))?|(?P<pg>\d+)) Rank (?P<rank>\d+)\].*?"
+    r"last enqueued (?:NCCL )?work: (?P<enqueued>-?\d+)"
+    r"(?:, last started (?:NCCL )?work: (?P<started>-?\d+)[^,]*)?"
+    r", last completed (?:NCCL )?work: (?P<done>-?\d+)"
+)
+STUCK = re.compile(r"PG GUID (\w+)(?:\(([^)]*)\))? Rank (\d+)\].*?atchdog got stuck for (\d+) seconds")
+FINGERPRINT = re.compile(
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\((?:SequenceNumber=(\d+))?,? ?OpType=(\w+)"
+    r"(?:, TensorShape=\[([^\]]*)\])?.*?Rank (\d+) is running collective: CollectiveFingerPrint\("
+    r"(?:SequenceNumber=(\d+))?,? ?OpType=(\w+)(?:, TensorShape=\[([^\]]*)\])?"
+)
+NCCL = re.compile(
+    r"(?P<host>[\w.-]+):(?P<pid>\d+):\d+ \[\d+\] (?:\S+:\d+ )?NCCL (?P<kind>INFO|WARN) (?P<text>.*)"
+)
+INIT = re.compile(r"comm 0x\w+ rank (\d+) nranks (\d+) .*?commId (0x\w+) - Init (START|COMPLETE)")
+MISMATCH = re.compile(r"peer (\S+?)(?:<\d+>)? collective mismatch error, local size (\d+) remote size (\d+)")
+NCCL_MEMORY = re.compile(r"out of memory|Failed to CUDA (?:calloc|host alloc)|Failed to allocate")
+VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)")
+BARRIER = re.compile(r"Ranks? ([\d, ]+?) failed to pass monitoredBarrier")
+WORLD = re.compile(r"\bworld[ _-]size[ =:]+(\d{1,6})\b", re.IGNORECASE)
+STEPS = re.compile(r"(\d+)(?:/\d+)? ?(?:it|batch|batches|step|steps)? \[\d+:\d\d")
+NAMED = re.compile(r"\b[Rr]ank ?(\d{1,6})\b")
+ENDED = re.compile(
+    r"End time of running main|after training is done|[Tt]raining (?:is done|finished|completed)|"
+    r"train_runtime|"
+    r"Trainer\.fit` stopped"
+)
+SUMMARY_RANK = re.compile(r"^\s*rank\s+: (\d+) \(local_rank: \d+\)")
+SUMMARY_CODE = re.compile(r"^\s*exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+SRUN = re.compile(r"srun: error: \S+: tasks? (\d+)(?:-\d+|,[\d,-]+)?: (.*)")
+FILE = re.compile(r'^\s*File "([^"]*)", line (\d+), in (.*)')
+RAISED = re.compile(r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?::\s?(.*))?$")
+NAME_OF_ERROR = re.compile(r"(?:Error|Exception|Interrupt|Failed|Timeout)$")
+CONSEQUENCE = re.compile(
+    r"Dist(?:Backend|Network|Store)Error|communicator was aborted|Connection (?:closed|reset|refused)|"
+    r"Broken pipe|"
+    r"[Tt]ime[d ]*[Oo]ut|ChildFailedError|SignalException|KeyboardInterrupt|SystemExit|Actor\w*Error|"
+    r"WorkerCrashedError|RankFailed|DeadlineExceeded|ncclRemoteError|(?i:nccl error)|monitoredBarrier|"
+    r"Detected mismatch between collectives|EngineDeadError|RayTaskError"
+)
+"""What ranks raise whose peers are gone or have not come."""

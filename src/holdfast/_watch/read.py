@@ -1,0 +1,92 @@
+"""Finds out what a file is, and has the right reader read it into the evidence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from holdfast._watch.collector import Collector
+from holdfast._watch.dumps import is_stacks, rank_of_name, read_json, read_pickle, read_stacks
+from holdfast._watch.evidence import Evidence
+from holdfast._watch.log import LogReader
+from holdfast.errors import BadInput
+
+LARGEST_DUMP = 256 << 20
+"""Bytes of a dump that is read as a whole; logs are streamed."""
+ROLL_CALLS = "roll-calls"
+"""The folder of a run that has the files of its roll calls."""
+FILES = 20_000
+_NO_EVIDENCE = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".npy", ".py", ".so", ".zip", ".gz")
+"""Files of a folder that are not looked at."""
+
+
+def read_all(paths: Iterable[str]) -> Evidence:
+    """Read files, and all files of folders, into one evidence. Raises BadInput."""
+    collector = Collector()
+    for path in paths:
+        for file in _files(path):
+            _read(file, collector)
+    if not collector.files:
+        raise BadInput("There is nothing to read.", hint="Give logs, dumps, or a folder of them.")
+    return collector.evidence()
+
+
+def _files(path: str) -> list[str]:
+    if not os.path.isdir(path):
+        return [path]
+    calls = os.path.join(path, ROLL_CALLS)
+    if os.path.isdir(calls):
+        # The newest one: an earlier call tells of another wait.
+        newest = max(os.listdir(calls), default="")
+        path = os.path.join(calls, newest)
+    found = sorted(
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(path)
+        for name in names
+        if not name.endswith(_NO_EVIDENCE)
+    )
+    if not found:
+        raise BadInput(f"{path} has no files.")
+    if len(found) > FILES:
+        raise BadInput(f"{path} has {len(found)} files.", hint="Give those that tell of the hang.")
+    return found
+
+
+def _read(path: str, collector: Collector) -> None:
+    name = os.path.basename(path) if rank_of_name(os.path.basename(path)) is not None else path
+    rank, is_later = rank_of_name(path), "again" in os.path.basename(path)
+    try:
+        with open(path, "rb") as file:
+            head = file.read(1 << 14)
+            file.seek(0)
+            collector.files.append(path)
+            start = head.lstrip()[:1]
+            if head[:1] == b"\x80" or start in (b"{", b"["):
+                if head[:1] == b"\x80":
+                    read_pickle(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank)
+                    return
+                if _is_json(head):
+                    read_json(_whole(file.read(LARGEST_DUMP + 1), path), collector, name, rank, is_later)
+                    return
+            if is_stacks(head.decode(errors="replace")):
+                lines = (
+                    line.decode(errors="replace").rstrip()
+                    for line in iter(lambda: file.readline(1 << 16), b"")
+                )
+                read_stacks(lines, collector, name, rank, is_later)
+            else:
+                LogReader(collector, name, rank).read(file)
+    except OSError as error:
+        raise BadInput(f"{path} can't be read: {error.strerror}.") from None
+
+
+def _is_json(head: bytes) -> bool:
+    """Return whether a file is JSON, and no log whose first line begins with a bracket."""
+    start = head.lstrip()
+    return start[1:].lstrip()[:1] in (b'"', b"{", b"}", b"]") and b'"' in start[:200]
+
+
+def _whole(data: bytes, path: str) -> bytes:
+    if len(data) > LARGEST_DUMP:
+        raise BadInput(f"{path} has more than {LARGEST_DUMP >> 20} MiB, and is no log.")
+    return data

@@ -1,0 +1,309 @@
+"""Rules whose evidence is the number of collectives that each rank has issued in each group.
+
+Operations are joined by group and number. In a group, the smallest number that does not fit is the cause; all
+later ones follow from it. A wait goes from a rank to the members of its group that have not come to the same
+number; a cycle of such waits over several groups is found as one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from holdfast._watch.evidence import Evidence, Operation
+from holdfast._watch.verdict import Observation, Verdict, listed
+
+_SAME_SIZE = {"ALLREDUCE", "BROADCAST", "ALLGATHERBASE", "REDUCESCATTERBASE"}
+"""Operations whose sizes are the same on all ranks. Those of others may differ."""
+_ALL_WAIT = {"ALLREDUCE", "ALLGATHER", "ALLGATHERBASE", "REDUCESCATTER", "REDUCESCATTERBASE", "ALLTOALL",
+             "ALLTOALLBASE", "BARRIER"}  # fmt: skip
+"""Operations that end nowhere before every rank has come."""
+_PAIRED = ("SEND", "RECV", "COALESCED")
+"""Operations of some of a group's ranks: others have other numbers."""
+Table = dict[str, dict[int, dict[int, Operation]]]
+"""By group and number, the operation of each rank."""
+
+
+def table_of(evidence: Evidence) -> Table:
+    """Join the operations of all ranks by group and number."""
+    table: Table = defaultdict(lambda: defaultdict(dict))
+    groups = {one.group for _, one in evidence.operations() if one.group}
+    alone = next(iter(groups)) if len(groups) == 1 else ""
+    for rank, one in evidence.operations():
+        group = one.group
+        if one.kind in _PAIRED or group.endswith("/p2p"):
+            continue
+        if group.startswith("PG ") and one.group_rank != rank:
+            continue  # other groups of other ranks have the same local number
+        if not group and one.group_rank == rank and (not groups or alone.endswith(":default_pg")):
+            # A line without a group, of a rank that counts in it as in the world.
+            group = alone or "default_pg"
+        if group:
+            # The pending one counts, if there was another before.
+            known = table[group][one.number].get(rank)
+            if known is None or not known.is_pending:
+                table[group][one.number][rank] = one
+    return table
+
+
+def mismatch(evidence: Evidence) -> Iterator[Verdict]:
+    """Ranks have other operations, or other sizes, under one number."""
+    for group, numbers in table_of(evidence).items():
+        for number in sorted(numbers):
+            ranks = numbers[number]
+            kinds = {rank: _kind(one) for rank, one in ranks.items()}
+            if len(set(kinds.values())) < 2:
+                continue
+            counted = Counter(kinds.values()).most_common()
+            # Most of them, and all others alike: then these are the odd ones.
+            clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
+            odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
+            where = {ranks[rank].calls[:1] for rank in ranks}
+            yield Verdict(
+                "mismatch",
+                "mismatch",
+                f"under number {number} of group {group}, "
+                + ", and ".join(_said(kinds, kind) for kind, _ in counted[:3]),
+                odd if clear else None,
+                waiting=tuple(sorted(ranks)),
+                group=group,
+                operation=ranks[min(ranks)].name,
+                number=number,
+                call=next(
+                    (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
+                ),
+                seen=tuple(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16]),
+                others=(
+                    "These ranks are at different lines: perhaps a condition that they decide differently.",
+                )
+                if len(where) > 1
+                else (),
+            )
+            break
+
+
+def _kind(one: Operation) -> tuple[str, tuple[int, ...]]:
+    sizes = one.sizes if one.kind in _SAME_SIZE else ()
+    return one.kind, sizes
+
+
+def _said(kinds: dict[int, tuple[str, tuple[int, ...]]], kind: tuple[str, tuple[int, ...]]) -> str:
+    ranks = {rank for rank, other in kinds.items() if other == kind}
+    sizes = f" of {' to '.join(map(str, kind[1]))} elements" if kind[1] else ""
+    return f"{listed(ranks)} issued {kind[0]}{sizes}"
+
+
+def _observed(rank: int, one: Operation) -> Observation:
+    sizes = f" ({' to '.join(map(str, one.sizes))} elements)" if one.sizes else ""
+    return Observation(f"rank {rank}: {one.name} #{one.number}{sizes} {one.state}", one.source)
+
+
+def desynchronized(evidence: Evidence) -> Iterator[Verdict]:
+    """A rank has timed out in an operation that another rank, of the same group, has left long ago."""
+    done = {
+        (progress.group, rank.rank): progress
+        for rank in evidence.ranks.values()
+        for progress in rank.progress
+    }
+    for group, numbers in table_of(evidence).items():
+        for number in sorted(numbers):
+            for rank, one in numbers[number].items():
+                ahead = [
+                    (other, progress)
+                    for (name, other), progress in done.items()
+                    # Not the next one: a broken connection may let some ranks complete an operation.
+                    if name == group and other != rank and progress.completed > number
+                ]
+                if one.state == "timed out" and one.kind in _ALL_WAIT and ahead:
+                    other, progress = ahead[0]
+                    yield Verdict(
+                        "mismatch",
+                        "mismatch",
+                        f"in group {group}, rank {rank} waits in number {number}, which rank {other} has "
+                        "completed: their numbers stand for different calls, since before that number",
+                        group=group,
+                        operation=one.name,
+                        number=number,
+                        waiting=(rank,),
+                        seen=(
+                            _observed(rank, one),
+                            Observation(f"rank {other} has completed {progress.completed}", progress.source),
+                        ),
+                    )
+                    return
+
+
+# -- who waits for whom -------------------------------------------------------------------------------------
+
+
+class Waits:
+    """In which operation each rank waits, and for which ranks."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.by_rank: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+        """Of each rank that waits, those that it waits for, with group and number."""
+        self.operations: dict[int, Operation] = {}
+        """The operation in which each rank waits; of several, that with the most absent ranks."""
+        entered: dict[tuple[str, int], int] = {}
+        counted = {rank for rank, _ in evidence.operations()}
+        for seen in evidence.ranks.values():
+            for progress in seen.progress:
+                entered[progress.group, seen.rank] = progress.enqueued
+            for one in seen.operations:
+                key = one.group, seen.rank
+                entered[key] = max(one.number, entered.get(key, 0))
+        for group, numbers in table_of(evidence).items():
+            # Without the list of members, the ranks that were seen in the group.
+            known = {rank for ranks in numbers.values() for rank in ranks}
+            members = set(evidence.members.get(group, known)) & (counted | set(evidence.ranks))
+            for number, ranks in sorted(numbers.items()):
+                absent = {
+                    rank
+                    for rank in members
+                    if entered.get((group, rank), 0) < number
+                    and (rank in counted or evidence.ranks[rank].is_away)
+                }
+                for rank, one in ranks.items():
+                    if one.is_pending and absent:
+                        self.operations.setdefault(rank, one)
+                        for other in absent:
+                            self.by_rank[rank].setdefault(other, (group, number))
+
+    def cycle(self) -> list[tuple[int, str, int]]:
+        """Return a cycle of waits, as (rank, group, number), or nothing."""
+        over: set[int] = set()
+        for start in sorted(self.by_rank):
+            way: list[int] = []
+            rank = start
+            # One wait of each rank is enough to find a cycle among ranks that all wait.
+            while rank in self.by_rank and rank not in over and rank not in way:
+                way.append(rank)
+                waiting = [other for other in sorted(self.by_rank[rank]) if other in self.by_rank]
+                rank = waiting[0] if waiting else min(self.by_rank[rank])
+            if rank in way:
+                circle = way[way.index(rank) :]
+                after = [*circle[1:], circle[0]]
+                return [(one, *self.by_rank[one][other]) for one, other in zip(circle, after, strict=True)]
+            over.update(way)
+        return []
+
+    def roots(self) -> set[int]:
+        """Return the ranks that others wait for and that wait in no operation themselves."""
+        awaited = {other for others in self.by_rank.values() for other in others}
+        return {rank for rank in awaited if rank not in self.by_rank}
+
+
+def cycle(evidence: Evidence) -> Iterator[Verdict]:
+    """Ranks wait for each other in several groups."""
+    waits = Waits(evidence)
+    circle = waits.cycle()
+    if len({group for _, group, _ in circle}) < 2:
+        return
+    parts = [f"rank {rank} waits in number {number} of group {group}" for rank, group, number in circle[:6]]
+    yield Verdict(
+        "cycle",
+        "counts",
+        f"a cycle: {', '.join(parts)}; each for the next",
+        waiting=tuple(sorted(waits.by_rank)),
+        group=circle[0][1],
+        number=circle[0][2],
+        operation=waits.operations[circle[0][0]].name,
+        call=next(iter(waits.operations[circle[0][0]].calls), None),
+        seen=tuple(_observed(rank, waits.operations[rank]) for rank, _, _ in circle[:8]),
+        others=(
+            "A rank that skips a collective of one group shows the same: compare what they execute before.",
+        ),
+    )
+
+
+def behind_a_stream(evidence: Evidence) -> Iterator[Verdict]:
+    """A rank has issued a collective that all others have started, and has not started it: something is ahead
+    of it on its GPU."""
+    for group, numbers in table_of(evidence).items():
+        for number, ranks in sorted(numbers.items()):
+            # The log and the flight record may both tell of it, and only the record says whether it started.
+            held = {
+                rank
+                for rank in ranks
+                for one in evidence.ranks[rank].operations
+                if (one.group, one.number, one.state) == (group, number, "scheduled")
+            }
+            started = {rank for rank, one in ranks.items() if one.state in ("started", "timed out")} - held
+            for rank in held if started and len(held) < len(started) else ():
+                ahead = [
+                    one
+                    for one in evidence.ranks[rank].operations
+                    if one.group != group and one.state == "started"
+                ]
+                if ahead:
+                    yield Verdict(
+                        "cycle",
+                        "counts",
+                        f"rank {rank} has issued number {number} of group {group} and not started it: number "
+                        f"{ahead[0].number} of group {ahead[0].group} is ahead of it",
+                        (rank,),
+                        waiting=tuple(sorted(started)),
+                        group=group,
+                        operation=ranks[rank].name,
+                        number=number,
+                        call=next(iter(ranks[rank].calls), None),
+                        seen=(_observed(rank, ranks[rank]), _observed(rank, ahead[0])),
+                    )
+                    return
+
+
+def alike(evidence: Evidence) -> Iterator[Verdict]:
+    """Every rank of the group waits in the same operation."""
+    table = table_of(evidence)
+    pending = [
+        (group, number, ranks)
+        for group, numbers in table.items()
+        for number, ranks in sorted(numbers.items())[:64]
+        if all(one.is_pending for one in ranks.values())
+    ]
+    if not pending:
+        return
+    group, number, ranks = pending[0]
+    everyone = set(evidence.members.get(group, ())) or set(range(evidence.world_size or 0))
+    if set(ranks) != everyone or len(everyone) < 2 or any(other != group for other, _, _ in pending):
+        return
+    if len({_kind(one) for one in ranks.values()}) > 1 or len({one.state for one in ranks.values()}) > 1:
+        return
+    first = ranks[min(ranks)]
+    yield Verdict(
+        "alike",
+        "counts",
+        f"all {len(ranks)} ranks of group {group} wait in {first.name} number {number}",
+        (),
+        waiting=tuple(sorted(ranks)),
+        group=group,
+        operation=first.name,
+        number=number,
+        call=next(iter(first.calls), None),
+        seen=tuple(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:8]),
+    )
+
+
+def absent(evidence: Evidence) -> Iterator[Verdict]:
+    """Ranks are not in the operation that the others wait in. Only their stacks tell why."""
+    waits = Waits(evidence)
+    roots = waits.roots()
+    if roots and not waits.cycle():
+        rank = min(rank for rank, others in waits.by_rank.items() if roots & set(others))
+        one = waits.operations[rank]
+        yield Verdict(
+            "late",
+            "absence",
+            f"{listed(roots)} did not come to number {one.number} of group {one.group}",
+            tuple(sorted(roots)),
+            waiting=tuple(sorted(waits.by_rank)),
+            group=one.group,
+            operation=one.name,
+            number=one.number,
+            call=next(iter(one.calls), None),
+            seen=(_observed(rank, one),),
+            others=("Late, stuck or on another path: the stacks of these ranks tell, taken twice.",),
+        )
+
+
+RULES = (mismatch, desynchronized, cycle, behind_a_stream, alike, absent)

@@ -1,0 +1,166 @@
+"""Dumps of single ranks: torch's own flight records, stacks, and files that are none."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pickle
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.dumps import rank_of_name
+from holdfast._watch.read import read_all
+from holdfast.errors import BadInput
+from tests.support.processes import ProcessWorld
+from tests.support.waiting import wait_until
+
+
+def recorded(rank: int, folder: str) -> None:
+    """Issue collectives that end, write torch's records, and leave."""
+    from torch._C import _distributed_c10d as c10d
+
+    dist.all_reduce(torch.ones(4))
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+    # A thread of torch notes the end of an operation some time after its caller goes on.
+    wait_until(lambda: json.loads(c10d._dump_fr_trace_json())["entries"][0]["retired"])
+    (Path(folder) / f"trace_{rank}").write_bytes(c10d._dump_fr_trace())
+    (Path(folder) / f"json_{rank}.json").write_bytes(c10d._dump_fr_trace_json())
+    if rank:
+        work = dist.all_reduce(torch.ones(8), async_op=True)
+    work.wait()
+
+
+def test_torchs_own_records_are_read(tmp_path: Path) -> None:
+    """Two ranks, of which one has not come to the second operation."""
+    with ProcessWorld(2) as world:
+        world.run(recorded, str(tmp_path))
+    evidence = read_all([str(tmp_path / f"trace_{rank}") for rank in range(2)])
+    pending = {rank: one for rank, one in evidence.operations() if one.is_pending}
+    assert list(pending) == [0]
+    assert (pending[0].kind, pending[0].number, pending[0].sizes) == ("ALLREDUCE", 2, (8, 8))
+    assert pending[0].calls[-1].function
+    assert any(call.function == "recorded" for call in pending[0].calls)
+    found = diagnose(evidence)
+    assert found.verdict is None
+    assert [(one.kind, one.ranks) for one in found.possible] == [("late", (1,))]
+    again = read_all([str(tmp_path / f"json_{rank}.json") for rank in range(2)])
+    assert {(rank, one.number, one.is_pending) for rank, one in again.operations()} == {
+        (rank, one.number, one.is_pending) for rank, one in evidence.operations()
+    }
+
+
+def test_stacks_of_faulthandler(tmp_path: Path) -> None:
+    with open(tmp_path / "rank-3.txt", "w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+    stacks = read_all([str(tmp_path / "rank-3.txt")]).ranks[3].stacks
+    assert any(call.function == "test_stacks_of_faulthandler" for call in stacks[0].calls)
+    assert len(stacks) >= len([one for one in threading.enumerate() if one.is_alive()]) - 1
+
+
+def test_stacks_of_py_spy(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.txt").write_text(
+        "Process 175053: python train.py\nPython v3.10.14 (/usr/bin/python3.10)\n\n"
+        'Thread 9 (idle): "loader"\n    wait (threading.py:320)\n'
+        'Thread 175053 (active+gil): "MainThread"\n    ncclLocalOpAppend (libnccl.so.2)\n'
+        '    broadcast (torch/distributed/distributed_c10d.py:10)\n        Arguments:\n            group_name: "pp_0"\n'
+    )
+    (tmp_path / "rank-2.json").write_text(
+        json.dumps(
+            [
+                {
+                    "thread_id": 1,
+                    "thread_name": "MainThread",
+                    "frames": [{"name": "f", "filename": "a.py", "line": 3}],
+                }
+            ]
+        )
+    )
+    ranks = read_all([str(tmp_path)]).ranks
+    assert ranks[1].stacks[0].names == {"group_name": "pp_0"}
+    assert [call.function for call in ranks[1].stacks[0].calls] == ["ncclLocalOpAppend", "broadcast"]
+    assert ranks[2].stacks[0].calls[0] == ("f", "a.py", 3)
+
+
+def test_stacks_of_nobody_blame_nobody(tmp_path: Path) -> None:
+    (tmp_path / "dump.txt").write_text('Process 1: python\n\nThread 1 (idle): "MainThread"\n    f (a.py:1)\n')
+    evidence = read_all([str(tmp_path / "dump.txt")])
+    assert not evidence.ranks
+    assert any("name the files rank-0.txt" in wanted for wanted in diagnose(evidence).collect)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("rank-3.txt", 3), ("nccl_trace_rank_12", 12), ("trace_7", 7), ("x/attempt_0/5/stderr.log", 5),
+        ("job.log", None), ("worker-2.log", 2), ("slurm-rank3.out", 3), ("4.txt", 4), ("model_v2b.log", None),
+    ],
+)  # fmt: skip
+def test_the_rank_of_a_files_name(name: str, rank: int | None) -> None:
+    assert rank_of_name(name) == rank
+
+
+class Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch executed",)
+
+
+def test_a_forged_pickle_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace_0").write_bytes(pickle.dumps({"entries": [Runs()]}, protocol=2))
+    with pytest.raises(BadInput, match="trace_0 is no flight record, because it names"):
+        read_all([str(tmp_path / "trace_0")])
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02}q\x00.", b"\x80", b'{"entries": 3}', b'{"entries": [1]}', b'{"entries": [{"process_group": []}]}',
+        b'{"roll_call": {"rank": "x"}}', b'{"roll_call": 1}', b'["' + b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_is_no_dump_is_said_in_one_sentence(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace_0").write_bytes(content)
+    with pytest.raises(BadInput, match="trace_0") as error:
+        read_all([str(tmp_path / "trace_0")])
+    assert str(error.value).count("\n") == 0
+
+
+def test_random_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    """Never another error: with parts of real lines mixed in, from fixed seeds."""
+    parts = [
+        b"[rank3]:[E627 12:26:40.04 ProcessGroupNCCL.cpp:629] [Rank 99999999999] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=",
+        b"OpType=ALLREDUCE, Timeout(ms)=600000)", b"\x1b[31m", b"[PG ID 0 PG GUID 0(", b"default_pg) Rank 5] last enqueued work: 3, last completed work: -1",
+        b"Traceback (most recent call last):\n", b'  File "x", line 3, in f\n', b"ValueError: x\n", b"comm 0x1 rank 999999 nranks 7 commId 0x3 - Init START",
+        b"h:1:2 [0] NCCL INFO ", b'Thread 1 (idle): "MainThread"\n', b"    f (a.py:1)\n", b"Process 1: RANK=3\n", b"[rank99999999]: Error\n",
+    ]  # fmt: skip
+    path = tmp_path / "trace_0"
+    for seed in range(300):
+        chance = random.Random(seed)
+        data = b"".join(chance.choice([chance.randbytes(9), chance.choice(parts)]) for _ in range(40))
+        path.write_bytes(chance.choice([b"", b"\x80\x02", b"{", b"["]) + data)
+        try:
+            diagnose(read_all([str(path)]))
+        except BadInput:
+            continue
+
+
+def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from holdfast._cli import cli
+
+    (tmp_path / "job.log").write_bytes(b"[rank1]: ValueError: \x1b]0;title\x07\x1b[2J bad\n")
+    result = CliRunner().invoke(cli, ["diagnose", str(tmp_path / "job.log")])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert "rank 1" in result.output

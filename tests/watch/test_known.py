@@ -1,0 +1,79 @@
+"""Versions that are known to hang are told once, and only where they are."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import re
+
+import pytest
+from click.testing import CliRunner
+
+import holdfast
+from holdfast._cli import cli
+from holdfast._integrations import install
+from holdfast._watch import known
+from holdfast._watch.known import affects, table
+
+
+@pytest.mark.parametrize(
+    ("version", "machine", "has"),
+    [("2.28.9", "aarch64", True), ("2.29.2", "aarch64", True), ("2.29.3", "aarch64", False), ("2.30.7+cuda13.0", "aarch64", False),
+     ("2.28.9", "x86_64", False), ("", "aarch64", False)],
+)  # fmt: skip
+def test_an_entry_concerns_its_versions_and_machine(version: str, machine: str, has: bool) -> None:
+    found = affects({"nccl": version}, machine, {})
+    assert any(entry.frame == "ncclLocalOpAppend" for entry in found) == has
+
+
+def test_an_entry_concerns_its_variables() -> None:
+    pxn = {"NCCL_PXN_DISABLE": "1"}
+    assert [entry.fixed for entry in affects({"nccl": "2.30.4"}, "x86_64", pxn)] == ["2.32"]
+    assert not affects({"nccl": "2.30.4"}, "x86_64", {})
+    assert not affects({"nccl": "2.32.2"}, "x86_64", pxn)
+    assert affects({"torch": "2.7.0"}, "x86_64", {})
+    assert not affects({"torch": "2.7.0"}, "x86_64", {"TORCH_NCCL_USE_COMM_NONBLOCKING": "0"})
+
+
+def test_every_entry_has_a_thread_a_day_and_a_range() -> None:
+    for entry in table():
+        assert entry.thread.startswith("https://github.com/")
+        assert datetime.date.fromisoformat(entry.noted) <= datetime.date.today() + datetime.timedelta(
+            days=366
+        )
+        assert entry.fixed
+        assert not entry.has(entry.fixed)
+        for pattern in entry.variables.values():
+            re.compile(pattern)
+
+
+@pytest.fixture
+def bad_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "version", {"torch": "2.7.0"}.__getitem__)
+    monkeypatch.setattr(known, "PackageNotFoundError", KeyError)
+    monkeypatch.delenv("TORCH_NCCL_USE_COMM_NONBLOCKING", raising=False)
+
+
+def test_doctor_tells(bad_torch: None) -> None:
+    result = CliRunner().invoke(cli, ["doctor"])
+    assert result.exit_code == 1
+    assert "known to hang: after init_process_group" in result.stdout
+    assert "https://github.com/pytorch/pytorch/issues/153960" in result.stdout
+
+
+def test_install_warns_once_and_on_one_rank(
+    bad_torch: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(rank: str) -> int:
+        monkeypatch.setenv("RANK", rank)
+        install._warn_of_versions.cache_clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "holdfast"):
+            for _ in range(2):
+                holdfast.install("torch-dcp")
+                holdfast.uninstall()
+        return caplog.text.count("is known to hang")
+
+    assert warnings("1") == 0
+    assert warnings("0") == 1
+    install._warn_of_versions.cache_clear()

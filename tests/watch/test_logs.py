@@ -1,0 +1,267 @@
+"""Logs as people have them: prefixes, colours, hidden lines, several starts in one file, and files of any size."""
+
+from __future__ import annotations
+
+import io
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.evidence import Evidence
+from holdfast._watch.log import BLOCK, lines_that_tell
+from holdfast._watch.log_lines import without_prefix
+from holdfast._watch.read import read_all
+from holdfast._watch.verdict import Diagnosis
+
+
+def read(folder: Path, *lines: str) -> Evidence:
+    (folder / "job.log").write_text("\n".join(lines) + "\n")
+    return read_all([str(folder / "job.log")])
+
+
+def of(folder: Path, *lines: str) -> Diagnosis:
+    return diagnose(read(folder, *lines))
+
+
+def timeout(rank: int, number: int, name: str = "ALLREDUCE", size: int = 1, at: str = "12:26:40", group_rank: int | None = None) -> str:  # fmt: skip
+    return (
+        f"[rank{rank}]:[E627 {at}.040073493 ProcessGroupNCCL.cpp:629] [Rank {rank if group_rank is None else group_rank}] "
+        f"Watchdog caught collective operation timeout: WorkNCCL(SeqNum={number}, OpType={name}, NumelIn={size}, "
+        f"NumelOut={size}, Timeout(ms)=600000) ran for 600014 milliseconds before timing out."
+    )
+
+
+def status(
+    rank: int, number: int, done: int, enqueued: int, group: str = "0(default_pg)", at: str = "12:26:41"
+) -> str:
+    return (
+        f"[rank{rank}]:[E627 {at}.073594829 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID {group} Rank {rank}] failure "
+        f"detected by watchdog at work sequence id: {number} PG status: last enqueued work: {enqueued}, last completed "
+        f"work: {done}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "rank", "text"),
+    [
+        ("\x1b[36m(WorkerDict pid=3851, ip=10.0.0.1)\x1b[0m [rank11]:[E710 x", 11, "[E710 x"),
+        ("[default5]:[rank13]:[E1 x", 13, "[E1 x"),
+        ("18:11:06.680 [rank4]:[E205 x", 4, "[E205 x"),
+        ("2024-08-23T22:22:50.870Z | [rank6]:[E x", 6, "[E x"),
+        ("[rank3[]:[E508 x", 3, "[E508 x"),
+        ("node.log [stderr] [rank3]:[E909 x", 3, "[E909 x"),
+        ("[default0]:Error: x", None, "Error: x"),
+        ("3: Error: x", None, "Error: x"),
+    ],
+)
+def test_prefixes_of_launchers(line: str, rank: int | None, text: str) -> None:
+    found = without_prefix(line.encode())
+    assert (found.rank, found.text) == (rank, text)
+
+
+def test_lines_that_ray_has_left_out_are_counted(tmp_path: Path) -> None:
+    evidence = read(
+        tmp_path,
+        "WORLD_SIZE=2",
+        timeout(0, 5) + "\x1b[32m [repeated 14x across cluster]\x1b[0m",
+        timeout(1, 5),
+    )
+    assert evidence.hidden == 14
+    assert not evidence.is_complete
+    assert any("RAY_DEDUP_LOGS" in wanted for wanted in diagnose(evidence).collect)
+
+
+def test_the_rank_is_that_of_the_launcher(tmp_path: Path) -> None:
+    evidence = read(tmp_path, timeout(5, 7, group_rank=0))
+    assert list(evidence.ranks) == [5]
+    assert evidence.ranks[5].operations[0].group_rank == 0
+
+
+def test_the_smallest_number_is_the_cause(tmp_path: Path) -> None:
+    """Later timeouts follow from it, whoever prints first."""
+    found = of(
+        tmp_path,
+        timeout(0, 9, "BROADCAST", 7),
+        timeout(3, 7, "BROADCAST", 64),
+        timeout(1, 7, "BROADCAST", 64),
+        timeout(2, 7, "BROADCAST", 9999),
+        status(3, 7, 6, 8),
+    ).verdict
+    assert found is not None
+    assert (found.kind, found.number, found.ranks) == ("mismatch", 7, (2,))
+
+
+def test_sizes_of_operations_that_may_differ_are_no_mismatch(tmp_path: Path) -> None:
+    lines = [timeout(rank, 610, "COALESCED", 1000 + rank) for rank in range(4)]
+    lines += [timeout(rank, 11, "ALLTOALL_BASE", 1000 + rank) for rank in range(4)]
+    assert of(tmp_path, *lines).verdict is None
+
+
+def test_numbers_of_two_starts_are_not_compared(tmp_path: Path) -> None:
+    lines = [
+        timeout(5, 29),
+        status(5, 29, 28, 29),
+        timeout(11, 46, at="23:53:05"),
+        status(11, 46, 45, 46, at="23:53:06"),
+    ]
+    found = of(tmp_path, *lines)
+    assert found.verdict is None
+    assert found.ranks == (5, 11)
+    near = [line.replace("23:53", "12:27") for line in lines]
+    verdict = of(tmp_path, *near).verdict
+    assert verdict is not None
+    assert verdict.kind == "mismatch"
+
+
+def test_the_next_number_alone_proves_no_mismatch(tmp_path: Path) -> None:
+    """A connection that breaks may let some ranks complete an operation that others wait in."""
+    lines = [timeout(7, 9), status(7, 9, 8, 9), timeout(5, 10), status(5, 10, 9, 10)]
+    assert of(tmp_path, *lines).verdict is None
+
+
+def test_groups_with_the_same_local_number_are_not_joined(tmp_path: Path) -> None:
+    def old(rank: int, group_rank: int, name: str) -> list[str]:
+        line = timeout(rank, 100, name, group_rank=group_rank)
+        return [line, f"[rank{rank}]:[E ProcessGroupNCCL.cpp:1537] [PG 3 Rank {group_rank}] Timeout at NCCL work: 100, last enqueued NCCL work: 100, last completed NCCL work: 99."]  # fmt: skip
+
+    assert of(tmp_path, *old(0, 0, "ALLREDUCE"), *old(5, 1, "BROADCAST")).verdict is None
+
+
+def test_an_error_after_the_timeouts_is_no_cause(tmp_path: Path) -> None:
+    error = "[rank2]: ValueError: bad sample"
+    before, after = of(tmp_path, error, timeout(0, 5)), of(tmp_path, timeout(0, 5), error)
+    assert before.verdict is not None
+    assert (before.verdict.kind, before.verdict.ranks) == ("died", (2,))
+    assert after.verdict is None
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[rank2]: torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
+        "[rank2]: RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:4",
+        "[rank2]: torch.distributed.DistStoreError: Socket Timeout",
+        "[rank2]: KeyboardInterrupt",
+        "[rank2]: requests.exceptions.ReadTimeout: Read timed out.",
+    ],
+)
+def test_what_survivors_raise_is_no_cause(line: str, tmp_path: Path) -> None:
+    assert of(tmp_path, line, timeout(0, 5)).verdict is None
+
+
+def test_an_error_that_follows_from_a_consequence_is_none_either(tmp_path: Path) -> None:
+    lines = [
+        "[rank2]: Traceback (most recent call last):",
+        "[rank2]: RuntimeError: Connection reset by peer",
+        "[rank2]: During handling of the above exception, another exception occurred:",
+        "[rank2]: Traceback (most recent call last):",
+        "[rank2]: KeyError: 'loss'",
+    ]
+    assert of(tmp_path, *lines, timeout(0, 5)).verdict is None
+
+
+def test_an_error_that_was_caught_ends_nobody(tmp_path: Path) -> None:
+    """It is not marked by torch, and the same rank goes on."""
+    (tmp_path / "rank-2.log").write_text(
+        "Traceback (most recent call last):\nValueError: cache miss\nWORLD_SIZE=4\n" + timeout(2, 5) + "\n"
+    )
+    assert diagnose(read_all([str(tmp_path / "rank-2.log")])).verdict is None
+
+
+def test_failures_that_launchers_sum_up(tmp_path: Path) -> None:
+    summary = [
+        "Root Cause (first observed failure):",
+        "[0]:",
+        "  rank      : 3 (local_rank: 3)",
+        "  exitcode  : {} (pid: 12)",
+    ]
+    killed = of(tmp_path, *(line.format(-9) for line in summary)).verdict
+    assert killed is not None
+    assert (killed.kind, killed.ranks) == ("died", (3,))
+    aborted = of(tmp_path, *(line.format(-6) for line in summary), timeout(0, 1))
+    assert aborted.verdict is None
+    by_srun = of(tmp_path, "srun: error: node1: task 3: Killed", "srun: error: node1: task 4: Killed").verdict
+    assert by_srun is not None
+    assert by_srun.ranks == (3,)
+
+
+def test_a_broken_gpu_is_named(tmp_path: Path) -> None:
+    line = (
+        "[default0]:[rank12]:[E817 17:40:34.22 ProcessGroupNCCL.cpp:1515] [PG 0 (default_pg) Rank 12] Process group "
+        "watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered"
+    )
+    found = of(tmp_path, line).verdict
+    assert found is not None
+    assert (found.kind, found.ranks) == ("died", (12,))
+
+
+def test_a_heartbeat_alone_does_not_decide(tmp_path: Path) -> None:
+    stuck = (
+        "[rank11]:[E423 18:59:02.19 ProcessGroupNCCL.cpp:1890] [PG ID 0 PG GUID 0(default_pg) Rank 11] "
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    )
+    assert of(tmp_path, stuck).verdict is None
+    ended = of(tmp_path, "After training is done", "after training is done", stuck).verdict
+    assert ended is not None
+    assert ended.kind == "lifecycle"
+
+
+def test_all_alike_needs_all(tmp_path: Path) -> None:
+    lines = [line for rank in range(4) for line in (timeout(rank, 18), status(rank, 18, 17, 39))]
+    whole = of(tmp_path, "WORLD_SIZE=4", *lines).verdict
+    assert whole is not None
+    assert (whole.kind, whole.ranks) == ("alike", ())
+    assert of(tmp_path, "WORLD_SIZE=5", *lines).verdict is None
+    assert of(tmp_path, *lines).verdict is None
+
+
+def test_lines_are_numbered_across_blocks_and_carriage_returns() -> None:
+    filler = b"loss 1.0\n" * (BLOCK // 9 + 10)
+    bars = b"\r".join(b"%d/9 [00:01]" % step for step in range(9))
+    data = filler + bars + b"\rKeyboardInterrupt\n" + filler + b"Error: last"
+    found = list(lines_that_tell(io.BytesIO(data)))
+    assert [line for _, line in found] == [b"KeyboardInterrupt", b"Error: last"]
+    assert [number for number, _ in found] == [filler.count(b"\n") + 1, 2 * filler.count(b"\n") + 2]
+
+
+READ = """
+import sys
+from holdfast._watch.read import read_all
+evidence = read_all([sys.argv[1]])
+peak = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+print(len(evidence.ranks), sum(len(rank.operations) for rank in evidence.ranks.values()), int(peak) // 1024)
+"""
+
+
+@pytest.mark.parametrize("megabytes", [48, pytest.param(1024, marks=pytest.mark.soak)])
+def test_a_large_log_takes_bounded_memory(megabytes: int, tmp_path: Path) -> None:
+    plain = (
+        b"  3%|x | 270/9847 [05:50<3:17:42,  1.24s/it] loss 0.123 lr 1e-5 and some more words of a step\n"
+        * 9000
+    )
+    told = "".join(timeout(rank, 7) + "\n" for rank in range(64)).encode()
+    with open(tmp_path / "job.log", "wb") as file:
+        while file.tell() < megabytes << 20:
+            file.write(plain + told)
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", READ, tmp_path / "job.log"], capture_output=True, text=True, check=True
+    )
+    ranks, operations, peak = map(int, done.stdout.split())
+    assert (ranks, operations) == (64, 64)
+    assert peak < 120
+    assert time.monotonic() - began < 10 + megabytes / 10
+
+
+def test_memory_of_a_line_without_end_is_bounded(tmp_path: Path) -> None:
+    with open(tmp_path / "job.log", "wb") as file:
+        for _ in range(40):
+            file.write(b"Error " * (1 << 18))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    read_all([str(tmp_path / "job.log")])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
