@@ -72,12 +72,16 @@ def reference() -> str:
 
 
 def public(module: str) -> list[str]:
-    """The names of a module's `__all__`; without one, of its classes and functions."""
+    """The names of a module's `__all__` that are ours; without one, its classes and functions."""
     tree = ast.parse((ROOT / "src" / module).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    theirs = {
+        name.name for node in imports if not (node.module or "").startswith("holdfast") for name in node.names
+    }
     for node in tree.body:
         if isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
+            isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
         ):
-            return list(ast.literal_eval(node.value))
+            return [name for name in ast.literal_eval(node.value) if name not in theirs]
     kinds = (ast.ClassDef, ast.FunctionDef)
     return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]

@@ -1,4 +1,4 @@
-"""Holdfast: checkpoints that do not hang, for mixture-of-experts training with PyTorch.
+"""Holdfast: checkpoints and process groups that do not hang, for any training with PyTorch.
 
     import holdfast
 

@@ -47,7 +47,8 @@ def code(page: str, language: str = "python") -> list[tuple[int, str]]:
 
 
 def blocks(page: str) -> list[Block]:
-    """All code blocks of a page. A comment above a block says `run by TEST`, `not run: WHY`, or `before: CODE`."""
+    """All code blocks of a page. A comment above a block says `run by TEST` (which makes these calls, mostly on
+    data of its own), `not run: WHY`, or `before: CODE`."""
     found = []
     for fence in _FENCE.finditer(page):
         note = _NOTE.search(page, 0, fence.start())

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,16 +14,17 @@ import pytest
 
 import holdfast
 from holdfast._format.names import INDEX
-from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, programs_of
+from tests.docs.test_recipes import environment
+from tests.support.programs import SAVED, STEPS, Launcher, changed, losses, losses_in, programs_of, weights_of
 
-NEEDS: dict[tuple[str, str], tuple[str, ...]] = {
-    ("accelerate", "train.py"): ("accelerate", "transformers"),
-    ("ddp", "train.py"): ("torchdata",),
-    ("fsdp2", "train.py"): (),
-    ("lightning", "train.py"): ("lightning", "torchdata"),
-    ("lightning", "fabric.py"): ("lightning", "torchdata"),
-}
-"""The packages of each page's programs; that of transformers has a test of its own."""
+PROGRAMS = [
+    pytest.param("accelerate", "train.py", ("accelerate", "transformers"), id="accelerate"),
+    pytest.param("ddp", "train.py", ("torchdata",), id="ddp"),
+    pytest.param("fsdp2", "train.py", (), id="fsdp2"),
+    pytest.param("lightning", "train.py", ("lightning", "torchdata"), id="lightning"),
+    pytest.param("lightning", "fabric.py", ("lightning",), id="fabric", marks=pytest.mark.soak),
+]
+"""The programs and the packages that they need. Those of transformers and Ray Train have tests of their own."""
 
 
 def there(*packages: str) -> bool:
@@ -57,12 +60,12 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
         yield made
 
 
-@pytest.mark.parametrize(("page", "file"), NEEDS)
+@pytest.mark.parametrize(("page", "file", "needs"), PROGRAMS)
 def test_a_run_that_goes_on_has_the_same_losses(
-    page: str, file: str, launcher: Launcher, tmp_path: Path
+    page: str, file: str, needs: tuple[str, ...], launcher: Launcher, tmp_path: Path
 ) -> None:
-    if not there(*NEEDS[page, file]):
-        pytest.skip(f"needs {' and '.join(NEEDS[page, file])}")
+    if not there(*needs):
+        pytest.skip(f"needs {' and '.join(needs)}")
     program, run = programs_of(page)[file], tmp_path / "run"
     whole = losses(launcher.run(program, run))
     assert list(whole) == list(range(1, STEPS + 1))
@@ -70,6 +73,21 @@ def test_a_run_that_goes_on_has_the_same_losses(
         shutil.rmtree(last)
     assert list(run.rglob(INDEX)), "nothing was saved by Holdfast"
     assert losses(launcher.run(program, run)) == {step: loss for step, loss in whole.items() if step > SAVED}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not there("lightning", "torchdata"), reason="needs lightning and torchdata")
+def test_the_weights_of_lightning(launcher: Launcher, tmp_path: Path) -> None:
+    import torch
+
+    run = tmp_path / "run"
+    losses(launcher.run(programs_of("lightning")["train.py"], run))
+    model = torch.nn.Module()
+    model.net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+    before = model.net[0].weight.clone()
+    [saved] = run.glob(f"*step={SAVED}.ckpt")
+    exec(weights_of("lightning", "run/epoch=0-step=4.ckpt", saved), {"holdfast": holdfast, "model": model})
+    assert not torch.equal(model.net[0].weight, before)
 
 
 # -- bad days ------------------------------------------------------------------------------------
@@ -88,6 +106,10 @@ def test_a_trainer_that_died_in_a_save_goes_on(launcher: Launcher, tmp_path: Pat
     again = launcher.run(program, run)
     assert losses(again) == {step: loss for step, loss in whole.items() if step > SAVED}
     assert f"checkpoint-{STEPS} is incomplete" in again.said
+    lines = weights_of("transformers", "run/checkpoint-500", run / f"checkpoint-{STEPS}")
+    model = program.partition("args = TrainingArguments")[0]
+    assert not any(launcher.run(model + changed(lines, '"final"', f'"{run}/final"'), run, ranks=1).codes)
+    assert (run / "final" / "model.safetensors").exists()
 
 
 @trainers
@@ -107,6 +129,22 @@ def test_fsdp2_goes_on_with_more_ranks(launcher: Launcher, tmp_path: Path) -> No
     program, run = programs_of("fsdp2")["train.py"], tmp_path / "run"
     two, four = losses(launcher.run(program, run)), losses(launcher.run(program, run, ranks=4))
     assert four == pytest.approx({step: loss for step, loss in two.items() if step > SAVED}, rel=1e-5)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not there("ray", "pandas", "pyarrow"), reason="needs ray, pandas and pyarrow")
+def test_ray_train_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(programs_of("ray-train")["train.py"])
+    command = [sys.executable, "-W", "ignore", "train.py", "run", str(STEPS)]
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment(), text=True, capture_output=True, timeout=130, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append(losses_in(done.stdout + done.stderr))
+    assert list(found[0]) == list(range(1, STEPS + 1))
+    assert found[1] == {step: loss for step, loss in found[0].items() if step > SAVED}
 
 
 @trainers

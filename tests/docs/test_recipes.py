@@ -34,8 +34,8 @@ OF_PROGRAMS = (
     "What is not covered",
 )
 """The sections where nothing is replaced: the program calls Holdfast."""
-WITHOUT = ("ddp", "fsdp2")
-"""Pages on training without a framework that `install` knows."""
+WITHOUT = ("ddp", "fsdp2", "ray-train")
+"""Pages on programs that save by themselves."""
 FRAMEWORK_PAGES = [page for page in RECIPES if page.stem not in WITHOUT]
 RAY = """
 import json, os, sys
@@ -107,6 +107,11 @@ def blocks(language: str) -> list[tuple[str, str]]:
         for _, block in code(page.read_text(encoding="utf-8"), language)
         if runs(block)
     ]
+
+
+def test_every_recipe_has_one_line_on_the_page_of_users() -> None:
+    found = re.findall(r"\]\(recipes/([\w-]+)\.md\)", text("docs/users.md"))
+    assert sorted(found) == [page.stem for page in RECIPES]
 
 
 def test_there_is_a_recipe_for_every_framework() -> None:

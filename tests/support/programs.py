@@ -21,6 +21,12 @@ def programs_of(page: str) -> dict[str, str]:
     return {block[2 : block.index(HEAD)]: block for block in found}
 
 
+def weights_of(page: str, path: str, run: Path) -> str:
+    """The lines of a page that take the weights out of a checkpoint, `path` on the page."""
+    [lines] = [block for _, block in code(text(f"docs/recipes/{page}.md")) if "holdfast.open(" in block]
+    return changed(lines, f'"{path}', f'"{run}')
+
+
 def changed(program: str, old: str, new: str) -> str:
     assert old in program, old
     return program.replace(old, new)
@@ -54,5 +60,10 @@ def losses(ended: Ended, failed: bool = False) -> dict[int, float]:
     """What a program has printed for each step that it took."""
     assert any(ended.codes) == failed, ended.said
     assert "Exception ignored" not in ended.said
-    found = re.findall(r"^(\d+) (\d\S+)$", ended.said, re.MULTILINE)
+    return losses_in(ended.said)
+
+
+def losses_in(text: str) -> dict[int, float]:
+    """The losses by step; Ray writes the name of a worker before each line."""
+    found = re.findall(r"^(?:\S*\(\w+ pid=\d+\)\S* )?(\d+) (\d\S+)$", text, re.MULTILINE)
     return {int(step): float(loss) for step, loss in found}
