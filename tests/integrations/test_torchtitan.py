@@ -18,10 +18,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_its_manager_saves_and_another_number_of_ranks_loads(async_mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("async_mode", "ours"), [("disabled", False), ("async", False), ("async", True)])
+def test_its_manager_saves_and_another_number_of_ranks_loads(
+    async_mode: str, ours: bool, tmp_path: Path
+) -> None:
     with ProcessWorld(4) as world:
-        found = world.run(jobs.save, str(tmp_path), async_mode, timeout=100)
+        found = world.run(jobs.save, str(tmp_path), async_mode, ours, timeout=100)
     assert any("Manager.save" in name for name in found[0][1])
     step = tmp_path / "checkpoint" / "step-2"
     assert (step / "index.safetensors").exists()

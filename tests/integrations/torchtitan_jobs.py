@@ -31,7 +31,7 @@ class Progress:
 class Run:
     """A model, its optimizer, and the manager."""
 
-    def __init__(self, folder: str, async_mode: str) -> None:
+    def __init__(self, folder: str, async_mode: str, ours: bool = False) -> None:
         from torchtitan.components.checkpointer import CheckpointManager
         from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, default_adamw
 
@@ -46,8 +46,10 @@ class Run:
             optimizers=self.optimizers, training_steps=10
         )
         self.progress = Progress()
-        self.manager = CheckpointManager(
-            CheckpointManager.Config(enable=True, folder="checkpoint", interval=1, async_mode=async_mode),
+        if ours:
+            from holdfast.torchtitan import CheckpointManager
+        config = CheckpointManager.Config(enable=True, folder="checkpoint", interval=1, async_mode=async_mode)
+        self.manager = config.build(
             dataloader=None,
             model_parts=[self.model],
             optimizers=self.optimizers,
@@ -79,12 +81,13 @@ def install(stall_timeout: float = 30) -> None:
     holdfast.install(job=holdfast.Job(timeout=60, stall_timeout=stall_timeout))
 
 
-def save(rank: int, folder: str, async_mode: str) -> tuple[list[float], list[str]]:
-    """The losses after a save, and what is guarded."""
+def save(rank: int, folder: str, async_mode: str, ours: bool) -> tuple[list[float], list[str]]:
+    """The losses after a save, and what is guarded. ours: by the class of ours, without `install`."""
     import holdfast
 
-    install()
-    run = Run(folder, async_mode)
+    if not ours:
+        install()
+    run = Run(folder, async_mode, ours)
     run.train(2)
     assert run.manager.save(2)
     run.manager.maybe_wait_for_saving()
