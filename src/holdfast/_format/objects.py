@@ -188,7 +188,7 @@ def _finder(name: str, like: object) -> FindClass:
             return kind
         from holdfast._format import torch_objects
 
-        if isinstance(kind := torch_objects.allowed().get(path), type):
+        if (kind := torch_objects.allowed_class(path)) is not None:
             return kind
         raise LoadFailed(
             f"The object {name!r} was not loaded, because it is of a class that neither the state has in "
