@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._background.async_save import async_save_into
 from holdfast._background.queue import LANE
-from holdfast._format.torch_dist import TRANSFORMED
 from holdfast._integrations.dcp_arguments import OnlyTorch, Understood, understand
 from holdfast._integrations.dcp_metadata import SavedMetadata, mark
 from holdfast._integrations.foreign_errors import of_torch, raising
@@ -37,7 +36,7 @@ from holdfast._state.structure import is_stateful
 from holdfast._store.base import Store
 from holdfast._store.local import open_store
 from holdfast._torch_private import stages_in_background
-from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.errors import BadInput
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,32 +116,27 @@ def load(
 
     A tensor of another dtype than the stored one gets the elements converted, as in DCP.
     """
-    named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
-    ranks = {"process_group": process_group, "no_dist": no_dist}
     try:
-        given = understand("load", **named)  # type: ignore[arg-type]
-        store, made = open_store(given.folder), stock(job, process_group, no_dist)
-        request = LoadRequest(
-            store=store,
-            collect=lambda rank: _converting(flatten(state_dict, rank)),
-            call=begin_call(made),
-            strict=not given.partial,
-            options=made.options,
-            may_be_empty=not state_dict,
-            lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
-        )
-        run_load(request)
+        given = understand("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
     except OnlyTorch as why:
-        _torchs("load", why, job)(state_dict, **named, **ranks)
-    except CorruptCheckpoint as error:  # on all ranks
-        if TRANSFORMED not in error.details:
-            raise
-        _torchs("load", OnlyTorch(error.message), job)(state_dict, **named, **ranks)
-    else:
-        if isinstance(state_dict, MutableMapping):
-            for key, value in [*state_dict.items()]:
-                if not is_stateful(value):
-                    state_dict[key] = value  # as DCP does: a dict of the user's may listen
+        named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
+        _torchs("load", why, job)(state_dict, **named, process_group=process_group, no_dist=no_dist)
+        return
+    store, job = open_store(given.folder), stock(job, process_group, no_dist)
+    request = LoadRequest(
+        store=store,
+        collect=lambda rank: _converting(flatten(state_dict, rank)),
+        call=begin_call(job),
+        strict=not given.partial,
+        options=job.options,
+        may_be_empty=not state_dict,
+        lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
+    )
+    run_load(request)
+    if isinstance(state_dict, MutableMapping):
+        for key, value in [*state_dict.items()]:
+            if not is_stateful(value):
+                state_dict[key] = value  # as DCP does: a dict of the user's may listen
 
 
 @raising(of_torch)
