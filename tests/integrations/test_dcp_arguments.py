@@ -255,6 +255,29 @@ def test_what_is_saved_is_told_as_torchs_metadata(tmp_path: Path) -> None:
             _ = found.nothing
 
 
+def test_errors_begin_with_torchs_words(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2, 3), "step": 3}, checkpoint_id=tmp_path)
+    for state, words in (
+        ({"w": torch.zeros(2, 3), "v": 1}, r"^Missing key in checkpoint state_dict: v\. .*holds? 2 names"),
+        ({"w": torch.zeros(3, 2)}, r"^Size mismatch between saved and current tensors\. .*float32\[2, 3\]"),
+        ({"step": torch.zeros(2)}, "^load of .*can't be exchanged"),
+    ):
+        with pytest.raises(theirs.CheckpointException, match=words):
+            dcp.load(state, checkpoint_id=tmp_path)
+
+
+def test_writer_and_planner_know_what_torchs_would(tmp_path: Path) -> None:
+    writer, planner = FileSystemWriter(tmp_path), DefaultLoadPlanner()
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    about = FileSystemReader(tmp_path).read_metadata().storage_meta
+    assert about is not None
+    assert (about.checkpoint_id, about.save_id) == (str(tmp_path), writer.save_id)
+    dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path, planner=planner)
+    dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path, planner=planner)
+    assert planner.metadata is not None
+    assert [*planner.metadata.state_dict_metadata] == ["w"]
+
+
 def test_a_url_is_torchs(tmp_path: Path, said: Callable[[], list[str]]) -> None:
     with pytest.raises(Exception, match=r"(?i)s3|fsspec|Cannot detect"):
         dcp.load({"w": torch.zeros(2)}, checkpoint_id="s3://bucket/it")

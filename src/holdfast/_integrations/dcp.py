@@ -10,8 +10,9 @@ by which tools of DCP find the checkpoint (`holdfast._integrations.dcp_metadata`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._background.async_save import async_save_into
 from holdfast._background.queue import LANE
 from holdfast._integrations.dcp_arguments import OnlyTorch, Understood, understand
-from holdfast._integrations.dcp_metadata import SavedMetadata, mark
+from holdfast._integrations.dcp_metadata import LazyMetadata, mark
 from holdfast._integrations.foreign_errors import of_torch, raising
 from holdfast._integrations.reporting import warn_once
 from holdfast._loading.job import run_load
@@ -36,7 +37,7 @@ from holdfast._state.structure import is_stateful
 from holdfast._store.base import Store
 from holdfast._store.local import open_store
 from holdfast._torch_private import stages_in_background
-from holdfast.errors import BadInput
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -132,7 +133,10 @@ def load(
         may_be_empty=not state_dict,
         lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
     )
-    run_load(request)
+    with _in_torchs_words():
+        run_load(request)
+    if planner is not None:
+        planner.metadata = LazyMetadata(store)  # type: ignore[attr-defined]  # as torch leaves it there
     if isinstance(state_dict, MutableMapping):
         for key, value in [*state_dict.items()]:
             if not is_stateful(value):
@@ -251,6 +255,21 @@ def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_diffe
     return getattr(theirs, name)
 
 
+@contextmanager
+def _in_torchs_words() -> Iterator[None]:
+    """Begin errors with what torch DCP says of them, because programs search for that."""
+    try:
+        yield
+    except MissingTensors as error:
+        names = error.details.get("missing", [])
+        error.message = f"Missing key in checkpoint state_dict: {', '.join(names[:1])}. {error.message}"
+        raise
+    except ShapeMismatch as error:
+        if "exchanged" not in error.hint:  # a tensor and an object
+            error.message = f"Size mismatch between saved and current tensors. {error.message}"
+        raise
+
+
 def _converting(flat: Flat) -> Flat:
     for leaf in flat.leaves:
         leaf.converts = True
@@ -280,7 +299,7 @@ class _Save(SaveJob):
                 objects_may_differ=objects_may_differ,
                 may_be_empty=not state_dict,
                 # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
-                after=lambda: mark(store, self._flat),
+                after=lambda: mark(store, self._flat, given.save_id),
             )
         )
 
@@ -289,4 +308,4 @@ class _Save(SaveJob):
         return flat
 
     def run(self, pause_collector: bool = True) -> Any:
-        return SavedMetadata(super().run(pause_collector))
+        return LazyMetadata(self.store, super().run(pause_collector))
