@@ -268,6 +268,10 @@ def _in_torchs_words() -> Iterator[None]:
         if "exchanged" not in error.hint:  # a tensor and an object
             error.message = f"Size mismatch between saved and current tensors. {error.message}"
         raise
+    except BadInput as error:
+        if "overwrite=False" in error.message:
+            error.message = f"Checkpoint already exists. {error.message}"
+        raise
 
 
 def _converting(flat: Flat) -> Flat:
@@ -308,4 +312,6 @@ class _Save(SaveJob):
         return flat
 
     def run(self, pause_collector: bool = True) -> Any:
-        return LazyMetadata(self.store, super().run(pause_collector))
+        with _in_torchs_words():
+            report = super().run(pause_collector)
+        return LazyMetadata(self.store, report)
