@@ -115,7 +115,10 @@ def conclude(stock: Results, ours: Results, counted: set[str], reasons: Mapping[
     passed = {test for test, end in stock.items() if end.how == "passed"}
     most = counted & passed
     print(f"\nOf {len(passed)} tests that stock passes, {len(passed) - len(differ)} pass on holdfast.dcp;")
-    print(f"of the {len(most)} among them that go to a checkpoint, {len(most - differ.keys())}.")
+    share = len(most - differ.keys()) / max(len(most), 1)
+    print(
+        f"of the {len(most)} among them that go to a checkpoint, {len(most - differ.keys())} ({share:.0%})."
+    )
     stale = [test for test in reasons if test in passed and test not in differ]
     for test, why in differ.items():
         if test not in reasons:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-ONE_TEST, ONE_FILE = 120, 590
+ONE_TEST, ONE_FILE = 300, 1800
 """Seconds that a test, and a file of tests, may take."""
 
 
@@ -45,7 +45,7 @@ def run_suite(
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
     if not report.exists():
-        return {f"{suite}::": Ended("failed", f"pytest did not finish: {log.name}")}
+        return {f"{suite}::pytest::finished": Ended("failed", f"pytest did not finish: {log.name}")}
     return {
         name: end for case in ElementTree.parse(report).iter("testcase") for name, end in [_read(suite, case)]
     }

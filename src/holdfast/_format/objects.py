@@ -13,6 +13,7 @@ import collections
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from holdfast._format.limits import OBJECT_BYTES
@@ -182,13 +183,14 @@ def decode(data: bytes, name: str, like: object = None) -> object:
 
 def _finder(name: str, like: object) -> FindClass:
     """Return a function that finds a class that this process allows. It raises LoadFailed."""
+    there = cache(lambda: classes_in(like))  # looked for once, and only if there is a record
 
     def find(path: str) -> type:
-        if (kind := classes_in(like).get(path)) is not None:
+        if (kind := there().get(path)) is not None:
             return kind
         from holdfast._format import torch_objects
 
-        if isinstance(kind := torch_objects.allowed().get(path), type):
+        if (kind := torch_objects.allowed_class(path)) is not None:
             return kind
         raise LoadFailed(
             f"The object {name!r} was not loaded, because it is of a class that neither the state has in "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 _PICKLING: dict[str, tuple[object, ...]] = {
     # The second is what `dataclass(frozen=True, slots=True)` adds.
-    "__getstate__": (getattr(object, "__getstate__"), getattr(dataclasses, "_dataclass_getstate", None)),  # noqa: B009
+    "__getstate__": (object.__getstate__, getattr(dataclasses, "_dataclass_getstate", None)),
     "__setstate__": (None, getattr(dataclasses, "_dataclass_setstate", None)),
     "__reduce__": (object.__reduce__,),
     "__reduce_ex__": (object.__reduce_ex__,),

@@ -27,10 +27,6 @@ def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
     return fractions.Fraction(numerator, denominator)
 
 
-def _timezone(offset: datetime.timedelta, *name: str) -> datetime.timezone:
-    return datetime.timezone(offset, *name)
-
-
 def _datetime(*parts: Any) -> datetime.datetime:
     return datetime.datetime(*parts[:-1], fold=parts[-1])
 
@@ -60,7 +56,6 @@ MAKE: dict[str, Callable[..., object]] = {
     **{kind.__name__: kind for kind in PARTS},
     "BytesIO": _buffer,
     "Fraction": _fraction,
-    "timezone": _timezone,
     "datetime": _datetime,
     "time": _time,
     # A path of another system is one here.

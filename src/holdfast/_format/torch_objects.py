@@ -68,6 +68,15 @@ def allowed() -> dict[str, Any]:
     return {path: kind for kind, path in pairs}
 
 
+def allowed_class(path: str) -> type | None:
+    """Return a class that this process allows, by its name; also an enumeration of which it allows only that
+    a member is looked up (`partial(look_up, kind)`)."""
+    kind = allowed().get(path)
+    if isinstance(kind, partial) and kind.args:
+        kind = kind.args[0]
+    return kind if isinstance(kind, type) else None
+
+
 def _path(kind: Any) -> str:
     return _named(kind.__module__, kind.__qualname__)
 

@@ -10,17 +10,17 @@ by which tools of DCP find the checkpoint (`holdfast._integrations.dcp_metadata`
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from holdfast._background.async_save import async_save_into
 from holdfast._background.queue import LANE
-from holdfast._format.torch_dist import TRANSFORMED
 from holdfast._integrations.dcp_arguments import OnlyTorch, Understood, understand
-from holdfast._integrations.dcp_metadata import SavedMetadata, mark
+from holdfast._integrations.dcp_metadata import LazyMetadata, mark
 from holdfast._integrations.foreign_errors import of_torch, raising
 from holdfast._integrations.reporting import warn_once
 from holdfast._loading.job import run_load
@@ -37,7 +37,7 @@ from holdfast._state.structure import is_stateful
 from holdfast._store.base import Store
 from holdfast._store.local import open_store
 from holdfast._torch_private import stages_in_background
-from holdfast.errors import BadInput, CorruptCheckpoint
+from holdfast.errors import BadInput, MissingTensors, ShapeMismatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -117,33 +117,31 @@ def load(
 
     A tensor of another dtype than the stored one gets the elements converted, as in DCP.
     """
-    named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
-    ranks = {"process_group": process_group, "no_dist": no_dist}
     try:
-        given = understand("load", **named)  # type: ignore[arg-type]
-        store, made = open_store(given.folder), stock(job, process_group, no_dist)
-        request = LoadRequest(
-            store=store,
-            collect=lambda rank: flatten(state_dict, rank),
-            call=begin_call(made),
-            cast=True,
-            strict=not given.partial,
-            options=made.options,
-            may_be_empty=not state_dict,
-            lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
-        )
-        run_load(request)
+        given = understand("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
     except OnlyTorch as why:
-        _torchs("load", why, job)(state_dict, **named, **ranks)
-    except CorruptCheckpoint as error:  # on all ranks
-        if TRANSFORMED not in error.details:
-            raise
-        _torchs("load", OnlyTorch(error.message), job)(state_dict, **named, **ranks)
-    else:
-        if isinstance(state_dict, MutableMapping):
-            for key, value in [*state_dict.items()]:
-                if not is_stateful(value):
-                    state_dict[key] = value  # as DCP does: a dict of the user's may listen
+        named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
+        _torchs("load", why, job)(state_dict, **named, process_group=process_group, no_dist=no_dist)
+        return
+    store, job = open_store(given.folder), stock(job, process_group, no_dist)
+    request = LoadRequest(
+        store=store,
+        collect=lambda rank: flatten(state_dict, rank),
+        call=begin_call(job),
+        cast=True,
+        strict=not given.partial,
+        options=job.options,
+        may_be_empty=not state_dict,
+        lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
+    )
+    with _in_torchs_words():
+        run_load(request)
+    if planner is not None:
+        planner.metadata = LazyMetadata(store)  # type: ignore[attr-defined]  # as torch leaves it there
+    if isinstance(state_dict, MutableMapping):
+        for key, value in [*state_dict.items()]:
+            if not is_stateful(value):
+                state_dict[key] = value  # as DCP does: a dict of the user's may listen
 
 
 @raising(of_torch)
@@ -258,6 +256,25 @@ def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_diffe
     return getattr(theirs, name)
 
 
+@contextmanager
+def _in_torchs_words() -> Iterator[None]:
+    """Begin errors with what torch DCP says of them, because programs search for that."""
+    try:
+        yield
+    except MissingTensors as error:
+        names = error.details.get("missing", [])
+        error.message = f"Missing key in checkpoint state_dict: {', '.join(names[:1])}. {error.message}"
+        raise
+    except ShapeMismatch as error:
+        if "exchanged" not in error.hint:  # a tensor and an object
+            error.message = f"Size mismatch between saved and current tensors. {error.message}"
+        raise
+    except BadInput as error:
+        if "overwrite=False" in error.message:
+            error.message = f"Checkpoint already exists. {error.message}"
+        raise
+
+
 class _Save(SaveJob):
     """A save that reads the state now, and writes the marker for tools of DCP after its commit."""
 
@@ -281,7 +298,7 @@ class _Save(SaveJob):
                 objects_may_differ=objects_may_differ,
                 may_be_empty=not state_dict,
                 # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
-                after=lambda: mark(store, self._flat),
+                after=lambda: mark(store, self._flat, given.save_id),
             )
         )
 
@@ -290,4 +307,6 @@ class _Save(SaveJob):
         return flat
 
     def run(self, pause_collector: bool = True) -> Any:
-        return SavedMetadata(super().run(pause_collector))
+        with _in_torchs_words():
+            report = super().run(pause_collector)
+        return LazyMetadata(self.store, report)

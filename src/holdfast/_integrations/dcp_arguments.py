@@ -17,7 +17,7 @@ from enum import Enum
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from holdfast._format.names import INDEX
+from holdfast._format.names import INDEX, MARKER
 from holdfast._store.local import open_store
 from holdfast.errors import BadInput
 
@@ -121,6 +121,8 @@ class Understood(NamedTuple):
     threads: int = 1
     partial: bool = False
     """May requested names be missing?"""
+    save_id: str = MARKER
+    """What the `.metadata` calls the save."""
 
 
 def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given: object) -> Understood:
@@ -148,6 +150,7 @@ def understand(call: str, checkpoint_id: str | os.PathLike[str] | None, **given:
         overwrite=getattr(storage, "overwrite", True),
         threads=getattr(storage, "thread_count", 1),
         partial=getattr(planner, "allow_partial_load", False),
+        save_id=getattr(storage, "save_id", MARKER),
     )
 
 

@@ -21,11 +21,11 @@ from torch.distributed.checkpoint import metadata as dcp
 from holdfast._format.columns import Columns
 from holdfast._format.names import MARKER, METADATA
 from holdfast._io.index_file import open_index
+from holdfast._io.open_checkpoint import open_source
 from holdfast._layout.tensor import DTYPES, OBJECT
 from holdfast._saving.job import SaveReport
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store, replace_file
-from holdfast._store.local import open_store
 
 log = logging.getLogger("holdfast")
 Described = dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata]
@@ -34,21 +34,28 @@ Stored: TypeAlias = "dict[dcp.MetadataIndex, filesystem._StorageInfo]"
 """The file and byte range of each part."""
 
 
-class SavedMetadata(dcp.Metadata):
-    """What `holdfast.dcp.save` returns: DCP's Metadata, read from the index when it is first looked at; and
-    the fields of the SaveReport."""
+VERSION = "1.0.0"
+"""Of DCP's Metadata; a field of it since torch 2.9."""
 
-    def __init__(self, report: SaveReport) -> None:
-        vars(self).update(report=report, storage_meta=dcp.StorageMeta(checkpoint_id=report.path))
+
+class LazyMetadata(dcp.Metadata):
+    """DCP's Metadata of a checkpoint, read from its index when it is first looked at.
+
+    What `holdfast.dcp.save` returns also has the fields of the SaveReport.
+    """
+
+    def __init__(self, store: Store, report: SaveReport | None = None) -> None:
+        meta = dcp.StorageMeta(checkpoint_id=store.url)
+        vars(self).update(version=VERSION, storage_meta=meta, _store=store, _report=report)
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is not there yet. An index of a million tensors is read only by who wants it.
         if name == "state_dict_metadata":
-            with open_index(open_store(self.report.path)) as index:
-                self.state_dict_metadata = describe(index.select())
+            with open_source(self._store) as source:
+                self.state_dict_metadata = describe(source.select())
             return self.state_dict_metadata
-        if name in SaveReport.__struct_fields__:
-            return getattr(vars(self)["report"], name)
+        if name in SaveReport.__struct_fields__ and vars(self).get("_report") is not None:
+            return getattr(self._report, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
@@ -58,14 +65,14 @@ def encode(
     stored: Stored,
     save_id: str,
     place: str = "",
+    modules: list[str] | None = None,
 ) -> bytes:
     """Encode a `.metadata`. What concerns the whole checkpoint comes first, to be found without the rest."""
     # Made by torch, then refilled: pickle writes attributes in the order in which they were set.
     metadata = dcp.Metadata({}, storage_meta=dcp.StorageMeta(save_id=save_id))
-    vars(metadata.storage_meta).pop("checkpoint_id")  # to come after the other, as it may be long
-    vars(metadata.storage_meta)["checkpoint_id"] = place or None
-    # The version is a field since torch 2.9.
-    about = {"storage_meta": metadata.storage_meta, "version": "1.0.0"}
+    vars(metadata.storage_meta).pop("checkpoint_id")  # to come after the others, as it may be long
+    vars(metadata.storage_meta).update(modules=modules or [], checkpoint_id=place or None)
+    about = {"storage_meta": metadata.storage_meta, "version": VERSION}
     vars(metadata).clear()
     vars(metadata).update(
         about, state_dict_metadata=described, planner_data=dict(planned), storage_data=stored
@@ -73,10 +80,10 @@ def encode(
     return pickle.dumps(metadata, protocol=4)
 
 
-def dcp_marker(columns: Columns, nesting: Flat, place: str) -> bytes:
+def dcp_marker(columns: Columns, nesting: Flat, place: str, save_id: str) -> bytes:
     """Make a `.metadata` of every tensor and object in an index; all of them name one file, `MARKER`.
 
-    nesting: has the containers of the committer's state. place: the folder.
+    nesting: has the containers of the committer's state. place: the folder. save_id: of the writer given.
     Tensors of one dtype and shape share their description, which is most of the cost.
     """
     described, nowhere = describe(columns), filesystem._StorageInfo(MARKER, 0, 0)
@@ -87,7 +94,7 @@ def dcp_marker(columns: Columns, nesting: Flat, place: str) -> bytes:
         for name, one in described.items()
     }
     planned = {name: nesting.path(name) for name in described}
-    return encode(described, planned, stored, save_id=MARKER, place=place)
+    return encode(described, planned, stored, save_id, place, [MARKER])
 
 
 def describe(columns: Columns) -> Described:
@@ -107,12 +114,12 @@ def _whole_tensor(dtype: str, shape: tuple[int, ...]) -> dcp.TensorStorageMetada
     return dcp.TensorStorageMetadata(properties, size, [dcp.ChunkStorageMetadata(start, size)])
 
 
-def mark(store: Store, nesting: Flat) -> None:
+def mark(store: Store, nesting: Flat, save_id: str) -> None:
     """Write the marker beside a committed checkpoint, which is complete without it; warn if that fails."""
     try:
         with open_index(store) as index:
             columns = index.select()
-        replace_file(store, METADATA, dcp_marker(columns, nesting, store.url))
+        replace_file(store, METADATA, dcp_marker(columns, nesting, store.url, save_id))
     # Whatever is raised: the checkpoint is committed, and a missing marker must not fail the save.
     except Exception as error:
         log.warning(
