@@ -34,6 +34,7 @@ class _Seen:
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
+        self.busy: float | None = None
         self.state = self.phase = ""
         self.steps: int | None = None
         self.last: Source | None = None
@@ -118,6 +119,7 @@ class Collector:
                 tuple(seen.endings),
                 tuple(seen.stacks),
                 tuple(seen.later),
+                seen.busy,
                 seen.state,
                 seen.steps,
                 seen.phase,

@@ -119,7 +119,7 @@ def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later:
     if isinstance(value, list):
         read_stacks(_pyspy_lines(value), to, name, rank, is_later)
     elif isinstance(value, dict) and "roll_call" in value:
-        _roll_call(value, to, name)
+        read_roll_call(value, to, name)
     else:
         _record(value, to, name, rank)
 
@@ -166,7 +166,7 @@ def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None
         to.note_operation(rank, operation)
     for key, config in (record.get("pg_config") or {}).items():
         members = tuple(int(part) for part in re.findall(r"\d+", str(config.get("ranks", ""))))
-        if members:
+        if members and key:  # gloo's have no key
             to.note_members(groups.get(key, key), members)
             if config.get("desc") == "default_pg":
                 to.note_world(len(members))
@@ -209,7 +209,8 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
 # -- our own files ----------------------------------------------------------------------------------------
 
 
-def _roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+    """Read what a rank has answered to a roll call (`roll_call.Answer`)."""
     try:
         found = msgspec.convert(value["roll_call"], Rank)
         to.note_world(msgspec.convert(value.get("world_size", 0), int))
@@ -224,4 +225,4 @@ def _roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.endings += found.endings
     seen.stacks += found.stacks
     seen.later += found.later
-    seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps
+    seen.busy, seen.state, seen.phase, seen.steps = found.busy, found.state, found.phase, found.steps

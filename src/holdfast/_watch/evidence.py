@@ -115,6 +115,8 @@ class Rank(msgspec.Struct, frozen=True):
     """All threads, the main thread first."""
     later: tuple[Stack, ...] = ()
     """The same, some seconds later."""
+    busy: float | None = None
+    """The part of the time between the two looks in which it used the CPU."""
     state: str = ""
     """What the kernel shows of it, such as `stopped by a signal`."""
     steps: int | None = None

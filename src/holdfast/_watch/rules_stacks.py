@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast._watch.evidence import Call, Evidence, Stack
+from holdfast._watch.evidence import Call, Evidence, Rank, Stack
 from holdfast._watch.rules_counts import Waits
 from holdfast._watch.verdict import Observation, Verdict, listed
 
@@ -34,6 +34,10 @@ _OURS = re.compile(
     r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)"
 )
 _SAVE = re.compile(r"save|checkpoint|export|barrier", re.IGNORECASE)
+
+
+BUSY = 0.2
+"""The part of the time in which a thread uses the CPU that waits for nothing."""
 
 
 class Position(NamedTuple):
@@ -132,50 +136,49 @@ def _elsewhere(
     evidence: Evidence, positions: dict[int, Position], waiting: set[int], elsewhere: set[int]
 ) -> Iterator[Verdict]:
     waiter = positions[min(waiting)]
-    for rank in sorted(elsewhere)[:1]:
-        one = positions[rank]
-        later = evidence.ranks[rank].later
-        moves = None if not later else later[0].calls != one.stack.calls
-        ways = parting(one.stack, waiter.stack)
-        past = ways is not None and (ways[0].line or 0) > (ways[1].line or 0)
-        kind, basis, what = _judge(one, waiter, moves, past, ways is not None)
-        yield Verdict(
-            kind,
-            basis,
-            f"{listed(elsewhere)} {what} at {one.call}, while {listed(waiting)} "
-            f"{'waits' if len(waiting) == 1 else 'wait'} at {waiter.call}",
-            tuple(sorted(elsewhere)),
-            waiting=tuple(sorted(waiting)),
-            call=one.call,
-            seen=(
-                Observation(f"rank {rank}: {' < '.join(map(str, one.stack.calls[:4]))}", one.stack.source),
-                *(
-                    Observation(f"rank {rank}, later: {' < '.join(map(str, stack.calls[:4]))}", stack.source)
-                    for stack in later[:1]
-                ),
-                Observation(
-                    f"rank {min(waiting)}: {' < '.join(map(str, waiter.stack.calls[:4]))}",
-                    waiter.stack.source,
-                ),
-            ),
-            others=()
-            if moves is not None
-            else ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",),
-        )
+    judged = {rank: _judge(evidence.ranks[rank], positions[rank], waiter) for rank in sorted(elsewhere)}
+    rank = min(elsewhere)
+    one, (kind, basis, what) = positions[rank], judged[rank]
+    if len({kind for kind, _, _ in judged.values()}) > 1:
+        basis = "absence"  # more than one thing at once
+    later = evidence.ranks[rank].later[:1]
+    yield Verdict(
+        kind,
+        basis,
+        f"{listed(elsewhere)}: {what} at {one.call}, while {listed(waiting)} "
+        f"{'waits' if len(waiting) == 1 else 'wait'} at {waiter.call}",
+        tuple(sorted(elsewhere)),
+        waiting=tuple(sorted(waiting)),
+        call=one.call,
+        seen=(
+            Observation(f"rank {rank}: {_said(one.stack)}", one.stack.source),
+            *(Observation(f"rank {rank}, later: {_said(stack)}", stack.source) for stack in later),
+            Observation(f"rank {min(waiting)}: {_said(waiter.stack)}", waiter.stack.source),
+        ),
+        others=()
+        if later
+        else ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",),
+    )
 
 
-def _judge(
-    one: Position, waiter: Position, moves: bool | None, past: bool, parted: bool
-) -> tuple[str, str, str]:
+def _said(stack: Stack) -> str:
+    return " < ".join(map(str, stack.calls[:4]))
+
+
+def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     """Return the class, the basis, and what a rank does that is not where the others wait."""
+    ways = parting(one.stack, waiter.stack)
     if one.does == "idles" and len(one.stack.calls) < len(waiter.stack.calls):
         return "branch", "stacks", "has left the call, and does nothing"
-    if past:
-        return "branch", "stacks", "is past the collective"
-    if moves is None or not parted:
-        return "late", "absence", "is elsewhere"
-    if moves:
-        return "late", "stacks", "is at work before the collective, and moves"
+    if ways is not None and (ways[0].line or 0) > (ways[1].line or 0):
+        return "branch", "stacks", "past the collective"
+    if not rank.later or ways is None:
+        return "late", "absence", "elsewhere"
+    if rank.later[0].calls != one.stack.calls:
+        return "late", "stacks", "at work before the collective, and moves"
+    if rank.busy is not None and rank.busy > BUSY:
+        # Perhaps a long loop of one line, perhaps one that waits for ever.
+        return "late", "absence", "uses the CPU on one line before the collective"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
     return "stuck", "stacks", "stands still before the collective"
