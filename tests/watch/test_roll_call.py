@@ -63,7 +63,6 @@ def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
         ("with_a_lock", "stuck", (1,)),
         ("in_another_order", "cycle", None),
         ("another_operation", "mismatch", (1,)),
-        ("past_it", "branch", (1,)),
         ("gone", "died", (1,)),
     ],
 )
@@ -74,6 +73,16 @@ def test_each_way_to_hang_gets_its_class_and_rank(
     assert verdict is not None, told
     assert (verdict.kind, verdict.ranks) == (expected, ranks)
     assert sum(text.startswith("Roll call of") for text in told) == 1
+
+
+@pytest.mark.soak
+def test_a_rank_behind_the_collective_is_named_and_not_judged(tmp_path: Path) -> None:
+    """It has left the collective out, or it is still in the round before: lines don't tell."""
+    _, told, verdict = called("past_it", tmp_path)
+    assert verdict is None
+    possible = diagnose(read_all([str(tmp_path)])).possible
+    assert (possible[0].kind, possible[0].ranks, possible[0].waiting) == ("branch", (1,), (0, 2, 3))
+    assert any("rank 1: works at" in text for text in told)
 
 
 @pytest.mark.soak

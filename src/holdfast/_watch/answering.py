@@ -24,7 +24,7 @@ from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import Ending, Evidence, Rank, Source, Stack
 from holdfast._watch.own_stacks import cpu_here, evidence_here, stacks_here
 from holdfast._watch.read import ROLL_CALLS
-from holdfast._watch.rules_stacks import position_of
+from holdfast._watch.rules_stacks import position_of_rank
 from holdfast._watch.verdict import Diagnosis, listed
 
 log = logging.getLogger("holdfast")
@@ -198,9 +198,8 @@ def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
         lines.append(f"  {verdict.kind} ({verdict.confidence:.0%}, by {verdict.basis}): {verdict.summary}.")
         lines.append(f"  {found.todo}")
     places: dict[str, list[int]] = defaultdict(list)
-    for rank, stack in evidence.shown().items():
-        one = position_of(stack)
-        phase = evidence.ranks[rank].phase
+    for rank in sorted(evidence.shown()):
+        one, phase = position_of_rank(evidence.ranks[rank]), evidence.ranks[rank].phase
         places[f"{one.does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:8]:
         lines.append(f"  {listed(ranks)}: {place}")

@@ -139,7 +139,6 @@ class Collector:
                 Opening(name, size, begun, tuple(ready))
                 for name, (size, begun, ready) in self._opening.items()
             ),
-            tuple(self.files),
         )
 
     def _with_group_of_progress(self, seen: _Seen) -> list[Operation]:

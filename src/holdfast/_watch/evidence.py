@@ -168,7 +168,6 @@ class Evidence(msgspec.Struct, frozen=True):
     raised: tuple[Ending, ...] = ()
     """What was raised by nobody knows which rank."""
     opening: tuple[Opening, ...] = ()
-    files: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:

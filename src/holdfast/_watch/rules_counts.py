@@ -20,6 +20,8 @@ _ALL_WAIT = {"ALLREDUCE", "ALLGATHER", "ALLGATHERBASE", "REDUCESCATTER", "REDUCE
 """Operations that end nowhere before every rank has come."""
 _PAIRED = ("SEND", "RECV", "COALESCED")
 """Operations of some of a group's ranks: others have other numbers."""
+Kind = tuple[str, tuple[int, ...], str]
+"""What must be the same on all ranks: the operation, its sizes and its types."""
 Table = dict[str, dict[int, dict[int, Operation]]]
 """By group and number, the operation of each rank."""
 
@@ -51,7 +53,9 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
     for group, numbers in table_of(evidence).items():
         for number in sorted(numbers):
             ranks = numbers[number]
-            kinds = {rank: _kind(one) for rank, one in ranks.items()}
+            # A log does not tell the types.
+            typed = all(one.types for one in ranks.values())
+            kinds = {rank: _kind(one, typed) for rank, one in ranks.items()}
             if len(set(kinds.values())) < 2:
                 continue
             counted = Counter(kinds.values()).most_common()
@@ -82,15 +86,24 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
             break
 
 
-def _kind(one: Operation) -> tuple[str, tuple[int, ...]]:
+def _kind(one: Operation, typed: bool = False) -> Kind:
     sizes = one.sizes if one.kind in _SAME_SIZE else ()
-    return one.kind, sizes
+    return one.kind, sizes, one.types if typed else ""
 
 
-def _said(kinds: dict[int, tuple[str, tuple[int, ...]]], kind: tuple[str, tuple[int, ...]]) -> str:
+def _said(kinds: dict[int, Kind], kind: Kind) -> str:
     ranks = {rank for rank, other in kinds.items() if other == kind}
-    sizes = f" of {' to '.join(map(str, kind[1]))} elements" if kind[1] else ""
-    return f"{listed(ranks)} issued {kind[0]}{sizes}"
+    name, sizes, types = kind
+    return " ".join(
+        filter(
+            None,
+            (
+                f"{listed(ranks)} issued {name}",
+                f"of {' to '.join(map(str, sizes))} elements" if sizes else "",
+                f"of {types}" if types else "",
+            ),
+        )
+    )
 
 
 def _observed(rank: int, one: Operation) -> Observation:

@@ -2,7 +2,7 @@
 
 A stack of the host says where kernels are launched, not where the GPU is. So it decides only where the host
 itself is blocked, or is in no collective at all. The odd one out is a suspect: the lines of the function in
-which their ways part tell whether it is behind the others or past them.
+which their ways part tell whether it is before the collective. A rank behind it may be in the round before.
 """
 
 from __future__ import annotations
@@ -76,6 +76,13 @@ def position_of(stack: Stack) -> Position:
     return Position(stack, "idles" if _IDLE.match(innermost.function) else "works")
 
 
+def position_of_rank(rank: Rank) -> Position:
+    """Return what a rank does: its main thread or, if that does nothing, a thread that works for it."""
+    positions = [position_of(stack) for stack in rank.stacks]
+    busy = [one for one in positions if one.does in ("waits", "opens")]
+    return busy[0] if positions[0].does == "idles" and busy else positions[0]
+
+
 def parting(one: Stack, other: Stack) -> tuple[Call, Call] | None:
     """Return the calls at which two stacks part: the same function, at different lines, or None."""
     for mine, theirs in zip(reversed(one.calls), reversed(other.calls), strict=False):
@@ -87,7 +94,7 @@ def parting(one: Stack, other: Stack) -> tuple[Call, Call] | None:
 
 def by_stacks(evidence: Evidence) -> Iterator[Verdict]:
     """Some ranks wait, and others are elsewhere."""
-    positions = {rank: position_of(stack) for rank, stack in evidence.shown().items()}
+    positions = {rank.rank: position_of_rank(rank) for rank in evidence.ranks.values() if rank.stacks}
     roots = Waits(evidence).roots()
     away = {rank.rank for rank in evidence.ranks.values() if rank.is_away}
     # Who waits for somebody else is no root of the hang.
@@ -170,18 +177,19 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     ways = parting(one.stack, waiter.stack)
     if one.does == "idles" and len(one.stack.calls) < len(waiter.stack.calls):
         return "branch", "stacks", "has left the call, and does nothing"
-    if ways is not None and (ways[0].line or 0) > (ways[1].line or 0):
-        return "branch", "stacks", "past the collective"
     if not rank.later or ways is None:
         return "late", "absence", "elsewhere"
     if rank.later[0].calls != one.stack.calls:
+        if (ways[0].line or 0) > (ways[1].line or 0):
+            # Of this round, and then it has left the collective out, or still of the round before?
+            return "branch", "absence", "at work behind the collective, or in the round before it"
         return "late", "stacks", "at work before the collective, and moves"
     if rank.busy is not None and rank.busy > BUSY:
         # Perhaps a long loop of one line, perhaps one that waits for ever.
-        return "late", "absence", "uses the CPU on one line before the collective"
+        return "late", "absence", "uses the CPU on one line"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
-    return "stuck", "stacks", "stands still before the collective"
+    return "stuck", "stacks", "stands still"
 
 
 def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
@@ -226,7 +234,9 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
                 Observation(f"rank {rank}: {positions[rank].call}", positions[rank].stack.source)
                 for rank in (first[0], second[0])
             ),
-            others=("Of two groups in other order the same is seen: flight records of all ranks tell.",),
+            others=(
+                "Two groups in other order, or a connection that broke, show the same: flight records tell.",
+            ),
         )
 
 
