@@ -217,3 +217,19 @@ def test_a_cycle_over_two_groups_is_found(tmp_path: Path) -> None:
     found = diagnose(read_all([str(tmp_path)])).verdict
     assert found is not None
     assert (found.kind, found.ranks, found.waiting) == ("cycle", None, (0, 1))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("python", "cycle"), ("pt_autograd_0", "mismatch")])
+def test_two_threads_of_a_rank_in_one_group_are_the_cause(name: str, kind: str, tmp_path: Path) -> None:
+    """A background save and a barrier; the backward pass has threads of its own, and is no cause."""
+    for rank in range(2):
+        first, second = ("barrier", "gather")[:: 1 if rank else -1]
+        entries = [
+            entry(rank, called, "Float", number)
+            | {"thread_id": called, "thread_name": name if called == "gather" else "python"}
+            for number, called in ((7, first), (8, second))
+        ]
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert found is not None
+    assert (found.kind, found.number, found.ranks) == (kind, 7, None)

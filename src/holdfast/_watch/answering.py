@@ -15,14 +15,14 @@ import msgspec
 
 from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
-from holdfast._roster.presence import Seen, pace, see
+from holdfast._roster.presence import Seen, pace, see, spread
 from holdfast._roster.process import Identity
 from holdfast._values import Message
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
 from holdfast._watch.dumps import read_roll_call, read_stacks
 from holdfast._watch.evidence import Ending, Evidence, Rank, Source, Stack
-from holdfast._watch.own_stacks import cpu_here, evidence_here, stacks_here
+from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
 from holdfast._watch.read import ROLL_CALLS
 from holdfast._watch.rules_stacks import position_of_rank
 from holdfast._watch.verdict import Diagnosis, listed
@@ -30,6 +30,10 @@ from holdfast._watch.verdict import Diagnosis, listed
 log = logging.getLogger("holdfast")
 GRACE = 1.5
 """Seconds in which a rank answers for itself."""
+LOOKS = 10
+"""How often a rank looks whether it moves."""
+LEAST = 1.0
+"""Seconds that this takes, at least."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -77,13 +81,14 @@ class Answering:
         # A rank that was stopped until now sees another time than that of the call: others have answered.
         if self._is_over() or not self._put(rank, found, members, is_first=True):
             return
-        began, cpu = time.monotonic(), cpu_here()
+        began, before = time.monotonic(), activity_here()
         near = ranks_of_this_host(rank, self._base.world_size)
         self._over.wait(GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
-        busy = (cpu_here() - cpu) / max(time.monotonic() - began, 0.1)
-        self._put(rank, msgspec.structs.replace(found, later=later, busy=round(busy, 3)), members)
+        cpu, moved = (after - then for after, then in zip(activity_here(), before, strict=True))
+        busy = round(cpu / max(time.monotonic() - began, 0.1), 3)
+        self._put(rank, msgspec.structs.replace(found, later=later, busy=busy, moved=int(moved)), members)
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
         if self._asked.by == rank:
@@ -94,12 +99,14 @@ class Answering:
 
     def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
         """Return the stacks of the first look at which the main thread has moved, or else of the last."""
-        while True:
+        span = max(until - time.monotonic(), LEAST)
+        for look in range(LOOKS):
+            # Not in step with what the program does again and again.
+            self._over.wait(span / LOOKS * (0.5 + spread(look)))
             later = stacks_here()
-            moved = not later or not found.stacks or later[0].calls != found.stacks[0].calls
-            left = until - time.monotonic()
-            if moved or left <= 0 or self._over.wait(min(left, self._asked.pause / 8)):
-                return later
+            if not later or not found.stacks or later[0].calls != found.stacks[0].calls:
+                break
+        return later
 
     def _is_over(self) -> bool:
         return self._base.get([f"roll/{self._number}/over"])[0] is not None

@@ -35,6 +35,7 @@ class _Seen:
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
         self.busy: float | None = None
+        self.moved = 0
         self.state = self.phase = ""
         self.steps: int | None = None
         self.last: Source | None = None
@@ -120,6 +121,7 @@ class Collector:
                 tuple(seen.stacks),
                 tuple(seen.later),
                 seen.busy,
+                seen.moved,
                 seen.state,
                 seen.steps,
                 seen.phase,

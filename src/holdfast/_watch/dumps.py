@@ -191,6 +191,8 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
         sum(prod(map(int, size)) for size in entry.get(f"{way}_sizes") or ()) for way in ("input", "output")
     )
     peer = bool(entry.get("is_p2p"))
+    # The backward pass issues collectives on threads of its own, in an order that is the same on all ranks.
+    own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
     return Operation(
         f"{group}/p2p" if peer else group,
         int(entry["p2p_seq_id" if peer else "collective_seq_id"]),
@@ -199,6 +201,7 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
         source,
         sizes,
         ",".join(map(str, entry.get("input_dtypes") or ())),
+        thread=str(entry.get("thread_id") or "") if own else "",
         calls=tuple(
             Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
             for frame in (entry.get("frames") or ())[:MOST_CALLS]
@@ -225,4 +228,5 @@ def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.endings += found.endings
     seen.stacks += found.stacks
     seen.later += found.later
-    seen.busy, seen.state, seen.phase, seen.steps = found.busy, found.state, found.phase, found.steps
+    seen.busy, seen.moved = found.busy, found.moved
+    seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

@@ -10,6 +10,7 @@ from types import FrameType
 import msgspec
 
 from holdfast import events
+from holdfast._roster.process import activity
 from holdfast._torch_private import flight_records, known_groups
 from holdfast._watch.collector import Collector
 from holdfast._watch.dumps import MOST_CALLS, operations_of
@@ -30,12 +31,13 @@ def stacks_here() -> tuple[Stack, ...]:
     )
 
 
-def cpu_here() -> float:
-    """Return the seconds of CPU time of the main thread; 0 where that can't be read."""
-    path = f"/proc/self/task/{threading.main_thread().native_id}/schedstat"
-    with suppress(OSError, ValueError, IndexError), open(path, encoding="ascii") as file:
-        return int(file.read().split()[0]) / 1e9
-    return 0.0
+def activity_here() -> tuple[float, float]:
+    """Return the seconds of CPU time of the main thread, and the bytes that this process and its children
+    have moved; zeros where that can't be read. A child that comes or goes counts as movement, too."""
+    with suppress(OSError, ValueError):
+        cpu, moved = activity()
+        return cpu.get(threading.main_thread().native_id or 0, 0.0), float(sum(moved))
+    return 0.0, 0.0
 
 
 def _calls(frame: FrameType | None) -> tuple[Call, ...]:

@@ -63,12 +63,13 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
             clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
             odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
             where = {ranks[rank].calls[:1] for rank in ranks}
+            threads = _on_two_threads(evidence, group)
             yield Verdict(
-                "mismatch",
+                "cycle" if threads else "mismatch",
                 "mismatch",
                 f"under number {number} of group {group}, "
                 + ", and ".join(_said(kinds, kind) for kind, _ in counted[:3]),
-                odd if clear else None,
+                odd if clear and not threads else None,
                 waiting=tuple(sorted(ranks)),
                 group=group,
                 operation=ranks[min(ranks)].name,
@@ -76,7 +77,7 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
                 call=next(
                     (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
                 ),
-                seen=tuple(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16]),
+                seen=(*threads, *(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])),
                 others=(
                     "These ranks are at different lines: perhaps a condition that they decide differently.",
                 )
@@ -84,6 +85,19 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
                 else (),
             )
             break
+
+
+def _on_two_threads(evidence: Evidence, group: str) -> tuple[Observation, ...]:
+    """Return what shows that a rank has begun collectives of one group on two threads: nothing puts them in
+    one order on all ranks."""
+    for rank in evidence.ranks.values():
+        pending = [one for one in rank.operations if one.group == group and one.is_pending and one.thread]
+        if len({one.thread for one in pending}) > 1:
+            return tuple(
+                Observation(f"rank {rank.rank}, thread {one.thread}: {one.name} #{one.number}", one.source)
+                for one in pending[:2]
+            )
+    return ()
 
 
 def _kind(one: Operation, typed: bool = False) -> Kind:

@@ -38,6 +38,8 @@ _SAVE = re.compile(r"save|checkpoint|export|barrier", re.IGNORECASE)
 
 BUSY = 0.2
 """The part of the time in which a thread uses the CPU that waits for nothing."""
+MOVED = 1 << 16
+"""Bytes that are more than signs of life."""
 
 
 class Position(NamedTuple):
@@ -187,6 +189,8 @@ def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     if rank.busy is not None and rank.busy > BUSY:
         # Perhaps a long loop of one line, perhaps one that waits for ever.
         return "late", "absence", "uses the CPU on one line"
+    if rank.moved > MOVED:
+        return "late", "absence", "moves bytes on one line"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
     return "stuck", "stacks", "stands still"
