@@ -78,3 +78,16 @@ def test_more_than_one_thing_at_once_is_not_judged(tmp_path: Path) -> None:
     found = among_waiting(tmp_path, BEFORE, BEFORE)
     assert found.verdict is None
     assert found.possible[0].ranks == (3, 4)
+
+
+def test_ranks_that_make_a_group_are_not_all_known_to_make_the_same(tmp_path: Path) -> None:
+    helper = "    _new_process_group_helper (torch/distributed/distributed_c10d.py:2000)\n"
+    for rank in range(3):
+        dump(
+            tmp_path,
+            rank,
+            helper + "    new_group (torch/distributed/distributed_c10d.py:5000)\n    main (train.py:9)\n",
+        )
+    made = diagnose(read_all([str(tmp_path)])).verdict
+    assert made is not None
+    assert (made.kind, made.ranks) == ("lifecycle", None)

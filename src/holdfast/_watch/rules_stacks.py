@@ -212,7 +212,10 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
             f"ranks open different groups at once: {', '.join(sorted(map(str, names)))}"
             if several
             else f"all {len(opens)} ranks are opening a group at {one.call}",
-            None if several else (),
+            # Of the default group nobody is missing; of others, some may make one that the rest does not.
+            ()
+            if not several and "init_process_group" in {call.function for call in one.stack.calls}
+            else None,
             waiting=tuple(sorted(opens)),
             call=one.call,
             seen=tuple(
