@@ -151,6 +151,21 @@ def encode_install(arguments: Mapping[str, object]) -> str:
     return json.dumps(arguments)
 
 
+def roll_call_folder() -> str:
+    """Return the folder that files of roll calls go to (HOLDFAST_ROLL_CALLS); "" for none."""
+    return os.environ.get("HOLDFAST_ROLL_CALLS", "")
+
+
+def ranks_of_this_host(rank: int, world_size: int) -> list[int]:
+    """Return the ranks of this host, by torchrun's variables; without these, of the 64 around this rank."""
+    size, local = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("LOCAL_RANK", "")
+    if size.isdigit() and local.isdigit() and int(local) < int(size):
+        first, most = rank - int(local), int(size)
+    else:
+        first, most = rank - rank % 64, 64
+    return [other for other in range(first, min(first + most, world_size)) if other >= 0] or [rank]
+
+
 def all_variables() -> dict[str, str]:
     """Return the whole environment, for checks that look for hazards in it."""
     return dict(os.environ)

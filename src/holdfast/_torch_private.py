@@ -3,6 +3,7 @@ where a version of torch does not have it: the library still works, and says les
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -141,6 +142,20 @@ def is_open(group: dist.ProcessGroup) -> bool | None:
             ask = getattr(backend, "_is_initialized", None)
             return None if ask is None else bool(ask())
     return None
+
+
+def flight_records(entries: bool = False) -> list[dict[str, Any]]:
+    """Return torch's flight records of this process: the last numbers of each group, and with `entries` each
+    collective that is still known. Empty where torch has no recorder, or none for the backend."""
+    from torch._C import _distributed_c10d as c10d
+
+    records = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is not None:
+            with suppress(ValueError, RuntimeError):
+                records.append(json.loads(dump(includeCollectives=entries)))
+    return records
 
 
 def is_eager() -> bool:

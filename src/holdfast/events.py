@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -34,6 +35,25 @@ class Event(msgspec.Struct, frozen=True):
 Callback = Callable[[Event], None]
 _callbacks: list[Callback] = []
 _lock = threading.Lock()
+
+
+_phases: list[str] = []
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what the program does inside, such as `"eval"`: roll calls tell it of each rank. Phases may be
+    nested; the innermost is told."""
+    _phases.append(name)
+    try:
+        yield
+    finally:
+        _phases.pop()
+
+
+def phase_now() -> str:
+    """Return the phase that the program is in; "" without one."""
+    return _phases[-1] if _phases else ""
 
 
 def subscribe(callback: Callback) -> Callable[[], None]:

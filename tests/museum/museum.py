@@ -42,6 +42,8 @@ class Exhibit(NamedTuple):
     kind: str
     ranks: tuple[int, ...] | None
     decided_by: str
+    checked: str
+    """What was seen of the thread itself when the exhibit was made, beside the notes on it."""
     sections: tuple[Section, ...]
 
     def has(self, level: str) -> bool:
@@ -92,6 +94,7 @@ def _read(path: Path) -> Exhibit:
         facts["class"],
         ranks_of(facts["ranks"]) if ranks is ... else ranks,
         facts["decided by"],
+        facts["checked"],
         tuple(sections),
     )
 

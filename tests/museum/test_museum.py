@@ -53,6 +53,8 @@ def test_exhibits_are_machine_output_and_facts() -> None:
         assert exhibit.url.startswith("https://github.com/")
         assert exhibit.decided_by in (*LEVELS, "nothing")
         assert exhibit.sections
+    checked = [exhibit for exhibit in exhibits() if exhibit.checked != "no"]
+    assert f"{len(checked)} of the threads were looked at again" in " ".join(text("docs/diagnose.md").split())
 
 
 def test_a_wrong_answer_would_be_seen(tmp_path: Path) -> None:

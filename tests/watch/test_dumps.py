@@ -164,3 +164,72 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "\x1b" not in result.output
     assert "rank 1" in result.output
+
+
+def entry(rank: int, name: str, dtype: str, number: int = 7, p2p: bool = False) -> dict[str, Any]:
+    return {
+        "process_group": ["0", "default_pg"], "pg_id": 0, "collective_seq_id": number, "p2p_seq_id": number,
+        "profiling_name": f"nccl:{name}", "input_sizes": [[8]], "output_sizes": [[8]], "input_dtypes": [dtype],
+        "state": "started", "retired": False, "is_p2p": p2p, "record_id": 0,
+    }  # fmt: skip
+
+
+def records(folder: Path, *entries: dict[str, Any]) -> list[str]:
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(len(entries))))}}
+    for rank, one in enumerate(entries):
+        (folder / f"trace_{rank}").write_bytes(
+            pickle.dumps({"pg_config": config, "entries": [one]}, protocol=2)
+        )
+    return [str(folder / f"trace_{rank}") for rank in range(len(entries))]
+
+
+def test_other_types_under_one_number_are_a_mismatch(tmp_path: Path) -> None:
+    types = ["Float", "Float", "BFloat16", "Float"]
+    places = records(tmp_path, *(entry(rank, "all_reduce", dtype) for rank, dtype in enumerate(types)))
+    found = diagnose(read_all(places)).verdict
+    assert found is not None
+    assert (found.kind, found.ranks, found.number) == ("mismatch", (2,), 7)
+    assert "of BFloat16" in found.summary
+
+
+def test_messages_between_two_ranks_are_not_joined_as_collectives(tmp_path: Path) -> None:
+    """Each rank of a pipeline counts its own."""
+    places = records(
+        tmp_path, *(entry(rank, "send" if rank % 2 else "recv", "Float", 7 + rank, True) for rank in range(4))
+    )
+    found = diagnose(read_all(places))
+    assert found.verdict is None
+    assert not found.possible
+
+
+def test_a_cycle_over_two_groups_is_found(tmp_path: Path) -> None:
+    """Rank 0 waits in one group for rank 1, which waits in the other one for rank 0."""
+    groups = {"1": "train", "2": "sync"}
+    config = {name: {"name": name, "desc": text, "ranks": "[0, 1]"} for name, text in groups.items()}
+    for rank in range(2):
+        entries = []
+        for number, (name, text) in enumerate(groups.items()):
+            one = entry(rank, "all_reduce", "Float", 6 + (number == rank)) | {"process_group": [name, text]}
+            entries.append(one | ({} if number == rank else {"state": "completed", "retired": True}))
+        (tmp_path / f"trace_{rank}").write_bytes(
+            pickle.dumps({"pg_config": config, "entries": entries}, protocol=2)
+        )
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert found is not None
+    assert (found.kind, found.ranks, found.waiting) == ("cycle", None, (0, 1))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("python", "cycle"), ("pt_autograd_0", "mismatch")])
+def test_two_threads_of_a_rank_in_one_group_are_the_cause(name: str, kind: str, tmp_path: Path) -> None:
+    """A background save and a barrier; the backward pass has threads of its own, and is no cause."""
+    for rank in range(2):
+        first, second = ("barrier", "gather")[:: 1 if rank else -1]
+        entries = [
+            entry(rank, called, "Float", number)
+            | {"thread_id": called, "thread_name": name if called == "gather" else "python"}
+            for number, called in ((7, first), (8, second))
+        ]
+        (tmp_path / f"trace_{rank}").write_bytes(pickle.dumps({"entries": entries}, protocol=2))
+    found = diagnose(read_all([str(tmp_path)])).verdict
+    assert found is not None
+    assert (found.kind, found.number, found.ranks) == (kind, 7, None)

@@ -23,6 +23,7 @@ from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_
 from holdfast._groups.lifecycle.state import facts
 from holdfast._groups.lifecycle.state import installed as told_by_doctor
 from holdfast._groups.lifecycle.warm_up import chosen_operations
+from holdfast._heart import heart
 from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
 from holdfast._integrations.patching import Patches, Replacement, rebind
 from holdfast._integrations.settings import Settings
@@ -33,6 +34,7 @@ from holdfast._protocol.job import Job, defaults, job_of, limits_of
 from holdfast._roster.beacon import Beacon, beacon_of
 from holdfast._roster.process import stack_dump
 from holdfast._watch.known import affects, versions_here
+from holdfast._watch.roll_call import RollCall
 from holdfast.errors import BadInput
 
 log = logging.getLogger("holdfast")
@@ -59,6 +61,7 @@ class _Installation:
         self.settings = settings
         self.beacon: Beacon | None = None
         """What shows this rank to the others."""
+        self.roll_call: RollCall | None = None
         self.frameworks = frameworks
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
@@ -103,9 +106,14 @@ class _Installation:
             return
         self.rank = dist.get_rank()
         if dist.get_world_size() > 1:
-            self.beacon = beacon_of(find_roster(Job()))
+            roster = find_roster(Job())
+            self.beacon = beacon_of(roster)
             self.beacon.set_limits(limits_of(self.settings.job))
             self.beacon.keep(self)
+            if self.roll_call is not None:  # of an earlier process group
+                heart.end(self.roll_call)
+            self.roll_call = RollCall(roster)
+            heart.begin(self.roll_call)
 
     def _say_end(self) -> None:
         if uncaught() is None:  # a program that failed may not have come to its first save
@@ -129,6 +137,8 @@ class _Installation:
         stack_dump.end(self)
         if self.beacon is not None:
             self.beacon.let_go(self)
+        if self.roll_call is not None:
+            heart.end(self.roll_call)
         # In reverse order, because one replacement may wrap another, as a guard wraps a replaced save.
         for patches in reversed([*self.patches.values(), self.own]):
             patches.undo()

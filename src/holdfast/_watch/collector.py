@@ -34,6 +34,8 @@ class _Seen:
         self.endings: list[Ending] = []
         self.stacks: list[Stack] = []
         self.later: list[Stack] = []
+        self.busy: float | None = None
+        self.moved = 0
         self.state = self.phase = ""
         self.steps: int | None = None
         self.last: Source | None = None
@@ -118,6 +120,8 @@ class Collector:
                 tuple(seen.endings),
                 tuple(seen.stacks),
                 tuple(seen.later),
+                seen.busy,
+                seen.moved,
                 seen.state,
                 seen.steps,
                 seen.phase,
@@ -137,7 +141,6 @@ class Collector:
                 Opening(name, size, begun, tuple(ready))
                 for name, (size, begun, ready) in self._opening.items()
             ),
-            tuple(self.files),
         )
 
     def _with_group_of_progress(self, seen: _Seen) -> list[Operation]:

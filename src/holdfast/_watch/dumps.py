@@ -119,7 +119,7 @@ def read_json(data: bytes, to: Collector, name: str, rank: int | None, is_later:
     if isinstance(value, list):
         read_stacks(_pyspy_lines(value), to, name, rank, is_later)
     elif isinstance(value, dict) and "roll_call" in value:
-        _roll_call(value, to, name)
+        read_roll_call(value, to, name)
     else:
         _record(value, to, name, rank)
 
@@ -166,7 +166,7 @@ def operations_of(record: Any, to: Collector, source: Source, rank: int) -> None
         to.note_operation(rank, operation)
     for key, config in (record.get("pg_config") or {}).items():
         members = tuple(int(part) for part in re.findall(r"\d+", str(config.get("ranks", ""))))
-        if members:
+        if members and key:  # gloo's have no key
             to.note_members(groups.get(key, key), members)
             if config.get("desc") == "default_pg":
                 to.note_world(len(members))
@@ -191,6 +191,8 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
         sum(prod(map(int, size)) for size in entry.get(f"{way}_sizes") or ()) for way in ("input", "output")
     )
     peer = bool(entry.get("is_p2p"))
+    # The backward pass issues collectives on threads of its own, in an order that is the same on all ranks.
+    own = not str(entry.get("thread_name", "")).startswith("pt_autograd")
     return Operation(
         f"{group}/p2p" if peer else group,
         int(entry["p2p_seq_id" if peer else "collective_seq_id"]),
@@ -199,6 +201,7 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
         source,
         sizes,
         ",".join(map(str, entry.get("input_dtypes") or ())),
+        thread=str(entry.get("thread_id") or "") if own else "",
         calls=tuple(
             Call(str(frame["name"]), str(frame["filename"]), int(frame["line"]))
             for frame in (entry.get("frames") or ())[:MOST_CALLS]
@@ -209,7 +212,8 @@ def _operation(entry: Any, group: str, source: Source) -> Operation:
 # -- our own files ----------------------------------------------------------------------------------------
 
 
-def _roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+def read_roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
+    """Read what a rank has answered to a roll call (`roll_call.Answer`)."""
     try:
         found = msgspec.convert(value["roll_call"], Rank)
         to.note_world(msgspec.convert(value.get("world_size", 0), int))
@@ -224,4 +228,5 @@ def _roll_call(value: dict[str, Any], to: Collector, name: str) -> None:
     seen.endings += found.endings
     seen.stacks += found.stacks
     seen.later += found.later
+    seen.busy, seen.moved = found.busy, found.moved
     seen.state, seen.phase, seen.steps = found.state, found.phase, found.steps

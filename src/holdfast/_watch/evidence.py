@@ -68,6 +68,8 @@ class Operation(msgspec.Struct, frozen=True):
     """The rank in the group, where a line tells it."""
     calls: tuple[Call, ...] = ()
     """Where it was begun, innermost first."""
+    thread: str = ""
+    """What identifies the thread that has begun it, if that is one of the program's."""
 
     @property
     def is_pending(self) -> bool:
@@ -115,6 +117,10 @@ class Rank(msgspec.Struct, frozen=True):
     """All threads, the main thread first."""
     later: tuple[Stack, ...] = ()
     """The same, some seconds later."""
+    busy: float | None = None
+    """The part of the time between the two looks in which it used the CPU."""
+    moved: int = 0
+    """The bytes that it has moved between the two looks, in files and over connections."""
     state: str = ""
     """What the kernel shows of it, such as `stopped by a signal`."""
     steps: int | None = None
@@ -166,7 +172,6 @@ class Evidence(msgspec.Struct, frozen=True):
     raised: tuple[Ending, ...] = ()
     """What was raised by nobody knows which rank."""
     opening: tuple[Opening, ...] = ()
-    files: tuple[str, ...] = ()
 
     @property
     def is_complete(self) -> bool:

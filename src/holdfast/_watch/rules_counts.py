@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from holdfast._watch.evidence import Evidence, Operation
+from holdfast._watch.evidence import Evidence, Operation, Progress
 from holdfast._watch.verdict import Observation, Verdict, listed
 
 _SAME_SIZE = {"ALLREDUCE", "BROADCAST", "ALLGATHERBASE", "REDUCESCATTERBASE"}
@@ -20,6 +20,8 @@ _ALL_WAIT = {"ALLREDUCE", "ALLGATHER", "ALLGATHERBASE", "REDUCESCATTER", "REDUCE
 """Operations that end nowhere before every rank has come."""
 _PAIRED = ("SEND", "RECV", "COALESCED")
 """Operations of some of a group's ranks: others have other numbers."""
+Kind = tuple[str, tuple[int, ...], str]
+"""What must be the same on all ranks: the operation, its sizes and its types."""
 Table = dict[str, dict[int, dict[int, Operation]]]
 """By group and number, the operation of each rank."""
 
@@ -51,7 +53,9 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
     for group, numbers in table_of(evidence).items():
         for number in sorted(numbers):
             ranks = numbers[number]
-            kinds = {rank: _kind(one) for rank, one in ranks.items()}
+            # A log does not tell the types.
+            typed = all(one.types for one in ranks.values())
+            kinds = {rank: _kind(one, typed) for rank, one in ranks.items()}
             if len(set(kinds.values())) < 2:
                 continue
             counted = Counter(kinds.values()).most_common()
@@ -59,12 +63,13 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
             clear = len(counted) == 2 and counted[0][1] > max(1, counted[1][1]) and len(ranks) > 2
             odd = tuple(sorted(rank for rank, kind in kinds.items() if kind != counted[0][0]))
             where = {ranks[rank].calls[:1] for rank in ranks}
+            threads = _on_two_threads(evidence, group)
             yield Verdict(
-                "mismatch",
+                "cycle" if threads else "mismatch",
                 "mismatch",
                 f"under number {number} of group {group}, "
                 + ", and ".join(_said(kinds, kind) for kind, _ in counted[:3]),
-                odd if clear else None,
+                odd if clear and not threads else None,
                 waiting=tuple(sorted(ranks)),
                 group=group,
                 operation=ranks[min(ranks)].name,
@@ -72,7 +77,7 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
                 call=next(
                     (one.calls[0] for rank, one in sorted(ranks.items()) if one.calls and rank in odd), None
                 ),
-                seen=tuple(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16]),
+                seen=(*threads, *(_observed(rank, ranks[rank]) for rank in sorted(ranks)[:16])),
                 others=(
                     "These ranks are at different lines: perhaps a condition that they decide differently.",
                 )
@@ -82,15 +87,37 @@ def mismatch(evidence: Evidence) -> Iterator[Verdict]:
             break
 
 
-def _kind(one: Operation) -> tuple[str, tuple[int, ...]]:
+def _on_two_threads(evidence: Evidence, group: str) -> tuple[Observation, ...]:
+    """Return what shows that a rank has begun collectives of one group on two threads: nothing puts them in
+    one order on all ranks."""
+    for rank in evidence.ranks.values():
+        pending = [one for one in rank.operations if one.group == group and one.is_pending and one.thread]
+        if len({one.thread for one in pending}) > 1:
+            return tuple(
+                Observation(f"rank {rank.rank}, thread {one.thread}: {one.name} #{one.number}", one.source)
+                for one in pending[:2]
+            )
+    return ()
+
+
+def _kind(one: Operation, typed: bool = False) -> Kind:
     sizes = one.sizes if one.kind in _SAME_SIZE else ()
-    return one.kind, sizes
+    return one.kind, sizes, one.types if typed else ""
 
 
-def _said(kinds: dict[int, tuple[str, tuple[int, ...]]], kind: tuple[str, tuple[int, ...]]) -> str:
+def _said(kinds: dict[int, Kind], kind: Kind) -> str:
     ranks = {rank for rank, other in kinds.items() if other == kind}
-    sizes = f" of {' to '.join(map(str, kind[1]))} elements" if kind[1] else ""
-    return f"{listed(ranks)} issued {kind[0]}{sizes}"
+    name, sizes, types = kind
+    return " ".join(
+        filter(
+            None,
+            (
+                f"{listed(ranks)} issued {name}",
+                f"of {' to '.join(map(str, sizes))} elements" if sizes else "",
+                f"of {types}" if types else "",
+            ),
+        )
+    )
 
 
 def _observed(rank: int, one: Operation) -> Observation:
@@ -100,37 +127,37 @@ def _observed(rank: int, one: Operation) -> Observation:
 
 def desynchronized(evidence: Evidence) -> Iterator[Verdict]:
     """A rank has timed out in an operation that another rank, of the same group, has left long ago."""
-    done = {
-        (progress.group, rank.rank): progress
-        for rank in evidence.ranks.values()
-        for progress in rank.progress
-    }
+    farthest: dict[str, tuple[int, Progress]] = {}
+    for rank in evidence.ranks.values():
+        for progress in rank.progress:
+            known = farthest.get(progress.group)
+            if known is None or progress.completed > known[1].completed:
+                farthest[progress.group] = rank.rank, progress
     for group, numbers in table_of(evidence).items():
+        if group not in farthest:
+            continue
+        other, progress = farthest[group]
         for number in sorted(numbers):
-            for rank, one in numbers[number].items():
-                ahead = [
-                    (other, progress)
-                    for (name, other), progress in done.items()
-                    # Not the next one: a broken connection may let some ranks complete an operation.
-                    if name == group and other != rank and progress.completed > number
-                ]
-                if one.state == "timed out" and one.kind in _ALL_WAIT and ahead:
-                    other, progress = ahead[0]
-                    yield Verdict(
-                        "mismatch",
-                        "mismatch",
-                        f"in group {group}, rank {rank} waits in number {number}, which rank {other} has "
-                        "completed: their numbers stand for different calls, since before that number",
-                        group=group,
-                        operation=one.name,
-                        number=number,
-                        waiting=(rank,),
-                        seen=(
-                            _observed(rank, one),
-                            Observation(f"rank {other} has completed {progress.completed}", progress.source),
-                        ),
-                    )
-                    return
+            late = [rank for rank, one in numbers[number].items() if one.state == "timed out"]
+            stuck = [rank for rank in late if rank != other]
+            # Not the next number: a broken connection may let some ranks complete an operation.
+            if stuck and progress.completed > number and numbers[number][stuck[0]].kind in _ALL_WAIT:
+                one = numbers[number][stuck[0]]
+                yield Verdict(
+                    "mismatch",
+                    "mismatch",
+                    f"in group {group}, rank {stuck[0]} waits in number {number}, which rank {other} has "
+                    "completed: their numbers stand for different calls, since before that number",
+                    group=group,
+                    operation=one.name,
+                    number=number,
+                    waiting=tuple(stuck),
+                    seen=(
+                        _observed(stuck[0], one),
+                        Observation(f"rank {other} has completed {progress.completed}", progress.source),
+                    ),
+                )
+                return
 
 
 # -- who waits for whom -------------------------------------------------------------------------------------
@@ -140,10 +167,12 @@ class Waits:
     """In which operation each rank waits, and for which ranks."""
 
     def __init__(self, evidence: Evidence) -> None:
-        self.by_rank: dict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
-        """Of each rank that waits, those that it waits for, with group and number."""
+        self.absent: dict[tuple[str, int], set[int]] = {}
+        """Of each operation that ranks wait in, the members of its group that have not come to it."""
         self.operations: dict[int, Operation] = {}
-        """The operation in which each rank waits; of several, that with the most absent ranks."""
+        """The operation in which each rank waits for others: of several, the first."""
+        self.at: dict[int, tuple[str, int]] = {}
+        """Its group and number."""
         entered: dict[tuple[str, int], int] = {}
         counted = {rank for rank, _ in evidence.operations()}
         for seen in evidence.ranks.values():
@@ -152,45 +181,38 @@ class Waits:
             for one in seen.operations:
                 key = one.group, seen.rank
                 entered[key] = max(one.number, entered.get(key, 0))
+        # Who has ended comes no more. Of others without any count, nothing is known.
+        counted |= {rank.rank for rank in evidence.ranks.values() if rank.is_away}
         for group, numbers in table_of(evidence).items():
             # Without the list of members, the ranks that were seen in the group.
             known = {rank for ranks in numbers.values() for rank in ranks}
-            members = set(evidence.members.get(group, known)) & (counted | set(evidence.ranks))
+            members = set(evidence.members.get(group, known)) & counted
             for number, ranks in sorted(numbers.items()):
-                absent = {
-                    rank
-                    for rank in members
-                    if entered.get((group, rank), 0) < number
-                    and (rank in counted or evidence.ranks[rank].is_away)
-                }
+                absent = {rank for rank in members if entered.get((group, rank), 0) < number}
                 for rank, one in ranks.items():
-                    if one.is_pending and absent:
-                        self.operations.setdefault(rank, one)
-                        for other in absent:
-                            self.by_rank[rank].setdefault(other, (group, number))
+                    if one.is_pending and absent and rank not in self.at:
+                        self.absent[group, number] = absent
+                        self.at[rank], self.operations[rank] = (group, number), one
 
     def cycle(self) -> list[tuple[int, str, int]]:
         """Return a cycle of waits, as (rank, group, number), or nothing."""
+        # Of the ranks that one waits for, one that waits itself is enough: all on the way do.
+        onward = {key: min(absent & self.at.keys(), default=None) for key, absent in self.absent.items()}
         over: set[int] = set()
-        for start in sorted(self.by_rank):
+        for start in sorted(self.operations):
             way: list[int] = []
-            rank = start
-            # One wait of each rank is enough to find a cycle among ranks that all wait.
-            while rank in self.by_rank and rank not in over and rank not in way:
+            rank: int | None = start
+            while rank is not None and rank not in over and rank not in way:
                 way.append(rank)
-                waiting = [other for other in sorted(self.by_rank[rank]) if other in self.by_rank]
-                rank = waiting[0] if waiting else min(self.by_rank[rank])
+                rank = onward[self.at[rank]]
             if rank in way:
-                circle = way[way.index(rank) :]
-                after = [*circle[1:], circle[0]]
-                return [(one, *self.by_rank[one][other]) for one, other in zip(circle, after, strict=True)]
+                return [(one, *self.at[one]) for one in way[way.index(rank) :]]
             over.update(way)
         return []
 
     def roots(self) -> set[int]:
         """Return the ranks that others wait for and that wait in no operation themselves."""
-        awaited = {other for others in self.by_rank.values() for other in others}
-        return {rank for rank in awaited if rank not in self.by_rank}
+        return {rank for absent in self.absent.values() for rank in absent} - self.operations.keys()
 
 
 def cycle(evidence: Evidence) -> Iterator[Verdict]:
@@ -204,7 +226,7 @@ def cycle(evidence: Evidence) -> Iterator[Verdict]:
         "cycle",
         "counts",
         f"a cycle: {', '.join(parts)}; each for the next",
-        waiting=tuple(sorted(waits.by_rank)),
+        waiting=tuple(sorted(waits.operations)),
         group=circle[0][1],
         number=circle[0][2],
         operation=waits.operations[circle[0][0]].name,
@@ -289,14 +311,14 @@ def absent(evidence: Evidence) -> Iterator[Verdict]:
     waits = Waits(evidence)
     roots = waits.roots()
     if roots and not waits.cycle():
-        rank = min(rank for rank, others in waits.by_rank.items() if roots & set(others))
+        rank = min(rank for rank, key in waits.at.items() if roots & waits.absent[key])
         one = waits.operations[rank]
         yield Verdict(
             "late",
             "absence",
             f"{listed(roots)} did not come to number {one.number} of group {one.group}",
             tuple(sorted(roots)),
-            waiting=tuple(sorted(waits.by_rank)),
+            waiting=tuple(sorted(waits.operations)),
             group=one.group,
             operation=one.name,
             number=one.number,

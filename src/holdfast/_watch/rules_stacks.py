@@ -2,7 +2,7 @@
 
 A stack of the host says where kernels are launched, not where the GPU is. So it decides only where the host
 itself is blocked, or is in no collective at all. The odd one out is a suspect: the lines of the function in
-which their ways part tell whether it is behind the others or past them.
+which their ways part tell whether it is before the collective. A rank behind it may be in the round before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast._watch.evidence import Call, Evidence, Stack
+from holdfast._watch.evidence import Call, Evidence, Rank, Stack
 from holdfast._watch.rules_counts import Waits
 from holdfast._watch.verdict import Observation, Verdict, listed
 
@@ -34,6 +34,12 @@ _OURS = re.compile(
     r"/torch/|^torch/|/ray/|^ray/|threading\.py|queue\.py|concurrent/|^lib\w*\.so|\.so(?:\.|$)"
 )
 _SAVE = re.compile(r"save|checkpoint|export|barrier", re.IGNORECASE)
+
+
+BUSY = 0.2
+"""The part of the time in which a thread uses the CPU that waits for nothing."""
+MOVED = 1 << 16
+"""Bytes that are more than signs of life."""
 
 
 class Position(NamedTuple):
@@ -72,6 +78,13 @@ def position_of(stack: Stack) -> Position:
     return Position(stack, "idles" if _IDLE.match(innermost.function) else "works")
 
 
+def position_of_rank(rank: Rank) -> Position:
+    """Return what a rank does: its main thread or, if that does nothing, a thread that works for it."""
+    positions = [position_of(stack) for stack in rank.stacks]
+    busy = [one for one in positions if one.does in ("waits", "opens")]
+    return busy[0] if positions[0].does == "idles" and busy else positions[0]
+
+
 def parting(one: Stack, other: Stack) -> tuple[Call, Call] | None:
     """Return the calls at which two stacks part: the same function, at different lines, or None."""
     for mine, theirs in zip(reversed(one.calls), reversed(other.calls), strict=False):
@@ -83,7 +96,7 @@ def parting(one: Stack, other: Stack) -> tuple[Call, Call] | None:
 
 def by_stacks(evidence: Evidence) -> Iterator[Verdict]:
     """Some ranks wait, and others are elsewhere."""
-    positions = {rank: position_of(stack) for rank, stack in evidence.shown().items()}
+    positions = {rank.rank: position_of_rank(rank) for rank in evidence.ranks.values() if rank.stacks}
     roots = Waits(evidence).roots()
     away = {rank.rank for rank in evidence.ranks.values() if rank.is_away}
     # Who waits for somebody else is no root of the hang.
@@ -132,53 +145,55 @@ def _elsewhere(
     evidence: Evidence, positions: dict[int, Position], waiting: set[int], elsewhere: set[int]
 ) -> Iterator[Verdict]:
     waiter = positions[min(waiting)]
-    for rank in sorted(elsewhere)[:1]:
-        one = positions[rank]
-        later = evidence.ranks[rank].later
-        moves = None if not later else later[0].calls != one.stack.calls
-        ways = parting(one.stack, waiter.stack)
-        past = ways is not None and (ways[0].line or 0) > (ways[1].line or 0)
-        kind, basis, what = _judge(one, waiter, moves, past, ways is not None)
-        yield Verdict(
-            kind,
-            basis,
-            f"{listed(elsewhere)} {what} at {one.call}, while {listed(waiting)} "
-            f"{'waits' if len(waiting) == 1 else 'wait'} at {waiter.call}",
-            tuple(sorted(elsewhere)),
-            waiting=tuple(sorted(waiting)),
-            call=one.call,
-            seen=(
-                Observation(f"rank {rank}: {' < '.join(map(str, one.stack.calls[:4]))}", one.stack.source),
-                *(
-                    Observation(f"rank {rank}, later: {' < '.join(map(str, stack.calls[:4]))}", stack.source)
-                    for stack in later[:1]
-                ),
-                Observation(
-                    f"rank {min(waiting)}: {' < '.join(map(str, waiter.stack.calls[:4]))}",
-                    waiter.stack.source,
-                ),
-            ),
-            others=()
-            if moves is not None
-            else ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",),
-        )
+    judged = {rank: _judge(evidence.ranks[rank], positions[rank], waiter) for rank in sorted(elsewhere)}
+    rank = min(elsewhere)
+    one, (kind, basis, what) = positions[rank], judged[rank]
+    if len({kind for kind, _, _ in judged.values()}) > 1:
+        basis = "absence"  # more than one thing at once
+    later = evidence.ranks[rank].later[:1]
+    yield Verdict(
+        kind,
+        basis,
+        f"{listed(elsewhere)}: {what} at {one.call}, while {listed(waiting)} "
+        f"{'waits' if len(waiting) == 1 else 'wait'} at {waiter.call}",
+        tuple(sorted(elsewhere)),
+        waiting=tuple(sorted(waiting)),
+        call=one.call,
+        seen=(
+            Observation(f"rank {rank}: {_said(one.stack)}", one.stack.source),
+            *(Observation(f"rank {rank}, later: {_said(stack)}", stack.source) for stack in later),
+            Observation(f"rank {min(waiting)}: {_said(waiter.stack)}", waiter.stack.source),
+        ),
+        others=()
+        if later
+        else ("Moving is late, still is stuck: take the stacks of this rank again, 10 s later.",),
+    )
 
 
-def _judge(
-    one: Position, waiter: Position, moves: bool | None, past: bool, parted: bool
-) -> tuple[str, str, str]:
+def _said(stack: Stack) -> str:
+    return " < ".join(map(str, stack.calls[:4]))
+
+
+def _judge(rank: Rank, one: Position, waiter: Position) -> tuple[str, str, str]:
     """Return the class, the basis, and what a rank does that is not where the others wait."""
+    ways = parting(one.stack, waiter.stack)
     if one.does == "idles" and len(one.stack.calls) < len(waiter.stack.calls):
         return "branch", "stacks", "has left the call, and does nothing"
-    if past:
-        return "branch", "stacks", "is past the collective"
-    if moves is None or not parted:
-        return "late", "absence", "is elsewhere"
-    if moves:
-        return "late", "stacks", "is at work before the collective, and moves"
+    if not rank.later or ways is None:
+        return "late", "absence", "elsewhere"
+    if rank.later[0].calls != one.stack.calls:
+        if (ways[0].line or 0) > (ways[1].line or 0):
+            # Of this round, and then it has left the collective out, or still of the round before?
+            return "branch", "absence", "at work behind the collective, or in the round before it"
+        return "late", "stacks", "at work before the collective, and moves"
+    if rank.busy is not None and rank.busy > BUSY:
+        # Perhaps a long loop of one line, perhaps one that waits for ever.
+        return "late", "absence", "uses the CPU on one line"
+    if rank.moved > MOVED:
+        return "late", "absence", "moves bytes on one line"
     if one.does == "loads":
         return "data", "stacks", "waits for its loader"
-    return "stuck", "stacks", "stands still before the collective"
+    return "stuck", "stacks", "stands still"
 
 
 def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
@@ -197,7 +212,10 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
             f"ranks open different groups at once: {', '.join(sorted(map(str, names)))}"
             if several
             else f"all {len(opens)} ranks are opening a group at {one.call}",
-            None if several else (),
+            # Of the default group nobody is missing; of others, some may make one that the rest does not.
+            ()
+            if not several and "init_process_group" in {call.function for call in one.stack.calls}
+            else None,
             waiting=tuple(sorted(opens)),
             call=one.call,
             seen=tuple(
@@ -223,7 +241,9 @@ def _all_wait(positions: dict[int, Position]) -> Iterator[Verdict]:
                 Observation(f"rank {rank}: {positions[rank].call}", positions[rank].stack.source)
                 for rank in (first[0], second[0])
             ),
-            others=("Of two groups in other order the same is seen: flight records of all ranks tell.",),
+            others=(
+                "Two groups in other order, or a connection that broke, show the same: flight records tell.",
+            ),
         )
 
 

@@ -1,0 +1,215 @@
+"""One roll call on one rank: it answers, and stands in for ranks of its machine that can't. The rank that has
+called collects the answers, judges them, and tells the result."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from holdfast._options import ranks_of_this_host, roll_call_folder
+from holdfast._roster.base import Roster
+from holdfast._roster.presence import Seen, pace, see, spread
+from holdfast._roster.process import Identity
+from holdfast._values import Message
+from holdfast._watch.collector import Collector
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.dumps import read_roll_call, read_stacks
+from holdfast._watch.evidence import Ending, Evidence, Rank, Source, Stack
+from holdfast._watch.own_stacks import activity_here, evidence_here, stacks_here
+from holdfast._watch.read import ROLL_CALLS
+from holdfast._watch.rules_stacks import position_of_rank
+from holdfast._watch.verdict import Diagnosis, listed
+
+log = logging.getLogger("holdfast")
+GRACE = 1.5
+"""Seconds in which a rank answers for itself."""
+LOOKS = 10
+"""How often a rank looks whether it moves."""
+LEAST = 1.0
+"""Seconds that this takes, at least."""
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """`roll/<n>`: who calls, and why."""
+
+    by: int
+    why: str
+    pause: float
+    """Seconds between the two looks."""
+    at: float
+    """The caller's clock, which also names the folder."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`roll/<n>/<rank>`: what is known of one rank. Its file has the same."""
+
+    roll_call: Rank
+    members: dict[str, tuple[int, ...]]
+    world_size: int
+    by: int
+    """The rank that answers: itself, or one of its machine."""
+
+
+class Held(NamedTuple):
+    """A rank that others have to answer for, at the first look."""
+
+    who: Identity
+    found: Rank
+    at: float
+    cpu: float
+
+
+class Answering:
+    """One call on one rank."""
+
+    def __init__(self, base: Roster, number: int, asked: Asked, over: threading.Event) -> None:
+        self._base, self._number, self._asked, self._over = base, number, asked, over
+        folder = roll_call_folder()
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(asked.at))
+        self._folder = os.path.join(folder, ROLL_CALLS, f"{stamp}-{number}") if folder else ""
+
+    def run(self) -> None:
+        rank = self._base.rank
+        found, members = evidence_here(rank)
+        # A rank that was stopped until now sees another time than that of the call: others have answered.
+        if self._is_over() or not self._put(rank, found, members, is_first=True):
+            return
+        began, before = time.monotonic(), activity_here()
+        near = ranks_of_this_host(rank, self._base.world_size)
+        self._over.wait(GRACE + 0.1 * near.index(rank))
+        held = self._stand_in(near)
+        later = self._later(found, began + self._asked.pause)
+        cpu, moved = (after - then for after, then in zip(activity_here(), before, strict=True))
+        busy = round(cpu / max(time.monotonic() - began, 0.1), 3)
+        self._put(rank, msgspec.structs.replace(found, later=later, busy=busy, moved=int(moved)), members)
+        for other, one in held.items():
+            self._put(other, _seen_again(one), {})
+        if self._asked.by == rank:
+            # The last rank looks for the call after `pace` seconds.
+            self._over.wait(GRACE + max(0.0, pace(self._base.world_size) - self._asked.pause))
+            evidence = self._gather()
+            log.warning("%s", summary(self._asked.why, diagnose(evidence), evidence, self._folder))
+
+    def _later(self, found: Rank, until: float) -> tuple[Stack, ...]:
+        """Return the stacks of the first look at which the main thread has moved, or else of the last."""
+        span = max(until - time.monotonic(), LEAST)
+        for look in range(LOOKS):
+            # Not in step with what the program does again and again.
+            self._over.wait(span / LOOKS * (0.5 + spread(look)))
+            later = stacks_here()
+            if not later or not found.stacks or later[0].calls != found.stacks[0].calls:
+                break
+        return later
+
+    def _is_over(self) -> bool:
+        return self._base.get([f"roll/{self._number}/over"])[0] is not None
+
+    def _put(
+        self, rank: int, found: Rank, members: dict[str, tuple[int, ...]], is_first: bool = False
+    ) -> bool:
+        """Give the answer of a rank; return whether nobody else has given its first one before."""
+        answer = Answer(found, members, self._base.world_size, self._base.rank)
+        key, message = f"roll/{self._number}/{rank}", msgspec.to_builtins(answer)
+        if self._is_over() or (is_first and self._base.claim(key, message).get("by") != answer.by):
+            return False
+        if not is_first:
+            self._base.put(key, message)
+        if self._folder:
+            os.makedirs(self._folder, exist_ok=True)
+            with open(os.path.join(self._folder, f"rank-{rank}.json"), "wb") as file:
+                file.write(msgspec.json.encode(answer))
+        return True
+
+    def _answers(self, ranks: Iterable[int]) -> dict[int, Message]:
+        ranks = list(ranks)
+        answers = self._base.get([f"roll/{self._number}/{rank}" for rank in ranks])
+        return {rank: answer for rank, answer in zip(ranks, answers, strict=True) if answer is not None}
+
+    def _stand_in(self, near: list[int]) -> dict[int, Held]:
+        """Answer for ranks of this machine that have not. Return those that live."""
+        silent = set(near) - self._answers(near).keys()
+        held = {}
+        for rank, seen in see(self._base, sorted(silent)).items() if silent else ():
+            found = _seen_from_here(rank, seen)
+            if found is None or not self._put(rank, found, {}, is_first=True):
+                continue
+            if seen.vitals is not None and not seen.ended:
+                held[rank] = Held(seen.vitals.who, found, time.monotonic(), _cpu(seen.vitals.who))
+        return held
+
+    def _gather(self) -> Evidence:
+        collector = Collector()
+        everyone = range(self._base.world_size)
+        answers = self._answers(everyone)
+        for rank, answer in answers.items():
+            read_roll_call(answer, collector, f"rank-{rank}.json")
+        gone = [rank for rank in everyone if rank not in answers]
+        for rank, seen in see(self._base, gone).items() if gone else ():
+            if seen.ended:
+                collector.note_ending(rank, _ending(seen))
+        collector.note_world(self._base.world_size)
+        self._base.put(f"roll/{self._number}/over", {})
+        self._base.delete([f"roll/{self._number}/{rank}" for rank in everyone])
+        return collector.evidence()
+
+
+def _seen_from_here(rank: int, seen: Seen) -> Rank | None:
+    """Return what the kernel, and faulthandler on a signal, show of a process of this machine."""
+    if seen.ended:
+        return Rank(rank, endings=(_ending(seen),))
+    if seen.vitals is None or not seen.there:
+        return None
+    state = f"{seen.held()} (state {seen.state})" if seen.held() else ""
+    stacks = _dumped(seen.vitals.who)
+    return Rank(rank, stacks=stacks, state=state) if stacks or state else None
+
+
+def _seen_again(held: Held) -> Rank:
+    busy = (_cpu(held.who) - held.cpu) / max(time.monotonic() - held.at, 0.1)
+    return msgspec.structs.replace(held.found, later=_dumped(held.who), busy=round(busy, 3))
+
+
+def _dumped(who: Identity) -> tuple[Stack, ...]:
+    collector = Collector()
+    read_stacks(who.stacks().splitlines(), collector, "faulthandler", who.rank, is_later=False)
+    return tuple(collector.rank(who.rank).stacks)
+
+
+def _cpu(who: Identity) -> float:
+    now = who.stat()
+    return now.cpu if now is not None else 0.0
+
+
+def _ending(seen: Seen) -> Ending:
+    clean = (
+        seen.vitals is not None and seen.vitals.who.is_of_this_machine() and seen.vitals.who.exited_with_0()
+    )
+    clean = clean or (seen.gone is not None and seen.gone.clean) or seen.ended == "its program has ended"
+    return Ending(seen.ended, Source("kernel"), is_clean=clean, is_cause=not clean)
+
+
+def summary(why: str, found: Diagnosis, evidence: Evidence, folder: str) -> str:
+    """Return the result of a call as text, with ranks that are at one place in one line, the fewest first."""
+    verdict = found.verdict
+    lines = [f"Roll call of {len(found.ranks)} of {found.world_size} ranks, because {why}:"]
+    if verdict is None:
+        lines.append("  the evidence does not decide what hangs.")
+    else:
+        lines.append(f"  {verdict.kind} ({verdict.confidence:.0%}, by {verdict.basis}): {verdict.summary}.")
+        lines.append(f"  {found.todo}")
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(evidence.shown()):
+        one, phase = position_of_rank(evidence.ranks[rank]), evidence.ranks[rank].phase
+        places[f"{one.does} at {one.call}" + (f", in {phase}" if phase else "")].append(rank)
+    for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))[:8]:
+        lines.append(f"  {listed(ranks)}: {place}")
+    if folder:
+        lines.append(f"  holdfast diagnose {folder} tells more.")
+    return "\n".join(lines)

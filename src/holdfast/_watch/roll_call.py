@@ -1,0 +1,155 @@
+"""The roll call: when a collective has taken half of its group's timeout, every rank says where it is.
+
+A rank sees by the flight recorder that it waits too long, and claims the next call, `roll/<n>`. All ranks
+look for that key at their pace; each answers in `roll/<n>/<rank>` with its stacks and its pending
+collectives, again some seconds later, and writes the same to a file. For a rank that can't answer, because
+it is stopped or holds the GIL, a rank of its machine does, with what the kernel and faulthandler's signal
+show. The rank that has called collects the answers, judges them (`diagnose`), and tells the result once,
+before any watchdog acts.
+
+It ends nothing. Between calls it costs a look at two numbers of each group, and one read of the message
+store. Answers are made on a thread of their own, as storage may not answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from weakref import ref
+
+import msgspec
+
+from holdfast._heart import heart
+from holdfast._roster.base import Roster
+from holdfast._roster.presence import pace, read
+from holdfast._threads import start_thread
+from holdfast._torch_private import flight_records
+from holdfast._watch.answering import Answering, Asked
+from holdfast.errors import RosterLost
+
+log = logging.getLogger("holdfast")
+SHARE = 0.5
+"""The part of its group's timeout after which a collective is too long."""
+AGAIN = 10.0
+"""Seconds between the two looks, at most: late ranks move meanwhile."""
+NOTICED = 2.0
+"""Seconds of a collective before which it is not looked at closely."""
+OLD = 60.0
+"""Seconds after which a call is over for a rank that has not seen it."""
+
+
+class Pending:
+    """For how long each group has waited in one collective, by the flight recorder."""
+
+    def __init__(self) -> None:
+        self._since: dict[tuple[int, str], tuple[int, float]] = {}
+        self._limits: dict[tuple[int, str], float] = {}
+        self._told: set[tuple[int, str, int]] = set()
+        self._missed: tuple[tuple[int, str], int, float] | None = None
+        """What the call of this rank was for: a group, its number before, and since when it waits."""
+
+    def too_long(self) -> tuple[float, float] | None:
+        """Return the seconds that a collective of a group has taken, and that group's timeout, if that is too
+        long and was not told yet."""
+        now = time.monotonic()
+        for key, enqueued, done in _statuses():
+            if enqueued <= done:
+                self._since.pop(key, None)
+                continue
+            if self._since.get(key, (None, 0.0))[0] != done:
+                self._since[key] = done, now
+            waited = now - self._since[key][1]
+            if waited < NOTICED or (*key, done) in self._told:
+                continue
+            limit = self._limit(key)
+            if limit is not None and waited >= SHARE * limit:
+                self._missed = key, done, now - waited
+                return waited, limit
+        return None
+
+    def over(self) -> float | None:
+        """Return, once, after how many seconds the collective was over that this rank has called for."""
+        if self._missed is None:
+            return None
+        missed, before, since = self._missed
+        if not any(key == missed and done > before for key, _, done in _statuses()):
+            return None
+        self._missed = None
+        return time.monotonic() - since
+
+    def tell(self) -> None:
+        """Note that all that is pending now was told of."""
+        self._told |= {(*key, done) for key, enqueued, done in _statuses() if enqueued > done}
+
+    def _limit(self, key: tuple[int, str]) -> float | None:
+        if key not in self._limits:
+            for number, record in enumerate(flight_records(entries=True)):
+                for entry in record["entries"]:
+                    if entry.get("timeout_ms"):
+                        self._limits[number, str(entry.get("pg_id"))] = int(entry["timeout_ms"]) / 1000
+        return self._limits.get(key)
+
+
+def _statuses() -> Iterable[tuple[tuple[int, str], int, int]]:
+    """Yield the last number that was enqueued, and that was completed, of each group."""
+    for number, record in enumerate(flight_records()):
+        for group, status in record.get("pg_status", {}).items():
+            enqueued, done = status["last_enqueued_collective"], status["last_completed_collective"]
+            yield (number, group), int(enqueued), int(done)
+
+
+class RollCall:
+    """The roll calls of one rank: a duty of the heart, from `install` to `uninstall`."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.interval = pace(roster.world_size)
+        self._roster = ref(roster)  # it lives as long as its process group
+        self._pending = Pending()
+        self._number = 0
+        """Of the next call."""
+        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+
+    def beat(self) -> None:
+        roster = self._roster()
+        if self._thread is not None and self._thread.is_alive():
+            return
+        try:
+            if roster is not None:
+                self._look(roster.bounded().base())
+        except RosterLost as error:  # the program's own calls meet it, too
+            roster = None if error.details.get("destroyed") else roster
+        except Exception as error:  # the same would come at every beat
+            log.warning("Roll calls end here: %s: %s", type(error).__name__, error)
+            roster = None
+        if roster is None:
+            heart.end(self)
+
+    def _look(self, base: Roster) -> None:
+        """Call if this rank waits too long, and answer a call."""
+        if (seconds := self._pending.over()) is not None:
+            log.warning("The collective of the last roll call is over, after %.0f s.", seconds)
+        key = f"roll/{self._number}"
+        asked = read(base.get([key])[0], Asked)
+        waited = self._pending.too_long() if asked is None else None
+        if waited is not None:
+            why = f"a collective has taken {waited[0]:.0f} of {waited[1]:.0f} s"
+            mine = Asked(base.rank, why, min(AGAIN, waited[1] / 8), time.time())
+            asked = read(base.claim(key, msgspec.to_builtins(mine)), Asked)
+        if asked is not None:
+            answering = Answering(base, self._number, asked, self._over)
+            self._number += 1
+            if time.time() - asked.at < OLD:
+                self._thread = start_thread(lambda: self._answer(answering), "holdfast-roll-call")
+
+    def _answer(self, answering: Answering) -> None:
+        try:
+            answering.run()
+        except Exception as error:  # a job must not notice it
+            log.warning("A roll call could not be answered: %s: %s", type(error).__name__, error)
+        self._pending.tell()
+
+    def close(self) -> None:
+        self._over.set()

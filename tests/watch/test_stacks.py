@@ -1,0 +1,93 @@
+"""What stacks decide, and what they don't."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast._watch.diagnose import diagnose
+from holdfast._watch.read import read_all
+from holdfast._watch.verdict import Diagnosis
+
+WAITS = "    all_reduce (torch/distributed/distributed_c10d.py:3000)\n    step (train.py:50)\n    train (train.py:90)\n"
+
+
+def dump(folder: Path, rank: int, lines: str, again: str = "", more: str = "") -> None:
+    for name, text in ((f"rank-{rank}.txt", lines), (f"rank-{rank}-again.txt", again)):
+        if text:
+            (folder / name).write_text(
+                f'Process {rank}: python\n\nThread {rank} (active): "MainThread"\n{text}{more}'
+            )
+
+
+def among_waiting(folder: Path, lines: str, again: str = "", more: str = "") -> Diagnosis:
+    """Ranks 0 to 2 wait, and rank 3 is elsewhere."""
+    for rank in range(3):
+        dump(folder, rank, WAITS)
+    dump(folder, 3, lines, again, more)
+    return diagnose(read_all([str(folder)]))
+
+
+BEFORE = "    read (data.py:7)\n    step (train.py:40)\n    train (train.py:90)\n"
+MOVED = "    read (data.py:9)\n    step (train.py:40)\n    train (train.py:90)\n"
+BEHIND = "    write (log.py:7)\n    step (train.py:60)\n    train (train.py:90)\n"
+BEHIND_MOVED = "    write (log.py:9)\n    step (train.py:60)\n    train (train.py:90)\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "again", "kind"),
+    [
+        (BEFORE, MOVED, "late"),
+        (BEFORE, BEFORE, "stuck"),
+        (BEFORE, "", None),
+        (BEHIND, BEHIND_MOVED, None),
+        (BEHIND, BEHIND, "stuck"),
+    ],
+)
+def test_moving_is_late_and_still_is_stuck(lines: str, again: str, kind: str | None, tmp_path: Path) -> None:
+    """Behind the collective, a rank that moves may be in the round before, or have left it out."""
+    found = among_waiting(tmp_path, lines, again)
+    assert (found.verdict.kind if found.verdict is not None else None) == kind
+    named = found.verdict or found.possible[0]
+    assert named.ranks == (3,)
+    assert named.waiting == (0, 1, 2)
+
+
+def test_the_thread_that_works_for_an_idle_main_thread_counts(tmp_path: Path) -> None:
+    idle = "    main_loop (ray/_private/worker.py:900)\n"
+    gone = among_waiting(tmp_path, idle)
+    assert gone.verdict is not None
+    assert (gone.verdict.kind, gone.verdict.ranks) == ("branch", (3,))
+    busy = among_waiting(tmp_path, idle, more=f'\nThread 77 (idle): "actor"\n{WAITS}')
+    assert busy.verdict is None
+
+
+def test_kernels_that_are_launched_decide_nothing(tmp_path: Path) -> None:
+    """No host is blocked: where each of them is says nothing of the GPU."""
+    for rank in range(4):
+        line = 136 if rank else 245
+        dump(
+            tmp_path, rank, f"    apply (layer.py:7)\n    forward (model.py:{line})\n    run (engine.py:9)\n"
+        )
+    assert diagnose(read_all([str(tmp_path)])).verdict is None
+
+
+def test_more_than_one_thing_at_once_is_not_judged(tmp_path: Path) -> None:
+    dump(tmp_path, 4, BEFORE, MOVED)
+    found = among_waiting(tmp_path, BEFORE, BEFORE)
+    assert found.verdict is None
+    assert found.possible[0].ranks == (3, 4)
+
+
+def test_ranks_that_make_a_group_are_not_all_known_to_make_the_same(tmp_path: Path) -> None:
+    helper = "    _new_process_group_helper (torch/distributed/distributed_c10d.py:2000)\n"
+    for rank in range(3):
+        dump(
+            tmp_path,
+            rank,
+            helper + "    new_group (torch/distributed/distributed_c10d.py:5000)\n    main (train.py:9)\n",
+        )
+    made = diagnose(read_all([str(tmp_path)])).verdict
+    assert made is not None
+    assert (made.kind, made.ranks) == ("lifecycle", None)
