@@ -38,6 +38,7 @@ RAISED_BY: dict[str, list[Callable[..., Any]]] = {
     "_integrations/huggingface/export.py": [huggingface.export],
     "_integrations/huggingface/published_tensors.py": [huggingface.export],
     "_integrations/megatron/checkpointing.py": [megatron.load] if megatron else [],
+    "_io/renamed.py": [holdfast.load],
     "_layout/grid.py": [holdfast.Grid],
     "_integrations/huggingface/fetch.py": [huggingface.fetch],
     "_loading/job.py": [holdfast.load, holdfast.Checkpoints.restore],
