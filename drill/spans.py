@@ -141,10 +141,10 @@ def save_job(rank: int, folder: str, away: bool, ours: bool) -> Any:
         job = holdfast.Job(report_after=REPORT_S, timeout=LIMIT_S if away else None)
         save = lambda name: dcp.save(state, checkpoint_id=f"{folder}/{name}", job=job)  # noqa: E731
     else:
-        for name in COLLECTIVES:
-            wrap(dist, name, "collective", noted)
         wrap(stock.FileSystemWriter, "write_data", "writes", noted)
         save = lambda name: stock.save(state, checkpoint_id=f"{folder}/{name}")  # noqa: E731
+    for name in COLLECTIVES:
+        wrap(dist, name, "collective", noted)
     save("first")  # imports modules, and finds the other ranks
     if away:
         shorten_timeouts(LIMIT_S)
@@ -162,10 +162,12 @@ def save_job(rank: int, folder: str, away: bool, ours: bool) -> Any:
     if ours:
         # Each phase lasts until the next one.
         known = [(PHASES[name], at) for name, at in phases if name in PHASES]
+        joined: list[tuple[str, float, float]] = []
         for (does, at), stop in zip(known, [at for _, at in known[1:]] + [end], strict=True):
-            if noted and noted[-1][0] == does:
-                _, at, _ = noted.pop()
-            noted.append((does, at, stop))
+            if joined and joined[-1][0] == does:
+                _, at, _ = joined.pop()
+            joined.append((does, at, stop))
+        noted += joined
     told = next((at for name, at in phases if name == "late"), None)
     return rank, begin, end, list(noted), error, told, len(dict(flat(state)))
 
