@@ -113,6 +113,9 @@ def conclude(stock: Results, ours: Results, counted: set[str], reasons: Mapping[
     """Print the sums and what is not as expected; return the exit status."""
     differ = differences(stock, ours)
     passed = {test for test, end in stock.items() if end.how == "passed"}
+    if not passed:
+        print(f"Stock passes no test here: {'; '.join({end.why for end in stock.values()})}")
+        return 1
     most = counted & passed
     print(f"\nOf {len(passed)} tests that stock passes, {len(passed) - len(differ)} pass on holdfast.dcp;")
     share = len(most - differ.keys()) / max(len(most), 1)
