@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from drill import exits, late_group, must_go_on
+from drill import exits, late_group, must_go_on, picture, spans
 from drill.__main__ import main
 from drill.must_go_on import Outcome
 from drill.page import SHORT, document, front, with_front
@@ -79,3 +79,15 @@ def test_the_front_page_has_what_was_measured() -> None:
     assert with_front(readme, results) == readme
     assert len(front(results)) == 4 + len(SHORT)
     assert (root / "docs" / "drill.md").read_text(encoding="utf-8") == document(results)
+
+
+def test_the_picture_of_the_front_page_is_what_was_measured() -> None:
+    measured = picture.read()
+    assert picture.SVG.read_text(encoding="utf-8") == picture.draw(measured), "run: python -m drill.picture"
+    for run in measured.runs:
+        in_collectives = {rank.rank for rank in run.ranks if any(s.does == "collective" for s in rank.spans)}
+        came = {rank.rank for rank in run.ranks}
+        assert came == set(range(spans.WORLD)) - ({spans.AWAY} if run.away else set())
+        assert in_collectives == (set() if run.ours else came)
+        assert all(bool(rank.error) == run.away for rank in run.ranks)
+        assert all((f"rank {spans.AWAY} (" in rank.error) == (run.away and run.ours) for rank in run.ranks)

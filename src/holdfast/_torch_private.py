@@ -170,3 +170,9 @@ def abort(group: dist.ProcessGroup) -> None:
     _aborted.add(group)
     with suppress(Exception):  # not every backend can
         group.abort()
+
+
+def stages_in_background(stager: object) -> bool:
+    """Return whether a stager of torch DCP returns a Future, from which `async_save` makes an
+    AsyncSaveResponse. False for one of a torch that does not say it here."""
+    return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))

@@ -190,3 +190,33 @@ def test_it_says_its_version() -> None:
         check=True,
     )
     assert __version__ in said.stdout
+
+
+def test_python_m_is_the_same_program() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "holdfast", "--help"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert all(name in said.stdout for name in COMMANDS)
+
+
+def test_a_shell_completes_commands_and_options() -> None:
+    """As docs/commands.md says: the line in the startup file, then what a shell asks at a tab."""
+    for shell in ("bash", "zsh", "fish"):
+        assert "_HOLDFAST_COMPLETE" in completion(f"{shell}_source")
+    asked = {"COMP_WORDS": "holdfast la", "COMP_CWORD": "1"}
+    assert completion("bash_complete", **asked).split() == ["plain,latest"]
+    asked = {"COMP_WORDS": "holdfast verify --", "COMP_CWORD": "2"}
+    assert "plain,--json" in completion("bash_complete", **asked).split()
+
+
+def completion(kind: str, **more: str) -> str:
+    """What the program prints for a shell."""
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast"],
+        env={**os.environ, "_HOLDFAST_COMPLETE": kind, **more},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(ROOT.glob("docs/recipes/*.md"))
 PAGES = [
     ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
     *sorted(ROOT.glob("docs/*.md")),
     *RECIPES,
     *sorted(ROOT.glob("docs/decisions/*.md")),
@@ -16,6 +18,19 @@ PAGES = [
 OURS = [page for page in PAGES if page.name != "benchmarks.md"]
 """Pages that people write; the other one is made by `make bench`."""
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_NOTE = re.compile(r"<!-- (run by|not run|before):? ?((?:(?!-->).)*?)\s*-->\n\Z", re.DOTALL)
+
+
+class Block(NamedTuple):
+    """A code block of a page, and what the comment right above it says."""
+
+    line: int
+    language: str
+    code: str
+    elsewhere: str
+    """Which test runs it, or why none does; empty: it is run as a part of its page."""
+    before: str
+    """What a reader has done before, which the page does not show."""
 
 
 def text(name: str) -> str:
@@ -29,6 +44,21 @@ def code(page: str, language: str = "python") -> list[tuple[int, str]]:
         for found in _FENCE.finditer(page)
         if found[1] == language
     ]
+
+
+def blocks(page: str) -> list[Block]:
+    """All code blocks of a page. A comment above a block says `run by TEST`, `not run: WHY`, or `before: CODE`."""
+    found = []
+    for fence in _FENCE.finditer(page):
+        note = _NOTE.search(page, 0, fence.start())
+        kind, words = (note[1], note[2].strip()) if note else ("", "")
+        first = fence[2].partition("\n")[0]
+        if first.startswith("# run by "):
+            kind, words = "run by", first
+        before = words if kind == "before" else ""
+        line = page.count("\n", 0, fence.start(2)) + 1
+        found.append(Block(line, fence[1], fence[2], "" if before else words, before))
+    return found
 
 
 def after(page: str, marker: str) -> str:

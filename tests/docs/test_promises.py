@@ -1,4 +1,4 @@
-"""Promises of the README that no other test keeps."""
+"""Promises of docs/guarantees.md that no other test keeps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ import torch.distributed as dist
 import holdfast
 from holdfast._roster.memory import MemoryRoster
 from holdfast._roster.process import _status, children_of, own_sockets, sockets
-from holdfast._torch_private import default_store, tcp_store
 from holdfast.errors import CorruptCheckpoint, HoldfastError
 from tests.support.processes import ProcessWorld
 from tests.support.threads import on_ranks
@@ -71,17 +70,17 @@ def descriptors() -> set[tuple[str, str]]:
 
 
 def accepted() -> set[int]:
-    """The other ends of connections to the store's server, if it is in this process: torch closes them some time
-    after their rank has."""
-    store = tcp_store(default_store()) if dist.is_initialized() else None
-    found = set()
+    """The other ends of connections to servers in this process, as that of the store: how many clients a rank
+    has depends on how many of its threads asked at once, and torch closes them some time after the rank has."""
+    ends = []
     for one in sockets():
         with suppress(OSError, IndexError):
             # Not by `getpeername`, which fails once the other end has been reset.
-            listens = one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if store is not None and one.getsockname()[1] == store.port and not listens:
-                found.add(one.fileno())
-    return found
+            ends.append(
+                (one.fileno(), one.getsockname()[1], one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+            )
+    served = {port for _, port, listens in ends if listens}
+    return {number for number, port, listens in ends if port in served and not listens}
 
 
 def changed(before: dict[str, Any], kept: Set[str] = frozenset()) -> dict[str, Any]:

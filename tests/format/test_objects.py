@@ -160,10 +160,8 @@ def nothing() -> None: ...
         ({"a": (1, nothing)}, "dict"),
         (os.system, "builtin"),
         (Thing, "type"),
-        (io.BytesIO(), "BytesIO"),
-        (Path("/x"), "Path"),
     ],
-    ids=["lambda", "instance", "in a list", "function", "os.system", "class", "file", "path"],
+    ids=["lambda", "instance", "in a list", "function", "os.system", "class"],
 )
 def test_what_loading_would_have_to_execute_is_refused_at_save(value: Any, words: str) -> None:
     with pytest.raises(BadInput, match="executes nothing") as caught:

@@ -1,11 +1,12 @@
-"""Each argument of torch DCP's writers, readers, planners and stagers is honoured, refused with one sentence,
-or moot. A new argument of the installed torch fails here until someone has decided."""
+"""Each argument of torch DCP's writers, readers, planners and stagers is honoured, moot, or sends the call to torch
+DCP. A new argument of the installed torch fails here until someone has decided."""
 
 from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ import holdfast
 import holdfast.dcp as dcp
 from holdfast._format.names import INDEX
 from holdfast._integrations.dcp_arguments import TAKES, ArgumentRules, understand
+from holdfast._integrations.reporting import warn_once
 from holdfast.errors import BadInput
 
 extensions: Any
@@ -74,8 +76,8 @@ def registry() -> Any:
     return made
 
 
-def refused(folder: Path) -> dict[tuple[str, str], Any]:
-    """For each argument that is refused: an object that has another value than the default."""
+def torchs(folder: Path) -> dict[tuple[str, str], Any]:
+    """For each argument that only torch honours: an object that has another value than the default."""
     made: dict[tuple[str, str], Any] = {
         ("FileSystemWriter", "single_file_per_rank"): FileSystemWriter(folder, single_file_per_rank=False),
     }
@@ -99,13 +101,13 @@ def test_every_argument_of_the_installed_torch_has_a_decision(name: str, tmp_pat
     kind, theirs = KINDS[name], class_of(name)
     if theirs is None:
         pytest.skip(f"torch {torch.__version__} has no {name}")
-    decided = [*kind.honoured, *kind.moot, *kind.refused]
+    decided = [*kind.honoured, *kind.moot, *kind.torchs]
     assert len(decided) == len(set(decided))
     assert set(inspect.signature(theirs).parameters) <= set(decided)
-    there = {(theirs.__name__, argument) for argument in kind.refused} & {
+    there = {(theirs.__name__, argument) for argument in kind.torchs} & {
         (theirs.__name__, argument) for argument in inspect.signature(theirs).parameters
     }
-    assert there == {key for key in refused(tmp_path) if key[0] == theirs.__name__}
+    assert there == {key for key in torchs(tmp_path) if key[0] == theirs.__name__}
 
 
 @pytest.mark.parametrize("call", ["save", "async_save", "load"])
@@ -125,7 +127,8 @@ def test_plain_objects_are_understood_also_after_torch_has_used_them(call: str, 
     theirs.save(state, checkpoint_id=tmp_path)
     for argument, kinds in kinds_of(call):
         for name in kinds:
-            if class_of(name) is None or name.endswith("DefaultStager"):  # it wants a GPU
+            if class_of(name) is None or name.endswith(("DefaultStager", "HuggingFaceStorageReader")):
+                # One wants a GPU, the other a folder of Holdfast.
                 continue
             made = class_of(name)(*([tmp_path] if argument.startswith("storage") else []))
             understand(call, tmp_path, **{argument: made})
@@ -136,37 +139,186 @@ def test_plain_objects_are_understood_also_after_torch_has_used_them(call: str, 
                 understand(call, tmp_path, **{argument: made})
 
 
-CASES = list(refused(Path("unused")))
+CASES = list(torchs(Path("unused")))
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Returns what was logged since it was last asked; each sentence is logged once in a process."""
+
+    def ask() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.name == "holdfast"]
+        caplog.clear()
+        return found
+
+    warn_once.cache_clear()
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        yield ask
 
 
 @pytest.mark.parametrize(("kind", "argument"), CASES)
-def test_what_is_refused_is_named(kind: str, argument: str, tmp_path: Path) -> None:
-    given = refused(tmp_path)[kind, argument]
-    state = {"w": torch.ones(2)}
-    dcp.save(state, checkpoint_id=tmp_path)
-    before = (tmp_path / INDEX).read_bytes()
+def test_what_only_torch_honours_is_torchs_and_is_said(
+    kind: str, argument: str, tmp_path: Path, said: Callable[[], list[str]]
+) -> None:
+    given = torchs(tmp_path / "a")[kind, argument]
     loads = kind in ("FileSystemReader", "DefaultLoadPlanner")
+    name = "planner" if "Planner" in kind else "storage_reader" if loads else "storage_writer"
+    state = {"w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "a")
+    before = (tmp_path / "a" / INDEX).read_bytes()
     for call in ("load",) if loads else ("save", "async_save"):
-        name = "planner" if "Planner" in kind else "storage_reader" if loads else "storage_writer"
-        with pytest.raises(
-            BadInput, match=rf"dcp\.{call} can't honour {argument} of the {kind}: .*\. Leave "
-        ):
-            getattr(dcp, call)(state, checkpoint_id=tmp_path, **{name: given})
-    assert (tmp_path / INDEX).read_bytes() == before
+        there = tmp_path / ("a" if loads else call)
+        if hasattr(given, "path") and not loads:
+            given.path = there
+        words = rf"dcp\.{call} can't honour {argument} of the {kind}: .*\. Leave .* Or leave out job"
+        with pytest.raises(BadInput, match=words):
+            getattr(dcp, call)(state, checkpoint_id=there, **{name: given}, job=holdfast.Job())
+        assert not said()
+        done = getattr(dcp, call)(state, checkpoint_id=there, **{name: given})
+        if call == "async_save":
+            done.result(60)
+        [sentence] = said()
+        assert sentence.startswith(
+            f"torch.distributed.checkpoint.{call} does this call, with collectives: holdfast."
+        )
+        assert loads == (there / INDEX).exists(), "torch DCP's files are no Holdfast checkpoint"
+    assert (tmp_path / "a" / INDEX).read_bytes() == before
 
 
-def test_methods_that_were_replaced_are_refused(tmp_path: Path) -> None:
-    writer = FileSystemWriter(tmp_path)
-    writer.finish = lambda *args: None  # type: ignore[method-assign]
-    with pytest.raises(BadInput, match="can't honour finish of the FileSystemWriter"):
-        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_deprecated_functions_are_the_same(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    dcp.save_state_dict({"w": torch.ones(2)}, FileSystemWriter(tmp_path / "a"), no_dist=True)
+    assert (tmp_path / "a" / INDEX).exists()
+    found = {"w": torch.zeros(2)}
+    dcp.load_state_dict(found, FileSystemReader(tmp_path / "a"), None, 0, True)
+    assert torch.equal(found["w"], torch.ones(2))
+    assert not said()
+    theirs_alone = FileSystemWriter(tmp_path / "b", single_file_per_rank=False)
+    dcp.save_state_dict(found, theirs_alone, None, 0, True)
+    assert not (tmp_path / "b" / INDEX).exists()
+    whole = DefaultLoadPlanner(flatten_state_dict=False)
+    found["w"].zero_()
+    dcp.load_state_dict(found, FileSystemReader(tmp_path / "b"), no_dist=True, planner=whole)
+    assert torch.equal(found["w"], torch.ones(2))
+    assert len(said()) == 2
+
+
+def test_methods_that_were_replaced_are_torchs_to_call(tmp_path: Path) -> None:
+    writer, called = FileSystemWriter(tmp_path), []
+    writer.finish = lambda *args, **named: called.append(named)  # type: ignore[method-assign]
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    assert called
+
+
+def test_by_position_comes_what_came_there_in_torch(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, FileSystemWriter(tmp_path))
+    found = {"w": torch.zeros(2, dtype=torch.float64)}
+    dcp.load(found, FileSystemReader(tmp_path))
+    assert torch.equal(found["w"], torch.ones(2, dtype=torch.float64)), "converted, as torch does"
+    with pytest.raises(
+        BadInput, match=r"takes no storage_writer= \(str\): it is no StorageWriter. Give checkpoint_id="
+    ):
+        dcp.save({}, str(tmp_path))
+    for call in (
+        lambda: dcp.save({}, FileSystemWriter(tmp_path), None),
+        lambda: dcp.save({}, FileSystemWriter(tmp_path), storage_writer=None),
+    ):
+        with pytest.raises(BadInput, match=r"dcp\.save takes the state and storage_writer by position"):
+            call()
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+def test_casts_both_ways(half: torch.dtype, tmp_path: Path) -> None:
+    exact = torch.arange(7.0)
+    for name, stored, wanted in (("down", torch.float32, half), ("up", half, torch.float32)):
+        for save in (dcp.save, theirs.save):
+            folder = tmp_path / f"{name}-{save.__module__}"
+            save({"m": {"w": exact.to(stored)}}, checkpoint_id=folder)
+            found = {"m": {"w": torch.zeros(7, dtype=wanted)}}
+            target = found["m"]["w"]
+            dcp.load(found, checkpoint_id=folder)
+            assert found["m"]["w"] is target
+            assert torch.equal(target, exact.to(wanted))
+
+
+def test_what_is_saved_is_told_as_torchs_metadata(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2, 3), "step": 3}
+    for found in (
+        dcp.save(state, checkpoint_id=tmp_path),
+        dcp.async_save(state, checkpoint_id=tmp_path).result(60),
+    ):
+        assert isinstance(found, theirs.Metadata)
+        assert (found.path, found.tensors) == (str(tmp_path), 2)
+        assert found.state_dict_metadata["w"].size == torch.Size((2, 3))
+        assert isinstance(found.state_dict_metadata["step"], theirs.BytesStorageMetadata)
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = found.nothing
+
+
+def test_a_url_is_torchs(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    with pytest.raises(Exception, match=r"(?i)s3|fsspec|Cannot detect"):
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id="s3://bucket/it")
+    assert "dcp.load stores to paths, not to 's3://bucket/it'" in said()[0]
+
+
+@pytest.mark.skipif(not extensions, reason="this torch has no extensions")
+def test_what_torch_compressed_torch_reads(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    pytest.importorskip("zstandard")
+    dcp.save({"w": torch.ones(99)}, FileSystemWriter(tmp_path, _extensions=[extensions.ZStandard()]))
+    found = {"w": torch.zeros(99)}
+    dcp.load(found, checkpoint_id=tmp_path)
+    assert torch.equal(found["w"], torch.ones(99))
+    assert len(said()) == 2
+    with pytest.raises(BadInput, match="compressed or encrypted"):
+        dcp.load(found, checkpoint_id=tmp_path, job=holdfast.Job())
+
+
+@pytest.mark.skipif(not hasattr(theirs, "HuggingFaceStorageReader"), reason="this torch has none")
+def test_readers_and_writers_of_hugging_face(tmp_path: Path, said: Callable[[], list[str]]) -> None:
+    state = {"w": torch.arange(6.0)}
+    dcp.save(state, checkpoint_id=tmp_path / "ours")
+    assert not said()
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path / "theirs")))
+    [sentence] = said()
+    assert "takes no storage_writer= (HuggingFaceStorageWriter)" in sentence
+    assert [*(tmp_path / "theirs").glob("model*.safetensors")]
+    for name in ("ours", "theirs"):
+        found = {"w": torch.zeros(6)}
+        dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / name)))
+        assert torch.equal(found["w"], state["w"])
+        assert len(said()) == (name == "theirs")
+
+
+class Watching(dict[str, Any]):
+    """A dict that listens."""
+
+    heard: tuple[str, ...] = ()
+
+    def __setitem__(self, key: str, value: object) -> None:
+        self.heard += (key,)
+        super().__setitem__(key, value)
+
+
+def test_values_are_put_back_as_torch_does(tmp_path: Path) -> None:
+    dcp.save({"a": {"w": torch.ones(2)}, "m": torch.nn.Linear(1, 1)}, checkpoint_id=tmp_path)
+    state = Watching({"a": {"w": torch.zeros(2)}, "m": torch.nn.Linear(1, 1)})
+    dcp.load(state, checkpoint_id=tmp_path)
+    assert state.heard == ("a",)
 
 
 def test_a_role_takes_only_its_own_classes(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match=r"save takes no storage_writer= \(FileSystemReader\)"):
+    with pytest.raises(
+        BadInput, match=r"save takes no storage_writer= \(FileSystemReader\): it is no StorageWriter"
+    ):
         dcp.save({}, storage_writer=FileSystemReader(tmp_path))
-    with pytest.raises(BadInput, match=r"load takes no planner= \(DefaultSavePlanner\)"):
+    with pytest.raises(
+        BadInput, match=r"load takes no planner= \(DefaultSavePlanner\): it is no LoadPlanner"
+    ):
         dcp.load({}, checkpoint_id=tmp_path, planner=DefaultSavePlanner())
+    with pytest.raises(BadInput, match=r"save takes no async_stager= \(int\): it is no AsyncStager"):
+        dcp.async_save({}, checkpoint_id=tmp_path, async_stager=3)
+    with pytest.raises(BadInput, match="names no folder"):
+        dcp.save({})
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
@@ -29,7 +30,15 @@ def sharded_load(rank: int, folder: str) -> list[bool]:
     places = {"rows": [Shard(0)], "columns": [Shard(1)], "all": [Replicate()]}
     state = {name: distribute_tensor(torch.zeros(7, 6), mesh, place) for name, place in places.items()}
     stock.load(state, storage_reader=dcp.HoldfastReader(folder))
-    return [torch.equal(state[name].full_tensor(), whole) for name in places]
+    halves = {
+        name: distribute_tensor(torch.zeros(7, 6).half(), mesh, place) for name, place in places.items()
+    }
+    dcp.load(halves, checkpoint_id=folder)  # ours converts, as stock does
+    return [
+        torch.equal(state[name].full_tensor(), whole)
+        and torch.equal(halves[name].full_tensor(), whole.half())
+        for name in places
+    ]
 
 
 def test_stock_dcp_loads_shards_of_a_holdfast_checkpoint(tmp_path: Path) -> None:
@@ -86,6 +95,24 @@ def test_the_state_is_filled_in_place_in_its_own_dtype_and_strides(tmp_path: Pat
     assert torch.equal(state["half"], whole.bfloat16())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_tools_that_make_a_reader_of_their_own_read_ours(tmp_path: Path) -> None:
+    """As `dcp_to_torch_save`, Accelerate and Lightning do; also of a folder without torch's `.metadata`."""
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+    state = {"model": {"a.b": torch.arange(5.0)}, "rest": [torch.ones(2), {"n": 3}], "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    found = _load_state_dict_from_keys(checkpoint_id=tmp_path / "dcp")
+    assert torch.equal(found["model"]["a.b"], torch.arange(5.0))
+    assert (found["rest"][1], found["step"]) == ({"n": 3}, 3)
+    assert [*_load_state_dict_from_keys("model", checkpoint_id=tmp_path / "dcp")] == ["model"]
+    holdfast.save(state, tmp_path / "plain", job=ALONE)
+    dcp_to_torch_save(tmp_path / "plain", tmp_path / "one.pt")
+    assert torch.equal(torch.load(tmp_path / "one.pt")["model.a.b"], torch.arange(5.0))
+    stock.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "theirs")
+    assert torch.equal(_load_state_dict_from_keys(checkpoint_id=tmp_path / "theirs")["w"], torch.ones(3))
+
+
 def test_damage_and_folders_without_a_checkpoint(tmp_path: Path) -> None:
     holdfast.save({"w": torch.ones(1000)}, tmp_path / "it", job=ALONE)
     assert dcp.HoldfastReader.validate_checkpoint_id(tmp_path / "it")
@@ -101,12 +128,13 @@ def test_damage_and_folders_without_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_every_public_name_of_dcp_is_there() -> None:
-    ours = {"async_save", "load", "save"}
+    ours = {"async_save", "load", "load_state_dict", "save", "save_state_dict"}
     for name in dir(stock):
         if name.startswith("_"):
             continue
         value = getattr(dcp, name)
         assert (value is getattr(stock, name)) == (name not in ours), name
         assert isinstance(value, types.ModuleType) or value.__doc__ is not None or isinstance(value, type)
+    assert dcp.AsyncSaveResponse.__name__ == "AsyncSaveResponse"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = dcp.nothing

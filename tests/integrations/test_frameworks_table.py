@@ -14,7 +14,7 @@ from holdfast._integrations.patching import Replacement
 from holdfast._integrations.settings import Settings
 
 NOT_IN = {
-    # since megatron-core 0.17, Megatron-Bridge 0.4, or where Megatron-FSDP comes as its own package
+    # since megatron-core 0.17, Megatron-Bridge 0.4, before torchtitan 0.3, or where Megatron-FSDP comes as its own package
     "megatron-core": {
         "megatron.core.transformer.fsdp_dtensor_checkpoint.handle_gdn_in_state_dict",
         "megatron.core.dist_checkpointing.validation.verify_checkpoint_and_load_strategy",
@@ -23,6 +23,10 @@ NOT_IN = {
         "megatron.bridge.training.checkpointing.save_fsdp_dtensor_checkpoint",
         "megatron.bridge.training.checkpointing.load_fsdp_dtensor_checkpoint",
         "megatron.bridge.training.checkpointing.preprocess_fsdp_dtensor_state_dict",
+    },
+    "torchtitan": {
+        "torchtitan.components.checkpoint.CheckpointManager.save",
+        "torchtitan.components.checkpoint.CheckpointManager.load",
     },
 }
 """Names that not every version has."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -264,6 +268,53 @@ class Kinds:
 
 
 class Derived(Kinds): ...
+
+
+def unreached(rank: int) -> list[str]:
+    """What is logged by the end of an installation of which one guard was reached."""
+    import holdfast
+
+    here, said = "tests.integrations.test_guard", io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("holdfast").addHandler(handler)
+    try:
+        holdfast.install(guard=[f"{here}.Kinds.static", f"{here}.Kinds.of_class"])
+        holdfast.install(guard=[f"{here}.Kinds.static", f"{here}.Kinds.of_class"])
+        Kinds.static(1)
+        holdfast.uninstall()
+        holdfast.install(guard=[f"{here}.Kinds.static"])
+        Kinds.static(1)
+        holdfast.uninstall()
+    finally:
+        logging.getLogger("holdfast").removeHandler(handler)
+    return [line for line in said.getvalue().splitlines() if line.startswith("install(guard=")]
+
+
+def test_a_guard_that_is_never_reached_says_so_once_on_rank_0() -> None:
+    with ProcessWorld(2) as world:
+        said, other = world.run(unreached)
+    assert [line.partition(":")[0] for line in said] == [
+        "install(guard=...) guarded nothing in tests.integrations.test_guard.Kinds.of_class"
+    ]
+    assert other == []
+
+
+NEVER = """
+import sys, torch.distributed as dist, holdfast
+holdfast.install(guard=["json.dump"])
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+if sys.argv[1:]:
+    raise KeyError("no data")
+"""
+
+
+@pytest.mark.parametrize("argument", [[], ["fails"]])
+def test_at_the_end_of_a_program_that_did_not_fail(argument: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NEVER, *argument], text=True, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == len(argument)
+    assert ("guarded nothing in json.dump" in done.stderr) == (not argument)
 
 
 def test_methods_of_all_kinds_are_guarded_and_put_back() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -74,6 +77,22 @@ def test_elsewhere_dcp_is_dcp(tmp_path: Path) -> None:
     assert torch.equal(back["w"], torch.arange(4.0)), "and Holdfast loads it"
 
 
+def test_what_plans_by_itself_reads_what_holdfast_saved(tmp_path: Path) -> None:
+    """As Accelerate's `merge_fsdp_weights` and Lightning's consolidation do, outside of what is guarded."""
+    state = {"model": {"w": torch.arange(6.0).view(2, 3)}, "step": 3}
+    Trainer().save(state, checkpoint_id=tmp_path / "a")
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert torch.equal(one["model"]["w"], state["model"]["w"])
+    assert one["step"] == 3
+    back: dict[str, Any] = {"model": {"w": torch.zeros(2, 3)}}
+    dcp.load(back, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(back["model"]["w"], state["model"]["w"])
+    dcp.save({"model": {"w": torch.ones(2, 3)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.load(back, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(back["model"]["w"], torch.ones(2, 3)), "what DCP has put over it"
+
+
 class Sorting(dcp.DefaultSavePlanner):
     """A planner that plans."""
 
@@ -92,13 +111,35 @@ def test_what_brings_code_of_its_own_goes_to_dcp_and_is_said_once(
     ]
 
 
+TOOL = """
+import sys, holdfast
+holdfast.install("torch-dcp")
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save(sys.argv[1], sys.argv[2])
+assert "holdfast.dcp" not in sys.modules
+print(torch.load(sys.argv[2])["w"].tolist())
+"""
+
+
+def test_a_tool_that_only_installs_reads_ours(tmp_path: Path) -> None:
+    """As `holdfast run -- accelerate merge-weights` does."""
+    holdfast.save({"w": torch.arange(3.0)}, tmp_path / "a", job=holdfast.Job(no_dist=True))
+    command = [sys.executable, "-W", "ignore", "-c", TOOL, str(tmp_path / "a"), str(tmp_path / "one.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0.0, 1.0, 2.0]\n", done.stderr
+
+
 def test_in_the_background_with_and_without_a_stager(tmp_path: Path) -> None:
     state = {"w": torch.arange(4.0)}
     Trainer().save_in_background(state, checkpoint_id=tmp_path / "a").result()
     stager = DefaultStager(StagingOptions(False, False, False, False))
-    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager)
+    Trainer().save_in_background(state, checkpoint_id=tmp_path / "b", async_stager=stager).result()
+    stager = DefaultStager(StagingOptions(False, False, True, False))  # in the background, as torchtitan's
+    response = Trainer().save_in_background(state, checkpoint_id=tmp_path / "c", async_stager=stager)
     assert isinstance(response, AsyncSaveResponse)
     response.staging_completion.result()
     response.upload_completion.result()
-    for name in ("a", "b"):
+    stager.close()
+    for name in ("a", "b", "c"):
         assert (tmp_path / name / INDEX).exists()

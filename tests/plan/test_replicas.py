@@ -25,7 +25,13 @@ def shards(draw: st.DrawFn) -> Box:
 
 
 @settings(max_examples=300)
-@given(st.text(max_size=5), shards(), st.integers(1, 70), st.integers(1, 4096), st.sampled_from([1, 2, 4, 8]))
+@given(
+    st.text(max_size=5),
+    shards(),
+    st.integers(1, 70) | st.sampled_from([127, 128, 200]),
+    st.integers(1, 4096),
+    st.sampled_from([1, 2, 4, 8]),
+)
 def test_pieces_tile_and_each_has_one_writer(name: str, box: Box, count: int, split: int, item: int) -> None:
     nbytes = box.volume * item
     axis, parts = cut(box, nbytes, count, split)
@@ -107,6 +113,18 @@ def test_many_small_shards_are_spread_at_random_but_evenly() -> None:
             written[writer] += 1
     assert written.sum() == 48 * 128
     assert written.max() / written.mean() < 1.08
+
+
+def test_few_of_many_replicas_write_and_their_neighbours_are_witnesses() -> None:
+    """A load opens a file for each writer; and who writes, and who looks, are spread over all hosts."""
+    ranks, wrote, seen = 5000, set(), set()
+    for rank in range(ranks):
+        for number in range(20):
+            box = whole((8192, 1024))
+            for _, writes in shares(f"layers.{number}.w", box, box.volume * 4, (rank, ranks), MiB, False):
+                (wrote if writes else seen).add(rank)
+    assert wrote == set(range(0, 64 * 78, 78))
+    assert seen == {rank + 1 for rank in wrote}
 
 
 def test_the_rule_is_fixed() -> None:

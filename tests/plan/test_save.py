@@ -80,7 +80,7 @@ def test_witnesses_are_exactly_what_others_write(
         assert (plan.witness_full == (check == "full" or (check == "auto" and plain))).all()
 
 
-@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize("count", [2, 3, 6, 150])
 @pytest.mark.parametrize("check", ["auto", "full"])
 def test_many_rows_at_once_follow_the_rule_for_one(count: int, check: str) -> None:
     """`plan_save` has the rule of `shares` a second time, for small rows: both must say the same."""

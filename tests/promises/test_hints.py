@@ -136,7 +136,7 @@ def check(text: str, functions: list[Callable[..., Any]]) -> None:
 @pytest.mark.parametrize("name", LOADS)
 def test_what_a_load_says(name: str, what: str, tmp_path: Path) -> None:
     folder, (load, functions) = saved(tmp_path), LOADS[name]
-    if name == "megatron.load" and what in ("empty", "nothing"):
+    if (name == "megatron.load" and what in ("empty", "nothing")) or (name, what) == ("dcp.load", "nothing"):
         load(STATES[what], folder)  # there, nothing need be asked for
         return
     text = said_by(lambda: load(STATES[what], folder))

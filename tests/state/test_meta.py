@@ -130,12 +130,9 @@ def test_where_no_tensor_can_be_put_they_are_refused(tmp_path: Path) -> None:
     holdfast.save(
         {"t": (torch.ones(2), torch.ones(2)), "w.a": 1, "w.b": 2}, tmp_path, job=holdfast.Job(no_dist=True)
     )
-    with pytest.raises(
-        BadInput, match=r"'t.0' is on the meta device, and stands where no other tensor can be put"
-    ):
-        holdfast.load(
-            {"t": (torch.empty(2, device="meta"), torch.ones(2))}, tmp_path, job=holdfast.Job(no_dist=True)
-        )
+    found = {"t": (torch.empty(2, device="meta"), torch.zeros(2))}
+    holdfast.load(found, tmp_path, job=holdfast.Job(no_dist=True))
+    assert all(torch.equal(one, torch.ones(2)) for one in found["t"]), "another tuple took its place"
     halves = [torch.empty(2, device="meta") for _ in range(2)]
     with pytest.raises(BadInput, match=r"'w.a' is on the meta device, and stands where no other"):
         holdfast.load({"w": TwoTensor(*halves)}, tmp_path, job=holdfast.Job(no_dist=True))

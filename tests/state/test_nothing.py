@@ -37,8 +37,6 @@ def test_saving_nothing_is_refused_with_a_sentence(tmp_path: Path) -> None:
     job = holdfast.Job(no_dist=True)
     with pytest.raises(SaveFailed, match="no rank holds anything to save"):
         holdfast.save({}, tmp_path, job=job)
-    with pytest.raises(SaveFailed, match="no rank holds anything to save"):
-        holdfast.dcp.save({}, checkpoint_id=tmp_path, job=job)
 
 
 def test_nothing_is_loaded_of_nothing(tmp_path: Path) -> None:
@@ -46,6 +44,17 @@ def test_nothing_is_loaded_of_nothing(tmp_path: Path) -> None:
     dcp.save({}, checkpoint_id=str(tmp_path))
     assert holdfast.load({}, tmp_path).tensors == 0
     holdfast.dcp.load({}, checkpoint_id=tmp_path)
+
+
+def test_the_switched_functions_take_an_empty_dict_as_torchs_do(tmp_path: Path) -> None:
+    holdfast.dcp.save({}, checkpoint_id=tmp_path / "a")
+    holdfast.dcp.load({}, checkpoint_id=tmp_path / "a")
+    with pytest.raises(MissingTensors, match="'w'"):
+        holdfast.dcp.load({"w": torch.zeros(2)}, checkpoint_id=tmp_path / "a")
+    holdfast.dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "b")
+    holdfast.dcp.load({}, checkpoint_id=tmp_path / "b")
+    with pytest.raises(BadInput, match="asks for nothing"):
+        holdfast.dcp.load({"model": {}}, checkpoint_id=tmp_path / "b")
 
 
 @pytest.mark.parametrize("state", [{}, {"other": {}}, {"a": {"b": {}}}])

@@ -229,10 +229,8 @@ class Index:
             counts["L"] = rows["late_tensor"]
         self._fingerprints = FINGERPRINTS if any(name in rows for name in FINGERPRINTS) else ()
         # Other columns are ignored: a later version may add some (docs/format.md, Versions).
-        for name, spec in _STORED.items():
-            if name in (*LATE, *FINGERPRINTS) and name not in (*self._late, *self._fingerprints):
-                continue
-            entry = self._header.entries[name]
+        for name in (*_ALWAYS, *self._late, *self._fingerprints):
+            entry, spec = self._header.entries[name], _STORED[name]
             count, wide = entry.shape[0], (self.dims,) if spec.wide else ()
             start, stop = entry.data_offsets
             narrow = self._narrow and spec.dtype.kind == "i" and entry.dtype in ("U8", "U16", "U32")

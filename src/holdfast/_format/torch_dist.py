@@ -29,6 +29,8 @@ OBJECT_PREFIX = b"T"
 _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
 _PACKS = [struct.Struct(f"<{count}q") for count in range(65)]
 """By number of dimensions; torch has no more than 64."""
+TRANSFORMED = "transformed"
+"""Detail of the error for a checkpoint that is compressed or encrypted."""
 _APART = frozenset("/\\\0")
 """Characters that a file name can't have."""
 # At 16 bytes per element, the widest, an int64 can still count the bytes.
@@ -190,6 +192,7 @@ def _chunk(name: str, offset: tuple[int, ...], size: tuple[int, ...], info: obje
         raise CorruptCheckpoint(
             f"{where}: {name[:200]!r} is compressed or encrypted, which Holdfast does not read.",
             hint="Load it with torch.distributed.checkpoint.",
+            details={TRANSFORMED: True},
         )
     path = info.get("relative_path")
     if type(path) is not str:

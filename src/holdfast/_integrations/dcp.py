@@ -2,41 +2,70 @@
 
 Arguments that choose DCP's implementation (`use_collectives`, `async_checkpointer_type`) have no effect:
 there are no collectives, and asynchronous saves always use a process. `dcp_arguments` says what each argument
-of torch's writers, readers, planners and stagers does; those with code of their own are refused with one
-sentence. Checkpoints that DCP wrote load as they are. A save also writes a `.metadata`, by which tools of DCP
-find the checkpoint (`holdfast._integrations.dcp_metadata`).
+of torch's writers, readers, planners and stagers does. A call with one that only torch DCP can honour goes to
+torch DCP; that is logged once. Checkpoints that DCP wrote load as they are. A save also writes a `.metadata`,
+by which tools of DCP find the checkpoint (`holdfast._integrations.dcp_metadata`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 from holdfast._background.async_save import async_save_into
-from holdfast._background.pending import Pending
 from holdfast._background.queue import LANE
-from holdfast._integrations.dcp_arguments import Understood, understand
-from holdfast._integrations.dcp_metadata import mark
+from holdfast._format.torch_dist import TRANSFORMED
+from holdfast._integrations.dcp_arguments import OnlyTorch, Understood, understand
+from holdfast._integrations.dcp_metadata import SavedMetadata, mark
 from holdfast._integrations.foreign_errors import of_torch, raising
+from holdfast._integrations.reporting import warn_once
 from holdfast._loading.job import run_load
 from holdfast._loading.request import LoadRequest
 from holdfast._options import Options
 from holdfast._protocol.call import Call, begin_call
 from holdfast._protocol.job import Job, stock
-from holdfast._saving.job import SaveJob, SaveReport
+from holdfast._saving.job import SaveJob
 from holdfast._saving.request import SaveRequest
 from holdfast._state.flatten import flatten
+from holdfast._state.leaf import Flat
 from holdfast._state.live import StateDict
+from holdfast._state.structure import is_stateful
 from holdfast._store.base import Store
 from holdfast._store.local import open_store
+from holdfast._torch_private import stages_in_background
+from holdfast.errors import BadInput, CorruptCheckpoint
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-__all__ = ["async_save", "load", "save"]
+__all__ = ["async_save", "load", "load_state_dict", "save", "save_state_dict"]
 
 
+def _second(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Let a function take one argument by position that is by keyword only, as torch DCP does."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(state_dict: StateDict, *second: object, **named: object) -> object:
+            if len(second) > 1 or (second and name in named):
+                raise BadInput(
+                    f"holdfast.dcp.{function.__name__} takes the state and {name} by position, nothing else.",
+                    hint="Name the other arguments.",
+                )
+            return function(state_dict, **named, **({name: second[0]} if second else {}))
+
+        return call
+
+    return decorate
+
+
+@_second("storage_writer")
 @raising(of_torch)
 def save(
     state_dict: StateDict,
@@ -49,19 +78,30 @@ def save(
     use_collectives: bool = True,
     objects_may_differ: bool = False,
     job: Job | None = None,
-) -> SaveReport:
+) -> Metadata:
     """Save as `torch.distributed.checkpoint.save` does, by `holdfast.save`.
 
     As in DCP, later saves into the same folder may have other names.
 
     objects_may_differ: where ranks have different objects under one name, save the one of the lowest rank and
         warn (DCP does so without a warning); by default that is an error.
+
+    Returns the checkpoint's Metadata, which reads the index once it is looked at. It has the fields of a
+    `SaveReport`, too.
     """
-    given = understand("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
+    try:
+        given = understand("save", checkpoint_id, storage_writer=storage_writer, planner=planner)
+    except OnlyTorch as why:
+        named = {"checkpoint_id": checkpoint_id, "storage_writer": storage_writer, "planner": planner}
+        ranks = {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        theirs: Metadata = _torchs("save", why, job, objects_may_differ)(state_dict, **named, **ranks)
+        return theirs
     store, job = open_store(given.folder), stock(job, process_group, no_dist)
-    return _reading(store, state_dict, begin_call(job), given, job.options, objects_may_differ).run()
+    ours: Metadata = _Save(store, state_dict, begin_call(job), given, job.options, objects_may_differ).run()
+    return ours
 
 
+@_second("storage_reader")
 @raising(of_torch)
 def load(
     state_dict: StateDict,
@@ -73,18 +113,37 @@ def load(
     no_dist: bool = False,
     job: Job | None = None,
 ) -> None:
-    """Load a checkpoint of Holdfast or DCP in place, as `torch.distributed.checkpoint.load` does."""
-    given = understand("load", checkpoint_id, storage_reader=storage_reader, planner=planner)
-    store, job = open_store(given.folder), stock(job, process_group, no_dist)
-    request = LoadRequest(
-        store=store,
-        collect=lambda rank: flatten(state_dict, rank),
-        call=begin_call(job),
-        strict=not given.partial,
-        options=job.options,
-        lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
-    )
-    run_load(request)
+    """Load a checkpoint of Holdfast or DCP in place, as `torch.distributed.checkpoint.load` does.
+
+    A tensor of another dtype than the stored one gets the elements converted, as in DCP.
+    """
+    named = {"checkpoint_id": checkpoint_id, "storage_reader": storage_reader, "planner": planner}
+    ranks = {"process_group": process_group, "no_dist": no_dist}
+    try:
+        given = understand("load", **named)  # type: ignore[arg-type]
+        store, made = open_store(given.folder), stock(job, process_group, no_dist)
+        request = LoadRequest(
+            store=store,
+            collect=lambda rank: flatten(state_dict, rank),
+            call=begin_call(made),
+            cast=True,
+            strict=not given.partial,
+            options=made.options,
+            may_be_empty=not state_dict,
+            lenient="planner=DefaultLoadPlanner(allow_partial_load=True)",
+        )
+        run_load(request)
+    except OnlyTorch as why:
+        _torchs("load", why, job)(state_dict, **named, **ranks)
+    except CorruptCheckpoint as error:  # on all ranks
+        if TRANSFORMED not in error.details:
+            raise
+        _torchs("load", OnlyTorch(error.message), job)(state_dict, **named, **ranks)
+    else:
+        if isinstance(state_dict, MutableMapping):
+            for key, value in [*state_dict.items()]:
+                if not is_stateful(value):
+                    state_dict[key] = value  # as DCP does: a dict of the user's may listen
 
 
 @raising(of_torch)
@@ -101,43 +160,134 @@ def async_save(
     use_collectives: bool = True,
     objects_may_differ: bool = False,
     job: Job | None = None,
-) -> Pending:
+) -> Future[Metadata] | AsyncSaveResponse:
     """Save as `torch.distributed.checkpoint.async_save` does, by `holdfast.async_save`.
 
-    The returned object has the methods of the future that DCP returns (`result`, `done`, `exception`,
-    `add_done_callback`), and the fields of its AsyncSaveResponse (`staging_completion`, `upload_completion`).
+    Returns a `Pending`: a Future of the Metadata, with the fields of DCP's AsyncSaveResponse
+    (`staging_completion`, `upload_completion`). With a stager that copies in the background, it returns an
+    AsyncSaveResponse, as DCP does.
     """
-    given = understand(
-        "async_save", checkpoint_id, storage_writer=storage_writer, planner=planner, async_stager=async_stager
-    )
+    named = {"storage_writer": storage_writer, "planner": planner, "async_stager": async_stager}
+    try:
+        given = understand("async_save", checkpoint_id, **named)
+    except OnlyTorch as why:
+        ranks = {"process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        kind = {} if async_checkpointer_type is None else {"async_checkpointer_type": async_checkpointer_type}
+        save_there = _torchs("async_save", why, job, objects_may_differ)
+        theirs: Future[Metadata] = save_there(
+            state_dict, checkpoint_id=checkpoint_id, **named, **ranks, **kind
+        )
+        return theirs
     store, job = open_store(given.folder), stock(job, process_group, no_dist)
 
     def make() -> SaveJob:
         # Begun once the previous save has ended, so that the deadline does not include that wait. The lane
         # separates its messages from those of the calls that training makes meanwhile.
         call = begin_call(job).lane(LANE)
-        return _reading(store, state_dict, call, given, job.options, objects_may_differ)
+        return _Save(store, state_dict, call, given, job.options, objects_may_differ)
 
-    return async_save_into(store, make, None, job.options)
+    pending = async_save_into(store, make, None, job.options)
+    future: Future[Any] = pending
+    if not stages_in_background(async_stager):
+        return future
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+    return AsyncSaveResponse(pending.staging_completion, future)
 
 
-def _reading(
-    store: Store,
+def save_state_dict(
     state_dict: StateDict,
-    call: Call,
-    given: Understood,
-    options: Options,
-    objects_may_differ: bool,
-) -> SaveJob:
-    """Make a save that reads the state now, and writes the marker for tools of DCP after its commit."""
-    request = SaveRequest(
-        store=store,
-        collect=lambda rank: flatten(state_dict, rank),
-        call=call,
-        overwrite=given.overwrite,
-        options=replace(options, writer_threads=max(options.writer_threads, given.threads)),
-        objects_may_differ=objects_may_differ,
-        # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
-        after=lambda: mark(store),
+    storage_writer: object,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: object = None,
+) -> Metadata:
+    """Save as the deprecated `torch.distributed.checkpoint.save_state_dict` does, by `save`."""
+    try:
+        understand("save", None, storage_writer=storage_writer, planner=planner)
+    except OnlyTorch as why:
+        ranks = {"process_group": process_group, "coordinator_rank": coordinator_rank, "no_dist": no_dist}
+        theirs: Metadata = _torchs("save_state_dict", why)(
+            state_dict, storage_writer, planner=planner, **ranks
+        )
+        return theirs
+    ours: Metadata = save(
+        state_dict,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
     )
-    return SaveJob(request)
+    return ours
+
+
+def load_state_dict(
+    state_dict: StateDict,
+    storage_reader: object,
+    process_group: ProcessGroup | None = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: object = None,
+) -> None:
+    """Load as the deprecated `torch.distributed.checkpoint.load_state_dict` does, by `load`."""
+    try:
+        understand("load", None, storage_reader=storage_reader, planner=planner)
+    except OnlyTorch as why:
+        ranks = {"process_group": process_group, "coordinator_rank": coordinator_rank, "no_dist": no_dist}
+        _torchs("load_state_dict", why)(state_dict, storage_reader, planner=planner, **ranks)
+        return
+    load(
+        state_dict,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def _torchs(name: str, why: OnlyTorch, job: Job | None = None, objects_may_differ: bool = False) -> Any:
+    """Return torch DCP's function for a call, and log it. Raises BadInput if it would ignore an argument."""
+    if job is not None or objects_may_differ:
+        raise BadInput(
+            why.message, hint=f"{why.hint} Or leave out job and objects_may_differ.".lstrip()
+        ) from None
+    warn_once(f"torch.distributed.checkpoint.{name} does this call, with collectives: {why.message}")
+    from torch.distributed import checkpoint as theirs
+
+    return getattr(theirs, name)
+
+
+class _Save(SaveJob):
+    """A save that reads the state now, and writes the marker for tools of DCP after its commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        state_dict: StateDict,
+        call: Call,
+        given: Understood,
+        options: Options,
+        objects_may_differ: bool,
+    ) -> None:
+        self._flat = Flat()
+        super().__init__(
+            SaveRequest(
+                store=store,
+                collect=lambda rank: self._keep(flatten(state_dict, rank)),
+                call=call,
+                overwrite=given.overwrite,
+                options=replace(options, writer_threads=max(options.writer_threads, given.threads)),
+                objects_may_differ=objects_may_differ,
+                may_be_empty=not state_dict,
+                # After the commit, because tools of DCP take a folder with `.metadata` for a checkpoint.
+                after=lambda: mark(store, self._flat),
+            )
+        )
+
+    def _keep(self, flat: Flat) -> Flat:
+        self._flat = Flat(containers=flat.containers)
+        return flat
+
+    def run(self, pause_collector: bool = True) -> Any:
+        return SavedMetadata(super().run(pause_collector))

@@ -1,17 +1,29 @@
-"""The way back: stock torch DCP, and the tools that stand on it, read a Holdfast checkpoint."""
+"""The way back: stock torch DCP, and the tools that stand on it, read a Holdfast checkpoint.
+
+A tool that takes a `storage_reader` is given a `HoldfastReader`. Most make a `FileSystemReader` themselves
+(`dcp_to_torch_save`, Accelerate's `merge_fsdp_weights`, Lightning's consolidation): `readable_by_torch` lets
+it read a Holdfast folder, where it could only fail, and changes nothing else.
+"""
 
 from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from holdfast._format.names import INDEX, MARKER, METADATA
 from holdfast._integrations.dcp_metadata import describe
+from holdfast._integrations.patching import ORIGINAL
 from holdfast._io.open_checkpoint import open_source
 from holdfast._layout.box import Box
 from holdfast._layout.tensor import TensorSpec
@@ -84,3 +96,44 @@ class HoldfastReader(StorageReader):
 
 def _wanted(spec: TensorSpec, item: ReadItem) -> Wanted:
     return Wanted(spec, Box(tuple(item.storage_offsets), tuple(item.lengths)), spec.dtype)
+
+
+def readable_by_torch() -> None:
+    """Let torch's FileSystemReader read Holdfast folders, in this process."""
+    for name, make in READS.items():
+        original = getattr(FileSystemReader, name)
+        if not hasattr(original, ORIGINAL):
+            new = wraps(original)(make(original))
+            setattr(new, ORIGINAL, original)
+            setattr(FileSystemReader, name, new)
+
+
+def _reads_index(original: Callable[..., Metadata]) -> Callable[..., Metadata]:
+    def read_metadata(self: FileSystemReader, *args: Any, **named: Any) -> Metadata:
+        folder = Path(self.path)
+        # `holdfast.save` wrote it; `holdfast.dcp.save` leaves a `.metadata`, which says more of the names.
+        if (folder / METADATA).exists() or not (folder / INDEX).exists():
+            return original(self, *args, **named)
+        metadata = HoldfastReader(folder).read_metadata()
+        metadata.storage_data = {}
+        return metadata
+
+    return read_metadata
+
+
+def _reads_ours(original: Callable[..., Future[None]]) -> Callable[..., Future[None]]:
+    def read_data(self: FileSystemReader, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        stored = next(iter(self.storage_data.values()), None)
+        is_ours = not self.storage_data if stored is None else stored.relative_path == MARKER
+        if is_ours and (Path(self.path) / INDEX).exists():
+            return HoldfastReader(self.path).read_data(plan, planner)
+        return original(self, plan, planner)
+
+    return read_data
+
+
+READS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "read_metadata": _reads_index,
+    "read_data": _reads_ours,
+}
+"""Methods of torch's reader, and what makes one of them read our folders, too."""

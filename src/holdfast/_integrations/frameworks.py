@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
 
-from holdfast._integrations import torch_checkpoint
+from holdfast._integrations import torch_checkpoint, trainers
 from holdfast._integrations.deepspeed import engine as deepspeed
 from holdfast._integrations.guard import guarded
 from holdfast._integrations.huggingface import patches as huggingface
@@ -164,6 +164,29 @@ FRAMEWORKS = (
         uses=("torch-dcp",),
     ),
     Framework("deepspeed", "deepspeed", "deepspeed", replacements=deepspeed.replacements),
+    Framework("accelerate", "accelerate", "accelerate", guards=trainers.ACCELERATE, uses=("torch-dcp",)),
+    Framework(
+        "transformers",
+        "transformers",
+        "transformers",
+        guards=trainers.TRANSFORMERS,
+        replacements=trainers.of_transformers,
+        uses=("accelerate", "torch-dcp"),
+    ),
+    Framework(
+        "lightning",
+        "lightning",
+        "lightning",
+        guards=trainers.of_lightning("lightning.fabric", "lightning.pytorch"),
+        uses=("torch-dcp",),
+    ),
+    Framework(
+        "pytorch-lightning",
+        "pytorch-lightning",
+        "pytorch_lightning",
+        guards=trainers.of_lightning("lightning_fabric", "pytorch_lightning"),
+        uses=("torch-dcp",),
+    ),
 )
 TELLING_APART = (
     "global_step",
@@ -176,6 +199,13 @@ TELLING_APART = (
     "checkpoint_path",
     "weights_path",
     "path",
+    "output_dir",
+    "input_dir",
+    "filepath",
+    "resume_from_checkpoint",
+    "checkpoint",
+    "self.state.global_step",
+    "self.save_iteration",
 )
 """Arguments of guarded functions, or attributes of them, that differ from call to call and are the same on
 all ranks; the first one that a call has is taken."""
@@ -189,13 +219,19 @@ def replacements_of(framework: Framework, settings: Settings) -> list[Replacemen
     return replacements
 
 
-def guard_of(place: str, settings: Settings, optional: bool = True) -> Replacement:
-    """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines."""
+def guard_of(
+    place: str, settings: Settings, optional: bool = True, reached: Callable[[str], None] = lambda place: None
+) -> Replacement:
+    """Make the replacement that guards a function, `module:qualified name`: waits inside have deadlines.
+
+    reached: what each call of the function calls first, with its dotted name.
+    """
     module, _, name = place.partition(":")
 
     def make(function: Callable[..., object]) -> Callable[..., object]:
         @wraps(function)
         def call(*args: object, **named: object) -> object:
+            reached(f"{module}.{name}")
             with guarded(
                 name, call=_told_apart(function, args, named), like_stock=True, job=settings.of_a_guard()
             ):

@@ -17,7 +17,7 @@ from functools import cache, wraps
 from importlib import import_module
 
 from holdfast._deadline import check_seconds
-from holdfast._exits import Stage, at_exit, not_at_exit
+from holdfast._exits import Stage, at_exit, not_at_exit, uncaught
 from holdfast._groups.audit.doctor import serve, stop
 from holdfast._groups.ending.system_exit import forget_exits, how_it_ended, see_exits
 from holdfast._groups.lifecycle.state import facts
@@ -25,7 +25,7 @@ from holdfast._groups.lifecycle.state import installed as told_by_doctor
 from holdfast._groups.lifecycle.warm_up import chosen_operations
 from holdfast._heart import heart
 from holdfast._integrations.frameworks import FRAMEWORKS, NAMES, Framework, guard_of, replacements_of
-from holdfast._integrations.patching import Patches, Replacement
+from holdfast._integrations.patching import Patches, Replacement, rebind
 from holdfast._integrations.settings import Settings
 from holdfast._integrations.versions import version_of
 from holdfast._options import all_variables
@@ -66,6 +66,10 @@ class _Installation:
         self.patches = {framework.name: Patches() for framework in frameworks}
         self.own = Patches()
         """Guards that the caller named."""
+        self.unreached = dict.fromkeys(settings.guarded)
+        """Those of them whose function was not called yet."""
+        self.rank: int | None = None
+        """Its rank, once it has been in a process group."""
         self.serves = False
         """Did it start to answer `holdfast doctor`?"""
 
@@ -73,8 +77,12 @@ class _Installation:
         for framework in self.frameworks:
             self.patches[framework.name].begin(replacements_of(framework, self.settings))
         self.own.begin(
-            [*_guards(self.settings), Replacement(_C10D, "init_process_group", "watch", self._shown)]
+            [
+                *_guards(self.settings, lambda place: self.unreached.pop(place, None)),
+                Replacement(_C10D, "init_process_group", "watch", self._shown),
+            ]
         )
+        rebind([*self.patches.values(), self.own])
         see_exits(self)
         stack_dump.begin(self)
         at_exit(Stage.SESSIONS, self._say_end)
@@ -94,7 +102,10 @@ class _Installation:
     def _show(self) -> None:
         import torch.distributed as dist
 
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if not dist.is_initialized():
+            return
+        self.rank = dist.get_rank()
+        if dist.get_world_size() > 1:
             roster = find_roster(Job())
             self.beacon = beacon_of(roster)
             self.beacon.set_limits(limits_of(self.settings.job))
@@ -105,8 +116,20 @@ class _Installation:
             heart.begin(self.roll_call)
 
     def _say_end(self) -> None:
+        if uncaught() is None:  # a program that failed may not have come to its first save
+            self.say_unreached()
         if self.beacon is not None:
             self.beacon.end(how_it_ended())
+
+    def say_unreached(self) -> None:
+        """Warn, on rank 0, of guards that guarded nothing: the program calls another function, or has bound
+        this one before."""
+        if self.unreached and self.rank == 0:
+            log.warning(
+                "install(guard=...) guarded nothing in %s: this process never called it. Name the function "
+                "that your program calls to save, and call install() before the program imports it.",
+                ", ".join(self.unreached),
+            )
 
     def end(self) -> None:
         not_at_exit(self._say_end)
@@ -142,8 +165,8 @@ def install(
     later call replaces the settings of an earlier one.
 
     framework: one name or several of `megatron-core`, `torch-dcp`, `megatron-lm`, `megatron-bridge`, `verl`,
-        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`; default all that are
-        imported now or later.
+        `nemo-rl`, `mbridge`, `ms-swift`, `mcore-bridge`, `torchtitan`, `deepspeed`, `accelerate`,
+        `transformers`, `lightning`, `pytorch-lightning`; default all that are imported now or later.
     job: who takes part, deadlines, options (`holdfast.Job`). A save, a load or a wait inside one never fails
         sooner than the timeout of the process group. Ranks that do not take part may not save; a barrier on
         all ranks inside a guarded function waits for the participants only. By default these are the ranks
@@ -155,7 +178,7 @@ def install(
         weights (mbridge, Megatron-Bridge, ms-swift's mcore-bridge; verl and NeMo RL call these).
     guard: inside the frameworks' functions that save, load and finalize, barriers wait, and ranks of other
         collectives meet, over the roster with these deadlines (`guarded`). A list of dotted names adds
-        functions of your own.
+        functions of your own; if one of them is never called, rank 0 logs it at the end.
     warm_up: `initialize_model_parallel` issues the first collectives of every group at its end, with these
         deadlines, and `memory_budget` bytes of GPU memory (`holdfast.warm_up`). A list names the operations.
     session: after `initialize_model_parallel`, to the end of the process, ranks watch each other, and groups
@@ -183,7 +206,7 @@ def install(
     made = _Installation(settings, _frameworks(framework))
     _guards(settings)  # raises for a name that is no function, before anything is changed
     # Otherwise the new replacements would wrap the old ones, and the old deadlines would hold inside.
-    uninstall()
+    _undo()
     _current = made
     defaults.append(Job(report_after=job.report_after, lost_after=job.lost_after))
     made.begin()
@@ -196,6 +219,12 @@ def install(
 
 def uninstall() -> None:
     """Put back what `install` replaced."""
+    if _current is not None:
+        _current.say_unreached()
+    _undo()
+
+
+def _undo() -> None:
     global _current
     if _current is not None:
         _current.end()
@@ -258,9 +287,9 @@ def _frameworks(wanted: str | Iterable[str] | None) -> list[Framework]:
     return [known for known in FRAMEWORKS if known.name in names | used]
 
 
-def _guards(settings: Settings) -> list[Replacement]:
+def _guards(settings: Settings, reached: Callable[[str], None] = lambda place: None) -> list[Replacement]:
     """Make guards for the functions that the caller named, which must exist."""
-    return [guard_of(_find(place), settings, optional=False) for place in settings.guarded]
+    return [guard_of(_find(place), settings, optional=False, reached=reached) for place in settings.guarded]
 
 
 def _find(place: str) -> str:

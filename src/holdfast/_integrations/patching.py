@@ -76,14 +76,15 @@ class Patches:
         self._lock = threading.RLock()
 
     def begin(self, replacements: Iterable[Replacement]) -> None:
-        """Replace functions of imported modules now, and of others at their import."""
+        """Replace functions of imported modules now, and of others at their import.
+
+        Call `rebind` once all patches have begun.
+        """
         for replacement in replacements:
             self._wanted.setdefault(replacement.module, []).append(replacement)
         for module in self._wanted:
             # For an imported module the hook runs at once. Hooks can't be removed: see `_active`.
             wrapt.register_post_import_hook(self._on_import, module)
-        # Only for modules that were imported before: later ones bind the new functions by themselves.
-        _rebind([(done.original, done.new) for done in self.done if done.original is not None])
 
     @property
     def waiting(self) -> list[str]:
@@ -147,6 +148,11 @@ def original_of(function: F) -> F:
     while hasattr(function, ORIGINAL):
         function = getattr(function, ORIGINAL)
     return function
+
+
+def rebind(patches: Iterable[Patches]) -> None:
+    """Replace functions also in modules that have bound them before; later ones bind the new functions."""
+    _rebind([(done.original, done.new) for one in patches for done in one.done if done.original is not None])
 
 
 def _rebind(pairs: list[tuple[object, object]]) -> None:

@@ -1,7 +1,8 @@
 """Replacements for `torch.distributed.checkpoint` inside a framework's own save and load.
 
-They act only inside guarded functions; elsewhere a program that calls DCP gets DCP. What `holdfast.dcp` would
-refuse (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning.
+They act only inside guarded functions; elsewhere a program that calls DCP gets DCP. What only torch DCP can
+do (another writer or planner, an argument that Holdfast can't honour) goes to DCP, with a warning.
+Everywhere, DCP's own reader also reads Holdfast folders, where it could only fail.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from holdfast._state.live import StateDict
 from holdfast.errors import BadInput
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_READER = "torch.distributed.checkpoint.filesystem"
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 
 
 def replacements(settings: Settings) -> Iterator[Replacement]:
-    """Yield replacements of DCP's public functions, with the deprecated one that frameworks still call."""
+    """Yield replacements of DCP's public functions, with the deprecated one that frameworks still call, and
+    of its reader's methods."""
     for module, name, ours in (
         (_SAVER, "save", "save"),
         (_SAVER, "async_save", "async_save"),
@@ -32,6 +35,24 @@ def replacements(settings: Settings) -> Iterator[Replacement]:
         (_LOADER, "load_state_dict", "load"),
     ):
         yield Replacement(module, name, "checkpoints", _inside(ours, settings), optional=True)
+    for name in ("read_metadata", "read_data"):
+        yield Replacement(_READER, f"FileSystemReader.{name}", "checkpoints", _reading(name), optional=True)
+
+
+def _reading(name: str) -> MakeReplacement:
+    """Make a method of the reader that also reads our folders."""
+
+    def make(original: Callable[..., object]) -> Callable[..., object]:
+        @wraps(original)
+        def read(*args: Any, **named: Any) -> object:
+            # Imported here, as below; and when this is made, torch DCP is half imported.
+            from holdfast._integrations.dcp_reader import READS
+
+            return READS[name](original)(*args, **named)
+
+        return read
+
+    return make
 
 
 def _inside(name: str, settings: Settings) -> MakeReplacement:
@@ -44,8 +65,6 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
             if args or not is_guarded():
                 return original(state_dict, *args, **named)
             # Imported here: `install` must not import torch DCP into programs that don't use it.
-            from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-
             from holdfast._integrations import dcp, dcp_arguments
 
             objects = {key: named[key] for key in dcp_arguments.TAKES[name] if key in named}
@@ -68,15 +87,11 @@ def _inside(name: str, settings: Settings) -> MakeReplacement:
                     return dcp.load(state_dict, **how)
                 how["objects_may_differ"] = True  # frameworks save random states of all ranks under one name
                 if name == "async_save":
-                    made = dcp.async_save(state_dict, **how)
-                    # DCP returns a Future, or with a stager an AsyncSaveResponse; torchtitan asserts which.
-                    if named.get("async_stager"):
-                        return AsyncSaveResponse(made.staging_completion, made)  # type: ignore[arg-type]
-                    return made
-                report = dcp.save(state_dict, **how)
+                    return dcp.async_save(state_dict, **how)
+                saved: Any = dcp.save(state_dict, **how)
             # Not for an asynchronous save, which is committed only at its end.
-            note_committed(report.path)
-            return report
+            note_committed(saved.path)
+            return saved
 
         return call
 

@@ -13,6 +13,10 @@ DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
     "nemo-rl": (),
     "torchtitan": ("0.3.0",),
     "deepspeed": ("0.19.8",),
+    "accelerate": ("1.15.0",),
+    "transformers": ("5.10.4",),
+    "lightning": ("2.6.6",),
+    "pytorch-lightning": (),
 }
 """Name on PyPI, and the versions whose functions the tests call (docs/megatron.md says how)."""
 

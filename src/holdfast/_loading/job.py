@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any, overload
 
 import torch
 
@@ -15,6 +16,7 @@ from holdfast._format import objects
 from holdfast._format.limits import bounded_memory
 from holdfast._io.file_reader import read_into
 from holdfast._io.open_checkpoint import open_source
+from holdfast._io.renamed import Rename, Renamed
 from holdfast._io.source import ForeignSource, Source
 from holdfast._io.unchanged import remember_loaded
 from holdfast._layout.tensor import OBJECT, listed
@@ -22,7 +24,8 @@ from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
 from holdfast._loading.offset_exchange import OffsetExchange, exchange_offsets, put_in_place, unplaced
 from holdfast._loading.plan import LoadPlan, plan_load
-from holdfast._loading.request import LoadReport, LoadRequest
+from holdfast._loading.request import RAISE, LoadReport, LoadRequest
+from holdfast._loading.stored_checkpoint import StoredCheckpoint
 from holdfast._loading.unasked import Asked
 from holdfast._plan.shard_table import ShardTable
 from holdfast._protocol.call import begin_call
@@ -89,6 +92,8 @@ class LoadJob:
                 "include": request.include,
                 "exclude": request.exclude,
                 "strict": request.strict,
+                "cast": request.cast,
+                "on_shape": request.on_shape,
                 "signature": request.signature,
                 # The second pass is another call: a rank that is late in the first pass must not join it.
                 "lengths": offsets is not None,
@@ -185,16 +190,20 @@ class LoadJob:
 
     def read(self, chosen: Chosen) -> HaveRead:
         """Read this rank's part of the chosen version, tensors directly into the state."""
+        request = self.request
         with self._opened:
             index = self._open(chosen)
             try:
-                self.plan = plan = plan_load(index, self.request, self.leaves, self.table, self.owner)
+                if request.rename is not None:
+                    index = Renamed(index, request.rename)
+                self.plan = plan = plan_load(index, request, self.leaves, self.table, self.owner)
+                self.operation.step = plan.step  # events have it from here on
                 if isinstance(index, ForeignSource):
                     left_out = self._left_out(index, index.tied, plan)
                     names = index.names()
                     self.asked = Asked(self.store.url, names, plan.found, left_out, index.is_weight)
                 self._read(index, plan)
-                if self.request.options.link_unchanged:
+                if request.options.link_unchanged:
                     remember_loaded(self.store, self.rank, index.about.get("attempt"))
             except NotFound as error:
                 # An overwrite deletes the old data once its index is in place. A missing file is damage only
@@ -227,7 +236,7 @@ class LoadJob:
                 assert isinstance(memory, BytesMemory)
                 with bounded_memory(f"The object {spec.name!r} of {self.store.url}"):
                     data = index.object_prefix + memory.value(spec.shape[0])
-                    self.objects[leaf] = objects.decode(data, spec.name)
+                    self.objects[leaf] = objects.decode(data, spec.name, self.leaves[leaf].value)
         self.built = plan.lazy.build(self.objects)
 
     def _left_out(self, index: Source, tied: tuple[str, str] | None, plan: LoadPlan) -> frozenset[str]:
@@ -249,7 +258,8 @@ class LoadJob:
         assert self._pin is not None
         assert self.plan is not None
         self._pin.close()
-        if self.plan.names_stored and not any(report.asked for report in reports.values()):
+        asked = self.request.may_be_empty or any(report.asked for report in reports.values())
+        if self.plan.names_stored and not asked:
             raise BadInput(
                 f"The load of {self.store.url}, which holds {self.plan.names_stored} names, asks for "
                 "nothing: no rank has a value in its state.",
@@ -284,6 +294,7 @@ class LoadJob:
             self.operation.seconds(),
             plan.missing,
             unasked,
+            plan.skipped,
         )
 
 
@@ -321,6 +332,7 @@ def run_load_once(request: LoadRequest) -> LoadReport:
     return job.fill(unasked)
 
 
+@overload
 def load(
     state_dict: Mapping[str, object],
     path: Folder,
@@ -328,13 +340,46 @@ def load(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     strict: bool = True,
+    cast: bool = False,
+    rename: Rename | None = None,
+    on_shape: str = RAISE,
     job: Job | None = None,
-) -> LoadReport:
+) -> LoadReport: ...
+
+
+@overload
+def load(
+    state_dict: Folder,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    cast: bool | torch.dtype = False,
+    rename: Rename | None = None,
+    lazy: bool = False,
+) -> dict[str, Any]: ...
+
+
+def load(
+    state_dict: Mapping[str, object] | Folder,
+    path: Folder | None = None,
+    *,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    strict: bool = True,
+    cast: bool | torch.dtype = False,
+    rename: Rename | None = None,
+    on_shape: str = RAISE,
+    lazy: bool = False,
+    job: Job | None = None,
+) -> LoadReport | dict[str, Any]:
     """Load a checkpoint into a state, in place; the layout may differ from the one that saved it.
 
     Tensors are overwritten in place, objects are replaced in their dict or list, and `load_state_dict` of
     stateful values is called. Every byte is verified. Nothing in a checkpoint is executed. All participants
     load the same version, and if one fails, all raise its error (the state may then be partly overwritten).
+
+    `load(path)`, without a state, returns all values as nested dicts, a dict for each part of a name between
+    dots, on this process alone.
 
     state_dict: nested dict of what is to be filled; tensors of shape and dtype as they were saved, in any
         layout.
@@ -342,19 +387,46 @@ def load(
         that Hugging Face publishes.
     include, exclude: shell patterns of names; `model` means everything under it.
     strict: a name that the checkpoint lacks is an error; else it keeps its value and is reported.
+    cast: convert tensors to the dtypes that the state has, as `Tensor.copy_` does; without a state, a
+        floating-point dtype for all tensors of such.
+    rename: what names of the checkpoint are called in the state: a dict of names or subtrees, as
+        `{"module": "model"}` or `{"module": ""}`, or a function of one name.
+    on_shape: "raise", or "skip": a tensor of another shape keeps its value, and the report lists it.
+    lazy: without a state: tensors as `holdfast.open` gives them, which are read when they are indexed.
     job: who takes part, deadlines, options (`holdfast.Job`).
 
     Raises BadInput for arguments, NotCommitted if there is no checkpoint, MissingTensors, ShapeMismatch and
     CorruptCheckpoint for what is in it, RankFailed and DeadlineExceeded for other ranks.
     """
+    if path is None:
+        if isinstance(state_dict, Mapping):
+            raise BadInput("load needs the folder of the checkpoint.", hint="holdfast.load(state, path)")
+        if not strict or on_shape != RAISE or job is not None or cast is True:
+            raise BadInput(
+                "Without a state, load takes no strict, on_shape or job, and cast is a dtype: it returns "
+                "what is stored, on this process alone.",
+                hint="holdfast.load(state, path) fills a state.",
+            )
+        # Not closed here: tensors that are read later need it, and it is closed with the last of them.
+        checkpoint = StoredCheckpoint(state_dict, rename)
+        return checkpoint.nested((include, exclude), None if isinstance(cast, bool) else cast, lazy)
+    if lazy or not isinstance(cast, bool):
+        raise BadInput(
+            f"With a state, cast is True or False and lazy is False, not {cast!r} and {lazy!r}: the state's "
+            "own dtypes count, and it is filled at once."
+        )
     store, job = open_store(path), job_of(job)
+    state: Any = state_dict  # what is no dict of values is refused by `flatten`
     request = LoadRequest(
         store=store,
-        collect=lambda rank: flatten(state_dict, rank),
+        collect=lambda rank: flatten(state, rank),
         call=begin_call(job),
         include=include,
         exclude=exclude,
         strict=strict,
+        cast=cast,
+        rename=rename,
+        on_shape=on_shape,
         options=job.options,
     )
     return run_load(request)

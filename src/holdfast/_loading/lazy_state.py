@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -59,10 +59,22 @@ class LazyStates:
         self._given = len(leaves)
         self.missing: list[str] = []
         """Names of states that the checkpoint does not have either."""
+        self.skipped: list[str] = []
+        """Names of states that are left out because their parameters are."""
+
+    def leave_out(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Leave out the states of parameters, given as tensors with the same memory."""
+        addresses = {tensor.data_ptr() for tensor in parameters if tensor.numel()}
+        for leaf in self.leaves:
+            parameter = getattr(leaf.value, "parameter", None)
+            if parameter is not None and _address(parameter) in addresses:
+                self.skipped.append(leaf.name)
 
     def look(self, index: Source, patterns: Patterns, strict: bool) -> None:
         """Add leaves and rows for what the checkpoint has where the state has nothing yet."""
         lazy = [leaf for leaf in self.leaves if isinstance(leaf.value, ParameterState | Rest)]
+        if self.skipped:
+            lazy = [leaf for leaf in lazy if leaf.name not in self.skipped]
         lists = [leaf for leaf in self.leaves if isinstance(leaf.value, list)]
         # A list that is stored as one object is read as one. Only lists stored in parts are built here.
         if lists:
@@ -183,7 +195,7 @@ class LazyStates:
         if not uneven:
             return
         # The parameter is also a leaf of the model's state, under another name, with the same memory.
-        address = parameter._local_tensor.data_ptr()  # type: ignore[attr-defined]
+        address = _address(parameter)
         for row in uneven:
             parameter_row = self._parameters.get((address, table.boxes[row].shape))
             if parameter_row is not None:
@@ -270,6 +282,12 @@ class LazyStates:
 
 _PARAMETER = re.compile(r"^(?:.*?\.)?state\.")
 """What stands before a parameter's name, or number, in the name of its state."""
+
+
+def _address(parameter: torch.Tensor) -> int:
+    """Return where the elements of a parameter, or of this rank's part of it, begin."""
+    local: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return local.data_ptr()
 
 
 def _above(name: str, start: int) -> Iterator[str]:

@@ -16,7 +16,7 @@ from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import KINDS, OBJECT, TENSOR, Dims, TensorSpec, listed, nearest
 from holdfast._loading.filling import check_filled
 from holdfast._loading.lazy_state import LazyStates, refuse_empty
-from holdfast._loading.request import LoadRequest
+from holdfast._loading.request import SKIP, LoadRequest
 from holdfast._plan.agreement import what
 from holdfast._plan.blocks import widen
 from holdfast._plan.shard_table import Memory, ShardTable, describe
@@ -42,6 +42,8 @@ class LoadPlan(NamedTuple):
     lazy: LazyStates
     missing: tuple[str, ...]
     """Names that the checkpoint lacks, and an optimizer's that stay without a state."""
+    skipped: tuple[str, ...]
+    """Names whose shape differs, which are left as they are."""
     rows_asked: int
     names_stored: int
     step: Any
@@ -57,13 +59,17 @@ def plan_load(
     """
     table, owners, partly = rows_of(index, state, owner)
     lazy = LazyStates(request.store.url, leaves, owners, table, request.call.participants)
+    others: dict[int, Memory] = {}
+    if request.on_shape == SKIP:
+        others = _of_other_shapes(index, table, [leaves[leaf] for leaf in owners])
+        lazy.leave_out([memory.tensor for memory in others.values() if isinstance(memory, TensorMemory)])
     # Create what the state lacks first: it adds rows to the table, which are then filled like others.
     lazy.look(index, request.patterns, request.strict)
     rows = index.find([spec.name for spec in table.specs])
     of_row = [leaves[leaf] for leaf in owners]
     missing, rows_asked = _check_missing(request, index, table, of_row, np.flatnonzero(rows < 0).tolist())
     # Read only this part of the index: of 100,000 tensors a rank mostly wants a few.
-    keep = np.flatnonzero(rows >= 0).tolist()
+    keep = [row for row in np.flatnonzero(rows >= 0).tolist() if row not in others]
     found, position = np.unique(rows[keep], return_inverse=True)
     columns = index.select(found)
     blank = [state.memory[row].tensor for row in partly]  # type: ignore[attr-defined]
@@ -83,7 +89,7 @@ def plan_load(
                 memory.resize(stored.shape[0])
             wanted.add(spec._replace(shape=stored.shape), whole(stored.shape), (0, 1), True, memory)
             continue
-        fitted, part, target = _fit(spec, box, memory, stored, of_row[row])
+        fitted, part, target = _fit(spec, box, memory, stored, of_row[row], request.cast)
         if part is not box:
             blank.append(memory.tensor)  # type: ignore[attr-defined]
         wanted.add(fitted, part, (0, 1), False, target)
@@ -98,6 +104,7 @@ def plan_load(
         reads,
         lazy,
         (*lazy.missing, *missing),
+        tuple(dict.fromkeys([*(table.specs[row].name for row in others), *lazy.skipped])),
         rows_asked,
         index.tensors,
         index.about.get("step"),
@@ -143,13 +150,27 @@ def _as_stored(table: ShardTable, rows: list[int], columns: Columns, position: A
     return alike
 
 
+def _of_other_shapes(index: Source, table: ShardTable, of_row: list[Leaf]) -> dict[int, Memory]:
+    """Return the rows for which a tensor of another shape is stored, each with its memory."""
+    rows = index.find([spec.name for spec in table.specs])
+    there = np.flatnonzero(rows >= 0)
+    found, position = np.unique(rows[there], return_inverse=True)
+    columns = index.select(found)
+    return {
+        row: table.memory[row]
+        for row, at in zip(there.tolist(), position.tolist(), strict=True)
+        if table.specs[row].kind == columns.kind[at] == TENSOR
+        and table.specs[row].shape != columns.shape_of(at)
+        and not of_row[row].fits
+    }
+
+
 def _fit(
-    spec: TensorSpec, box: Box, memory: Memory, stored: TensorSpec, leaf: Leaf
+    spec: TensorSpec, box: Box, memory: Memory, stored: TensorSpec, leaf: Leaf, cast: bool
 ) -> tuple[TensorSpec, Box, Memory]:
     """Return the row that a stored tensor fills. Raises ShapeMismatch if it does not fit."""
-    if spec.kind == TENSOR == stored.kind and (leaf.converts or leaf.fits):
-        assert isinstance(memory, TensorMemory)
-        if leaf.converts and spec.dtype != stored.dtype:
+    if spec.kind == TENSOR == stored.kind and isinstance(memory, TensorMemory):
+        if (cast or leaf.converts) and spec.dtype != stored.dtype:
             # Read as it is stored and converted on the way in, so never directly into its memory.
             memory = TensorMemory(memory.tensor, torch_dtype(stored.dtype))
             spec = spec._replace(dtype=stored.dtype)
@@ -161,6 +182,8 @@ def _fit(
             f"wants {describe(spec)}.",
             hint=f"{KINDS[stored.kind]} and {KINDS[spec.kind]} can't be exchanged."
             if spec.kind != stored.kind
+            else "holdfast.load(cast=True) converts."
+            if spec.shape == stored.shape
             else "Build the model as it was saved, or leave this name out of the load.",
             details={"tensor": spec.name},
         )

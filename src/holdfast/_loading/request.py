@@ -7,11 +7,15 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast._io.renamed import Rename, check_rename
 from holdfast._layout.tensor import Patterns
 from holdfast._options import Options
 from holdfast._protocol.call import Call, check_names
 from holdfast._state.leaf import Flat
 from holdfast._store.base import Store
+from holdfast.errors import BadInput
+
+RAISE, SKIP = "raise", "skip"
 
 
 class LoadReport(msgspec.Struct, frozen=True):
@@ -31,6 +35,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     optimizer still has no state under them."""
     unasked: tuple[str, ...] = ()
     """Weights of a published model that no rank has asked for; they are also logged."""
+    skipped: tuple[str, ...] = ()
+    """Tensors that have another shape in the checkpoint, and kept their values (on_shape="skip")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,7 @@ class LoadRequest:
     signature: what else distinguishes this call from others on the same folder; the same on all ranks.
     left_out: names of a published model's weights that this rank does not ask for on purpose.
     may_be_left: whether another weight may be asked for by no rank, the same on all; others fail the load.
+    may_be_empty: whether all ranks may ask for nothing (torch DCP accepts that).
     lenient: how the caller's function is told to load what is there, for an error about names that are not.
     The other fields are the arguments of `holdfast.load`.
     """
@@ -51,14 +58,21 @@ class LoadRequest:
     include: Sequence[str] | None = None
     exclude: Sequence[str] | None = None
     strict: bool = True
+    cast: bool = False
+    rename: Rename | None = None
+    on_shape: str = RAISE
     options: Options = field(default_factory=Options)
     signature: object = None
     left_out: frozenset[str] = frozenset()
     may_be_left: Callable[[str], bool] = lambda name: True
+    may_be_empty: bool = False
     lenient: str = "strict=False"
 
     def __post_init__(self) -> None:
         check_names(include=self.include, exclude=self.exclude)
+        check_rename(self.rename)
+        if self.on_shape not in (RAISE, SKIP):
+            raise BadInput(f"on_shape must be 'raise' or 'skip', not {self.on_shape!r}.")
 
     @property
     def patterns(self) -> Patterns:

@@ -17,10 +17,23 @@ from holdfast._format import objects
 from holdfast._format.limits import bounded_memory
 from holdfast._io.open_checkpoint import open_source
 from holdfast._io.raw_read import read_all
+from holdfast._io.renamed import Rename, Renamed, check_rename
+from holdfast._io.source import Source
 from holdfast._layout.box import Box, whole
-from holdfast._layout.tensor import OBJECT, TensorSpec, dtype_code, listed, nearest
+from holdfast._layout.tensor import (
+    OBJECT,
+    Patterns,
+    TensorSpec,
+    dtype_code,
+    is_selected,
+    listed,
+    matches,
+    nearest,
+    refuse_text,
+)
 from holdfast._loading.boxes import Wanted, fill_boxes, read_boxes
 from holdfast._state.memory import torch_dtype
+from holdfast._state.structure import nest
 from holdfast._store.base import Folder
 from holdfast._store.local import open_store
 from holdfast.errors import BadInput, MissingTensors
@@ -85,10 +98,13 @@ class StoredCheckpoint(Mapping[str, Any]):
     process alone, and holds the folder's index open until `close`, or until it is no longer used.
     """
 
-    def __init__(self, path: Folder) -> None:
+    def __init__(self, path: Folder, rename: Rename | None = None) -> None:
+        check_rename(rename)
         self._store = open_store(path)
         with ExitStack() as opened:
-            self._source = opened.enter_context(open_source(self._store))
+            self._source: Source = opened.enter_context(open_source(self._store))
+            if rename is not None:
+                self._source = Renamed(self._source, rename)
             self._names = self._source.names()
             self._close = finalize(self, opened.pop_all().close)
 
@@ -154,12 +170,28 @@ class StoredCheckpoint(Mapping[str, Any]):
                 f"{self.path} holds no name below {prefix!r}.",
                 hint=f"It holds {len(self)} names, for example {listed(self._names[:3])}.",
             )
+        return {name[len(start) :]: value for name, value in self._values(names, dtype).items()}
+
+    def nested(self, patterns: Patterns, dtype: torch.dtype | None, lazy: bool) -> dict[str, Any]:
+        """Read the values that patterns select, as nested dicts (`holdfast.load` without a state).
+
+        dtype: as of `read`. lazy: tensors as StoredTensor.
+        """
+        refuse_text(include=patterns[0], exclude=patterns[1])
+        for pattern in (*(patterns[0] or ()), *(patterns[1] or ())):
+            if not any(matches(name, pattern) for name in self._names):
+                raise BadInput(f"{self.path} holds no name that matches {pattern!r}.")
+        names = [name for name in self._names if is_selected(name, patterns)]
+        if lazy and dtype is not None:
+            raise BadInput(f"cast={dtype} is for tensors that are read at once, so not with lazy=True.")
+        return nest({name: self[name] for name in names} if lazy else self._values(names, dtype))
+
+    def _values(self, names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Any]:
         specs = self.specs(names)
         tensors = [spec for spec in specs if spec.kind != OBJECT]
         boxes = [Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors]
         found = dict(zip([spec.name for spec in tensors], self.read_boxes(boxes), strict=True))
-        values = {spec.name: self[spec.name] if spec.kind == OBJECT else found[spec.name] for spec in specs}
-        return {name[len(start) :]: value for name, value in values.items()}
+        return {spec.name: self[spec.name] if spec.kind == OBJECT else found[spec.name] for spec in specs}
 
     def specs(self, names: Iterable[str]) -> list[TensorSpec]:
         """Return dtype, shape and kind of each of these names, in the order of the checkpoint."""

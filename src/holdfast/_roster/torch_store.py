@@ -207,9 +207,11 @@ def _open_one(idle: list[_Client]) -> _Client | None:
 def _close(idle: dict[float | None, list[_Client]], store: object = None) -> None:
     """Close clients that no call uses. store: a reference to it, if it has gone."""
     for clients in list(idle.values()):
-        with suppress(IndexError):
+        try:  # not `suppress`, which is gone by then if a store goes when the interpreter ends
             while True:
                 clients.pop().close()
+        except IndexError:
+            pass
 
 
 class TorchRoster:

@@ -71,6 +71,7 @@ def begin_commit(request: SaveRequest, operation: Operation, grid: Message | Non
         expected_from=source,
         # Called only if a name is missing: it opens the old index once more.
         last_writer=partial(_writers, compared),
+        may_be_empty=request.may_be_empty,
         tick=operation.tick,
         replaced_files=replaced,
         before=compared,

@@ -72,6 +72,7 @@ class Commit:
     expected_from: str
     last_writer: Callable[[str], list[int]]
     tick: Callable[[], None]
+    may_be_empty: bool = False
     replaced_files: set[str] = field(default_factory=set)
     """Data files of the checkpoint that this one replaces."""
     before: Store | None = None
@@ -106,7 +107,7 @@ class Commit:
         if self.expected is not None:
             check_vanished(columns.names, self.expected, self.expected_from, self.last_writer)
         self.tick()
-        if not columns.names:
+        if not columns.names and not self.may_be_empty:
             # An empty checkpoint would be the newest one, from which a restart loads.
             raise SaveFailed(f"{self.title}: no rank holds anything to save.")
         self._warn_if_stale(columns)

@@ -29,6 +29,7 @@ class SaveRequest:
         warn (torch DCP does so without a warning); by default that is an error.
     previous: committer: returns the checkpoint to compare names with, if the folder has none yet.
     permit: committer: raises if it may not save; called with a tick before it begins and before it commits.
+    may_be_empty: whether all ranks may have nothing to save (torch DCP accepts that).
     after: committer: called once the save is committed.
     label: begins the name of the attempt, and so the names of data files.
     report: each rank: returns a message for the committer, sent after the writing. Must not raise.
@@ -50,6 +51,7 @@ class SaveRequest:
     objects_may_differ: bool = False
     previous: Callable[[], Store | None] | None = None
     permit: Callable[[Callable[[], None]], None] | None = None
+    may_be_empty: bool = False
     after: Callable[[], None] | None = None
     label: str = ""
     report: Callable[[], Message] | None = None

@@ -50,7 +50,10 @@ def _install(module: ModuleType) -> None:
         install(**arguments, job=Job(**{**job, "options": Options(**job.get("options", {}))}))
 
 
-_FRAMEWORKS = ("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed")
+_FRAMEWORKS = (
+    *("megatron.core", "verl", "swift", "nemo_rl", "torchtitan", "deepspeed"),
+    *("accelerate", "transformers", "lightning", "pytorch_lightning"),
+)
 
 
 def _begin() -> None:

@@ -1,6 +1,6 @@
 """A user's nested state as named leaves, and loaded values back into it.
 
-Dicts are always walked, lists and tuples only if they contain tensors (as in torch DCP). The path, joined by
+Dicts are always walked, lists, tuples and dataclasses only if they contain tensors. The path, joined by
 dots, is the name. A value with `state_dict` and `load_state_dict` is walked as its state; a load gives that
 back. Everything that is not a tensor is an object.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
+from dataclasses import is_dataclass
 from functools import partial
 from itertools import groupby
 from operator import setitem
@@ -21,6 +22,7 @@ import torch
 
 from holdfast._format import objects
 from holdfast._format.names import name_of_rank
+from holdfast._format.records import fields_of
 from holdfast._layout.box import Box, whole
 from holdfast._layout.tensor import OBJECT, is_selected, matches, refuse_text
 from holdfast._plan.shard_table import ShardTable
@@ -42,7 +44,14 @@ from holdfast._state.structure import (
     is_stateful,
     join,
 )
-from holdfast._state.subclasses import inner_tensors, is_dtensor, is_sharded_tensor, is_wrapper, settled
+from holdfast._state.subclasses import (
+    inner_tensors,
+    is_dtensor,
+    is_one_object,
+    is_sharded_tensor,
+    is_wrapper,
+    settled,
+)
 from holdfast._state.tensors import PerRank, Shard
 from holdfast.errors import BadInput
 
@@ -90,6 +99,7 @@ def _walk(
     # Before Mapping, which it is, too. The names in an empty one are not known yet, and a nested one needs a
     # description of its structure. Both are one leaf here, and are split later.
     elif isinstance(value, ParameterState) and (not value or is_nested(value, value.parameter)):
+        flat.containers[name] = str
         leaves.append(Leaf(name, value, value.fill, private=private))
     elif isinstance(value, Mapping):
         _walk_mapping(value, name, flat, rank, private)
@@ -110,7 +120,13 @@ def _walk(
     elif is_stateful(value):
         _walk_stateful(value, name, flat, rank, private)
     elif isinstance(value, list | tuple) and has_tensors(value):
-        _walk_items(value, name, flat, rank, private)
+        _walk_items(value, name, put, flat, rank, private)
+    elif isinstance(value, torch.Generator):
+        leaves.append(Leaf(name, value.get_state(), partial(_set_state, value), private=private, made=True))
+    elif is_dataclass(value) and has_tensors(value):
+        flat.containers[name] = str
+        for key, part in fields_of(value):
+            _walk(part, join(name, key), partial(object.__setattr__, value, key), flat, rank, private)
     elif isinstance(value, LiveList):
         leaves.append(Leaf(name, value.plain(), partial(setitem, value, slice(None)), private=private))
     else:
@@ -137,6 +153,7 @@ def _walk_mapping(mapping: StateDict, name: str, flat: Flat, rank: int, private:
             "can't fill them.",
             hint="Put the containers that hold the tensors into the state.",
         )
+    flat.containers[name] = str
     # The hot path: no call of `_walk` per leaf.
     if {type(item) for _, item in items} <= _AS_IT_IS and {type(key) for key, _ in items} == {str}:
         prefix = f"{name}." if name else ""
@@ -170,6 +187,11 @@ def _walk_tensor(
     """Add a tensor. A wrapper is walked as the tensors that it consists of, which a load fills in place."""
     # A tensor that a collective is still writing must not be copied.
     value = settled(value)
+    if is_one_object(value):
+        # On the CPU, because the number of a device is not the same on all ranks.
+        there = partial(_put_on, value.device, put)
+        flat.leaves.append(Leaf(name, value.detach().cpu(), there, private=private))
+        return
     if not is_wrapper(value):
         flat.leaves.append(Leaf(name, value, put, private=private))
         return
@@ -202,23 +224,36 @@ def _walk_stateful(value: Stateful, name: str, flat: Flat, rank: int, private: b
     flat.after.append(give_back)
 
 
-def _walk_items(value: Sequence[object], name: str, flat: Flat, rank: int, private: bool) -> None:
+def _walk_items(
+    value: Sequence[object], name: str, put: Callable[[object], None], flat: Flat, rank: int, private: bool
+) -> None:
     items = list(value)
     if all(isinstance(item, Shard) for item in items):
         flat.leaves += [Leaf(name, item, _fixed) for item in items]
         return
-    if isinstance(value, tuple) and not all(has_tensors(item) for item in items):
-        raise BadInput(
-            f"{name!r} is a tuple of tensors and other values, which can't be filled in place by a load; "
-            "make it a list."
-        )
+    flat.containers[name] = int
     for position, item in enumerate(items):
-        put = _fixed if isinstance(value, tuple) else partial(setitem, value, position)
+        set_item = partial(setitem, items if isinstance(value, tuple) else value, position)
         if isinstance(value, LiveList) and isinstance(item, dict):
             # A parameter group may lack values that the checkpoint has: a count, the rate of a schedule.
             rest = Rest(item.update)
             flat.leaves.append(Leaf(join(name, position), rest, rest.fill, private=private))
-        _walk(item, join(name, position), put, flat, rank, private)
+        _walk(item, join(name, position), set_item, flat, rank, private)
+    if isinstance(value, tuple):  # it can't be filled, so another one takes its place
+        flat.after.append(lambda: _put_tuple(value, items, put))
+
+
+def _put_tuple(value: tuple[object, ...], items: Sequence[object], put: Callable[[object], None]) -> None:
+    if any(new is not old for new, old in zip(items, value, strict=True)):
+        put(tuple.__new__(type(value), items))
+
+
+def _set_state(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _put_on(device: torch.device, put: Callable[[object], None], value: object) -> None:
+    put(value.to(device) if isinstance(value, torch.Tensor) else value)
 
 
 def _fixed(value: object) -> None:
@@ -331,7 +366,7 @@ def _add(table: ShardTable, leaf: Leaf, everyone: tuple[int, ...], alone: bool, 
         _make_memory(leaf)
     name, value = leaf.name, leaf.value
     undeclared = (0, 1) if alone or leaf.private else None
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not is_one_object(value):
         if is_dtensor(value):
             add_dtensor(table, name, value, everyone, undeclared)
         elif is_sharded_tensor(value):

@@ -45,5 +45,15 @@ class Flat:
     """A state as leaves."""
 
     leaves: list[Leaf] = field(default_factory=list)
+    containers: dict[str, type[str] | type[int]] = field(default_factory=dict)
+    """The dicts and lists that were walked, by name: whether their parts have names or numbers."""
     after: list[Callable[[], None]] = field(default_factory=list)
     """To call after everything is loaded: load_state_dict of stateful values, innermost first."""
+
+    def path(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys that lead to a name; one only, if its container is unknown here."""
+        end = len(name)
+        while (end := name.rfind(".", 0, end)) >= 0:
+            if (kind := self.containers.get(name[:end])) is not None:
+                return (*self.path(name[:end]), kind(name[end + 1 :]))
+        return (name,)

@@ -29,9 +29,9 @@ def materialize(name: str, tensor: torch.Tensor, fixed: bool = False) -> torch.T
     """
     if fixed:
         raise BadInput(
-            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tuple, or "
-            "in a tensor subclass.",
-            hint="Materialise it first, or make the tuple a list.",
+            f"{name!r} is on the meta device, and stands where no other tensor can be put: in a tensor "
+            "subclass.",
+            hint="Materialise it first.",
         )
     if is_wrapper(tensor):
         raise BadInput(f"{name!r} is a {type_name(tensor)} on the meta device; materialise it first.")

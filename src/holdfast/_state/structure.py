@@ -8,10 +8,12 @@ with a description of its containers, if it has any.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 
+from holdfast._format.records import fields_of, is_record
 from holdfast._state.live import ParameterState, StateDict
 from holdfast._state.subclasses import allowed_type, inner_tensors, is_wrapper, same_memory, type_name
 from holdfast._state.tensors import PerRank, Shard
@@ -55,10 +57,14 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 def has_tensors(value: object) -> bool:
     """Return whether a value contains tensors. Only then is a list split into its items."""
     # Values that are filled in place; a list of plain values is replaced as one object.
-    if isinstance(value, torch.Tensor | Shard | PerRank | ParameterState) or is_stateful(value):
+    if isinstance(value, torch.Tensor | torch.Generator | Shard | PerRank | ParameterState) or is_stateful(
+        value
+    ):
         return True
     if isinstance(value, Mapping):
         return any(has_tensors(v) for v in value.values())
+    if is_dataclass(value) and not isinstance(value, type):
+        return is_record(value) and any(has_tensors(part) for _, part in fields_of(value))
     return isinstance(value, list | tuple) and any(has_tensors(v) for v in value)
 
 
@@ -157,6 +163,33 @@ def _guessed(node: Description) -> Description:
     if sorted(numbered) == list(range(len(node))):
         return ["list", [numbered[index] for index in range(len(node))]]
     return ["dict", [[key, part] for key, part in numbered.items()]]
+
+
+def nest(values: Mapping[str, object]) -> dict[str, Any]:
+    """Return values as nested dicts, one for each part of their names between dots.
+
+    A state that is stored with a description of its containers is built by that. A name below that of another
+    value stays in one piece.
+    """
+    end = f".{STRUCTURE}"
+    described = {name.removesuffix(end): value for name, value in values.items() if name.endswith(end)}
+    made = {name: build(description, name, values) for name, description in described.items()}
+    root: dict[str, Any] = {}
+    for name, value in sorted({**values, **made}.items()):
+        parts = name.split(".")
+        if any(".".join(parts[:count]) in described for count in range(1, len(parts))):
+            continue
+        node = root
+        for count, part in enumerate(parts[:-1]):
+            inner = node.setdefault(part, {})
+            if type(inner) is not dict:
+                parts = parts[count:]
+                break
+            node = inner
+        else:
+            parts = parts[-1:]
+        node[".".join(parts)] = value
+    return root
 
 
 def build(

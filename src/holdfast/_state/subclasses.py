@@ -84,6 +84,14 @@ def is_wrapper(value: object) -> TypeGuard[torch.Tensor]:
     )
 
 
+def is_one_object(value: torch.Tensor) -> bool:
+    """Return whether a tensor is stored as one object, with its parts in it: a sparse or a nested one. A load
+    replaces it, because the sizes of its parts may be others."""
+    if type(value) not in _ORDINARY:  # a ShardedTensor refuses to tell
+        return type(value).__name__ == "NestedTensor"
+    return value.is_nested or value.layout is not torch.strided
+
+
 def inner_tensors(wrapper: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Return the tensors that a wrapper consists of, by the names of its attributes."""
     names, _ = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -135,19 +143,10 @@ def check_kind(name: str, tensor: torch.Tensor) -> None:
             f"{name!r} is a parameter of a lazy module that has no shape yet.",
             hint="Run a forward pass first.",
         )
-    if tensor.is_nested:
-        raise BadInput(
-            f"{name!r} is a nested tensor; Holdfast stores dense ones.",
-            hint="Store its parts, as unbind() gives them, or its values() and offsets().",
-        )
     if tensor.is_quantized:
         raise BadInput(
             f"{name!r} is a quantized tensor ({str(tensor.dtype)[6:]}); Holdfast stores plain ones.",
             hint="Store its int_repr() with its scale and zero point, or dequantize() it.",
-        )
-    if tensor.layout is not torch.strided:
-        raise BadInput(
-            f"{name!r} is a {tensor.layout} tensor; Holdfast stores dense ones: call .to_dense() first."
         )
     if tensor.is_meta:
         raise BadInput(f"{name!r} is on the meta device and has no data; materialise it first.")

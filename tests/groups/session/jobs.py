@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import signal
 import sys
@@ -208,3 +209,48 @@ def two_to_the_end(rank: int) -> tuple[int, int, str]:
     with contextlib.redirect_stderr(printed):
         sys.excepthook(ValueError, error, None)
     return len(open_sessions), sum(found.failure is not None for found in made), printed.getvalue()
+
+
+def profiled(rank: int) -> tuple[float, list[int]]:
+    """How much slower Python code is after a session than before it, and what a profiler counts after one that
+    has ended well and one that has failed elsewhere."""
+
+    def work() -> int:
+        return sum(len(str(number)) for number in range(200))
+
+    def seconds() -> float:
+        best = math.inf
+        for _ in range(60):
+            begun = time.perf_counter()
+            for _ in range(100):
+                work()
+            best = min(best, time.perf_counter() - begun)
+        return best
+
+    def counted() -> int:
+        calls = 0
+
+        def look(*event: object) -> None:
+            nonlocal calls
+            calls += event[1] == "call"
+
+        sys.setprofile(look)
+        work()
+        sys.setprofile(None)
+        return calls
+
+    before, counts = seconds(), [counted()]
+    with holdfast.session(job=holdfast.Job(timeout=20), grace=3):
+        dist.all_reduce(torch.ones(1))
+    after = seconds()
+    counts.append(counted())
+    with (
+        contextlib.suppress(HoldfastError, ValueError),
+        holdfast.session(job=holdfast.Job(timeout=20), grace=3),
+    ):
+        if rank == 1:
+            raise ValueError("the loss is not a number")
+        while True:
+            time.sleep(0.05)
+    counts.append(counted())
+    return after / before, counts

@@ -157,6 +157,13 @@ def test_sessions_one_after_another_are_strangers() -> None:
         assert missing == [2]
 
 
+def test_python_is_as_fast_after_a_session_and_can_be_profiled() -> None:
+    with ProcessWorld(2) as world:
+        for slower, counts in world.run(jobs.profiled, timeout=60):
+            assert len(set(counts)) == 1, counts
+            assert slower < 1.2
+
+
 @pytest.mark.parametrize("how", ["to the end", "destroys"])
 def test_a_session_without_a_block_closes_at_the_end_of_the_process(how: str, tmp_path: Path) -> None:
     ended = launch("save", tmp_path, how, world=2)

@@ -1,0 +1,70 @@
+"""Values of Python's own classes that a state may contain, as their constructor's arguments."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+Parts = tuple[object, ...]
+
+
+def _buffer(content: bytes, position: int) -> io.BytesIO:
+    made = io.BytesIO(content)
+    made.seek(position)
+    return made
+
+
+def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+    # Of text with an exponent it would make a number as long as that says.
+    if type(numerator) is not int or type(denominator) is not int:
+        raise TypeError("a part of a fraction is no whole number")
+    return fractions.Fraction(numerator, denominator)
+
+
+def _timezone(offset: datetime.timedelta, *name: str) -> datetime.timezone:
+    return datetime.timezone(offset, *name)
+
+
+def _datetime(*parts: Any) -> datetime.datetime:
+    return datetime.datetime(*parts[:-1], fold=parts[-1])
+
+
+def _time(*parts: Any) -> datetime.time:
+    return datetime.time(*parts[:-1], fold=parts[-1])
+
+
+PARTS: dict[type, Callable[[Any], Parts]] = {
+    io.BytesIO: lambda v: (v.getvalue(), v.tell()),
+    collections.deque: lambda v: ([*v], v.maxlen),
+    datetime.date: lambda v: (v.year, v.month, v.day),
+    datetime.time: lambda v: (v.hour, v.minute, v.second, v.microsecond, v.tzinfo, v.fold),
+    datetime.datetime: lambda v: (
+        *(v.year, v.month, v.day, v.hour, v.minute, v.second, v.microsecond),
+        *(v.tzinfo, v.fold),
+    ),
+    datetime.timedelta: lambda v: (v.days, v.seconds, v.microseconds),
+    datetime.timezone: lambda v: v.__getinitargs__(),
+    fractions.Fraction: lambda v: (v.numerator, v.denominator),
+    decimal.Decimal: lambda v: (str(v),),
+    **dict.fromkeys((pathlib.PosixPath, pathlib.WindowsPath), lambda v: (str(v),)),
+    **dict.fromkeys((pathlib.PurePosixPath, pathlib.PureWindowsPath), lambda v: (str(v),)),
+}
+"""By class: what its values are made of."""
+MAKE: dict[str, Callable[..., object]] = {
+    **{kind.__name__: kind for kind in PARTS},
+    "BytesIO": _buffer,
+    "Fraction": _fraction,
+    "timezone": _timezone,
+    "datetime": _datetime,
+    "time": _time,
+    # A path of another system is one here.
+    "PosixPath": pathlib.Path,
+    "WindowsPath": pathlib.Path,
+}
+"""By the class's name: makes a value of these parts."""

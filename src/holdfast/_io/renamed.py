@@ -1,0 +1,133 @@
+"""A source of loads under other names: those of a checkpoint that another program, or another version of the
+model, has saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from holdfast._format.columns import Array, Columns
+from holdfast._io.source import ForeignSource, Source
+from holdfast._plan.merge import reordered
+from holdfast.errors import BadInput
+
+Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
+"""Names, or subtrees, of a checkpoint, and what they are called in the state; or a function that says so."""
+
+
+def check_rename(rename: object) -> None:
+    """Raise BadInput unless it is a mapping of text to text, a function, or None."""
+    texts = isinstance(rename, Mapping) and all(
+        isinstance(text, str) for pair in rename.items() for text in pair
+    )
+    if not (rename is None or callable(rename) or texts):
+        raise BadInput(
+            f"rename must map names of the checkpoint to those of the state, as texts or by a function, not "
+            f"{type(rename).__name__}.",
+            hint="rename={'module': 'model'} makes module.w model.w; rename={'module': ''} makes it w.",
+        )
+
+
+class Renamed:
+    """A source whose tensors have other names, in the order of these."""
+
+    def __init__(self, source: Source, rename: Rename) -> None:
+        """Raises BadInput if two tensors get one name, or if a name in the mapping is not there."""
+        if isinstance(source, ForeignSource):
+            raise BadInput(
+                f"rename can't be used for {source.where}: names of a published model are mapped already."
+            )
+        self._source, self._row, self._order = source, dict[str, int](), np.zeros(0, np.int64)
+        self.where, self.identity, self.about = source.where, source.identity, source.about
+        self.object_prefix, self.fetched_for = source.object_prefix, source.fetched_for
+        given = source.names()
+        new = (
+            _by_mapping(given, rename, self.where)
+            if isinstance(rename, Mapping)
+            else list(map(rename, given))
+        )
+        for name, other in zip(given, new, strict=True):
+            if not isinstance(other, str) or not other:
+                raise BadInput(f"rename makes {other!r} of {name!r}, which is no name.")
+        self._order = np.asarray(sorted(range(len(new)), key=new.__getitem__), np.int64)
+        self._names = [new[row] for row in self._order.tolist()]
+        self._row = {name: row for row, name in enumerate(self._names)}
+        if len(self._row) < len(new):
+            first: dict[str, str] = {}
+            for name, other in zip(given, new, strict=True):
+                if first.setdefault(other, name) != name:
+                    raise BadInput(f"rename makes {other!r} of both {first[other]!r} and {name!r}.")
+
+    @property
+    def tensors(self) -> int:
+        return len(self._names)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def find(self, wanted: Sequence[str]) -> Array:
+        return np.fromiter(map(self.find_one, wanted), np.int64, len(wanted))
+
+    def find_one(self, name: str) -> int:
+        return self._row.get(name, -1)
+
+    def select(self, rows: Array | None = None) -> Columns:
+        inner = self._order if rows is None else self._order[rows]
+        columns = self._source.select(np.sort(inner))
+        return _permuted(
+            columns, np.argsort(np.argsort(inner)), [self._names[row] for row in _all(rows, self._names)]
+        )
+
+
+def _all(rows: Array | None, names: list[str]) -> Sequence[int]:
+    return range(len(names)) if rows is None else rows.tolist()
+
+
+def _by_mapping(names: list[str], rename: Mapping[str, str], where: str) -> list[str]:
+    unused, new = set(rename), []
+    for name in names:
+        # The longest subtree that names it, as a more special rule has the last word.
+        parts = name.split(".")
+        ends = (".".join(parts[:count]) for count in range(len(parts), -1, -1))
+        old = next((end for end in ends if end in rename), None)
+        if old is None:
+            new.append(name)
+            continue
+        unused.discard(old)
+        rest = name[len(old) :].lstrip(".") if old else name
+        new.append(".".join(filter(None, (rename[old], rest))))
+    if unused:
+        raise BadInput(
+            f"rename: {where} holds no name {min(unused)!r}, and none below it; the first is "
+            f"{names[0] if names else ''!r}."
+        )
+    return new
+
+
+def _permuted(columns: Columns, order: Array, names: list[str]) -> Columns:
+    """Return columns of tensors in another order, with their chunks and digests, under other names."""
+    counts = np.diff(columns.chunk_end, prepend=0)
+    chunk = reordered(np.arange(len(columns.file)), counts, order)
+    digest_counts = np.diff(columns.digest_end, prepend=0)
+    made: dict[str, Any] = {
+        "names": names,
+        "chunk_end": np.cumsum(counts[order], dtype="<i8"),
+        "digest_end": np.cumsum(digest_counts[chunk], dtype="<i8"),
+        "digests": reordered(columns.digests, digest_counts, chunk)
+        if len(columns.digests)
+        else columns.digests,
+    }
+    by = {"T": order, "C": chunk}
+    for one in fields(Columns):
+        if one.name not in made:
+            value, spec = getattr(columns, one.name), one.metadata.get("spec")
+            rows = by.get(spec.rows) if spec is not None else None
+            made[one.name] = value if rows is None or not len(value) else value[rows]
+    return Columns(**made)

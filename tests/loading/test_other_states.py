@@ -1,0 +1,238 @@
+"""Loads into states that are not as they were saved: other names, dtypes or shapes; and without a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import holdfast
+from holdfast.errors import BadInput, ShapeMismatch
+from tests.integrations.huggingface.models import TINY, publish
+from tests.support.threads import on_ranks
+
+ALONE = holdfast.Job(no_dist=True)
+
+
+def trained(width: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A module and an optimizer that has taken a step."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, width))
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, Any]:
+    module, optimizer = trained()
+    state = {"module": module, "optim": optimizer, "lr": 0.5, "plan": {"sizes": [1, 2]}}
+    holdfast.save(state, tmp_path / "it", step=3, job=ALONE)
+    return state
+
+
+RENAMES: list[Any] = [
+    {"module": "model.net"},
+    {"module.0": "model.net.0", "module": "model.net"},
+    lambda name: name.replace("module.", "model.net."),
+]
+
+
+@pytest.mark.parametrize("rename", RENAMES, ids=["subtree", "two rules", "function"])
+def test_names_of_a_checkpoint_are_called_otherwise_in_the_state(
+    saved: dict[str, Any], tmp_path: Path, rename: Any
+) -> None:
+    module, optimizer = trained()
+    state = {"model": {"net": module}, "optim": optimizer, "lr": 0.0, "plan": {"sizes": [0]}}
+    report = holdfast.load(state, tmp_path / "it", rename=rename, job=ALONE)
+    assert report.missing == ()
+    assert all(map(torch.equal, module.parameters(), saved["module"].parameters()))
+    assert (state["lr"], state["plan"]) == (0.5, {"sizes": [1, 2]})
+
+
+def test_a_prefix_is_taken_away_or_put_before_all_names(saved: dict[str, Any], tmp_path: Path) -> None:
+    module, _ = trained()
+    holdfast.load(module, tmp_path / "it", rename={"module": ""}, job=ALONE)
+    assert torch.equal(module[1].weight, saved["module"][1].weight)
+    state = {"old": {"module": trained()[0]}}
+    holdfast.load(state, tmp_path / "it", rename={"": "old"}, job=ALONE)
+    assert torch.equal(state["old"]["module"][0].bias, saved["module"][0].bias)
+
+
+def test_an_optimizer_is_made_under_other_names(tmp_path: Path) -> None:
+    """The rows of its states are in another order then: names are sorted anew."""
+    module, optimizer = trained()
+    holdfast.save({"z": module, "a": optimizer}, tmp_path / "it", job=ALONE)
+    new, _ = trained()
+    fresh = torch.optim.Adam(new.parameters())
+    holdfast.load({"b": new, "y": fresh}, tmp_path / "it", rename={"z": "b", "a": "y"}, job=ALONE)
+    for old, made in zip(optimizer.state.values(), fresh.state.values(), strict=True):
+        assert old.keys() == made.keys()
+        assert all(torch.equal(old[key], made[key]) for key in old)
+
+
+@pytest.mark.parametrize(
+    ("rename", "says"),
+    [
+        ({"modul": "m"}, "holds no name 'modul', and none below it"),
+        (
+            {"module.0.bias": "x", "module.1.bias": "x"},
+            "makes 'x' of both 'module.0.bias' and 'module.1.bias'",
+        ),
+        ({"lr": ""}, "makes '' of 'lr', which is no name"),
+        (lambda name: None, "makes None of 'lr', which is no name"),
+        ({"lr": 3}, "rename must map names of the checkpoint to those of the state"),
+        (["lr"], "not list"),
+    ],
+)
+def test_a_rename_that_makes_no_names_is_refused(
+    saved: dict[str, Any], tmp_path: Path, rename: Any, says: str
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        holdfast.load({"lr": 0.0}, tmp_path / "it", rename=rename, job=ALONE)
+    with pytest.raises(BadInput, match=says):
+        holdfast.load(tmp_path / "it", rename=rename)
+
+
+def test_names_of_a_published_model_are_not_renamed(tmp_path: Path) -> None:
+    publish(TINY["qwen3_moe"], tmp_path)
+    with pytest.raises(BadInput, match="names of a published model are mapped already"):
+        holdfast.load({"w": torch.zeros(1)}, tmp_path, rename={"lm_head": "w"}, job=ALONE)
+
+
+TYPES = [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int32]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_dtypes_are_converted_in_both_directions(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.arange(-8, 8).reshape(4, 4).float()
+    holdfast.save({"w": values, "v": values.to(dtype)}, tmp_path / "it", job=ALONE)
+    state = {"w": torch.zeros(4, 4, dtype=dtype), "v": torch.zeros(4, 4)}
+    with pytest.raises(ShapeMismatch, match=r"float32.*") as caught:
+        holdfast.load(state, tmp_path / "it", job=ALONE)
+    assert "cast=True" in str(caught.value)
+    holdfast.load(state, tmp_path / "it", cast=True, job=ALONE)
+    assert torch.equal(state["w"].float(), values)
+    assert torch.equal(state["v"], values)
+
+
+def test_shards_of_other_ranks_are_converted_under_other_names(tmp_path: Path) -> None:
+    whole = torch.arange(24.0).reshape(6, 4)
+    holdfast.save({"old.w": whole}, tmp_path / "it", job=ALONE)
+
+    def job(roster: Any) -> None:
+        part = torch.zeros(2, 4, dtype=torch.bfloat16)
+        state = {"w": holdfast.Shard(part, (6, 4), (2 * roster.rank, 0))}
+        holdfast.load(
+            state, tmp_path / "it", cast=True, rename={"old": ""}, job=holdfast.Job(roster=roster, timeout=30)
+        )
+        assert torch.equal(part, whole[2 * roster.rank : 2 * roster.rank + 2].bfloat16())
+
+    on_ranks(3, job)
+
+
+def test_a_tensor_of_another_shape_stays_with_its_optimizer_state(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    module, _ = trained(width=5)
+    before = module[1].weight.detach().clone()
+    fresh = torch.optim.Adam(module.parameters())
+    state = {"module": module, "optim": fresh, "lr": 0.0}
+    with pytest.raises(ShapeMismatch, match=r"module\.1\."):
+        holdfast.load(state, tmp_path / "it", job=ALONE)
+    report = holdfast.load(state, tmp_path / "it", on_shape="skip", job=ALONE)
+    assert sorted(report.skipped) == ["module.1.bias", "module.1.weight", "optim.state.2", "optim.state.3"]
+    assert torch.equal(module[1].weight, before)
+    assert torch.equal(module[0].weight, saved["module"][0].weight)
+    assert state["lr"] == 0.5
+    assert set(fresh.state) == {module[0].weight, module[0].bias}
+    module(torch.ones(4)).sum().backward()
+    fresh.step()  # it makes the states that were left out
+
+
+def test_what_is_no_shape_is_not_skipped(tmp_path: Path) -> None:
+    holdfast.save({"a": torch.zeros(3), "b": 1}, tmp_path / "it", job=ALONE)
+    with pytest.raises(ShapeMismatch, match="can't be exchanged"):
+        holdfast.load({"b": torch.zeros(3)}, tmp_path / "it", on_shape="skip", job=ALONE)
+    with pytest.raises(ShapeMismatch, match="float32"):
+        holdfast.load({"a": torch.zeros(3).int()}, tmp_path / "it", on_shape="skip", job=ALONE)
+    with pytest.raises(BadInput, match="on_shape must be 'raise' or 'skip', not 'ignore'"):
+        holdfast.load({"a": torch.zeros(3)}, tmp_path / "it", on_shape="ignore", job=ALONE)
+
+
+@pytest.mark.parametrize("save", [holdfast.save, torch_dcp.save], ids=["holdfast", "torch DCP"])
+def test_without_a_state_all_values_come_as_nested_dicts(tmp_path: Path, save: Callable[..., Any]) -> None:
+    state = {"model": {"0.w": torch.ones(2, 3), "1.w": torch.zeros(2)}, "step": 4, "names": ["a", "b"]}
+    if save is torch_dcp.save:
+        save(state, checkpoint_id=tmp_path / "it", no_dist=True)
+    else:
+        save(state, tmp_path / "it", job=ALONE)
+    values = holdfast.load(tmp_path / "it")
+    assert values.keys() == state.keys()
+    assert (values["step"], values["names"]) == (4, ["a", "b"])
+    assert torch.equal(values["model"]["0"]["w"], torch.ones(2, 3))
+    again = {"model": {"0.w": torch.zeros(2, 3), "1.w": torch.ones(2)}}
+    holdfast.save(values, tmp_path / "again", job=ALONE)
+    holdfast.load(again, tmp_path / "again", job=ALONE)
+    assert torch.equal(again["model"]["0.w"], torch.ones(2, 3))
+
+
+def test_without_a_state_a_part_is_read_in_another_dtype_or_later(
+    saved: dict[str, Any], tmp_path: Path
+) -> None:
+    values = holdfast.load(tmp_path / "it", include=["0"], rename={"module": ""}, cast=torch.bfloat16)
+    assert list(values) == ["0"]
+    assert torch.equal(values["0"]["bias"], saved["module"][0].bias.bfloat16())
+    later = holdfast.load(tmp_path / "it", exclude=["optim"], lazy=True)
+    assert later["lr"] == 0.5
+    assert torch.equal(later["module"]["1"]["weight"][1:], saved["module"][1].weight[1:])
+
+
+def test_a_name_below_that_of_a_value_stays_in_one_piece(tmp_path: Path) -> None:
+    holdfast.save({"a": torch.zeros(1), "a.b.c": 1, "d": {}, "d.e": 2}, tmp_path / "it", job=ALONE)
+    values = holdfast.load(tmp_path / "it")
+    assert (values["a.b.c"], values["d"]) == (1, {"e": 2})
+
+
+def test_a_nested_state_of_an_optimizer_is_built_as_it_was(tmp_path: Path) -> None:
+    class Keeps(torch.optim.SGD):
+        """Its state has a list of tensors, and a dict."""
+
+        def step(self, closure: Any = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter] = {"past": [torch.ones(2), torch.zeros(2)], "more": {"n": 3}}
+
+    module = torch.nn.Linear(2, 1, bias=False)
+    optimizer = Keeps(module.parameters(), lr=0.1)
+    optimizer.step()
+    holdfast.save({"optim": optimizer}, tmp_path / "it", job=ALONE)
+    state = holdfast.load(tmp_path / "it")["optim"]["state"]["0"]
+    assert list(map(torch.Tensor.tolist, state["past"])) == [[1, 1], [0, 0]]
+    assert state["more"] == {"n": 3}
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"strict": False}, {"on_shape": "skip"}, {"job": ALONE}, {"cast": True}], ids=str
+)
+def test_arguments_that_need_a_state_are_refused_without_one(
+    saved: dict[str, Any], tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises(BadInput, match="Without a state"):
+        holdfast.load(tmp_path / "it", **arguments)
+
+
+def test_arguments_that_need_no_state_are_refused_with_one(saved: dict[str, Any], tmp_path: Path) -> None:
+    wrong: list[dict[str, Any]] = [{"lazy": True}, {"cast": torch.bfloat16}]
+    for arguments in wrong:
+        with pytest.raises(BadInput, match="With a state"):
+            holdfast.load({"lr": 0.0}, tmp_path / "it", **arguments)
+    with pytest.raises(BadInput, match="needs the folder"):
+        holdfast.load({"lr": 0.0})  # type: ignore[call-overload]
+    with pytest.raises(BadInput, match="holds no name that matches 'nothing'"):
+        holdfast.load(tmp_path / "it", include=["nothing"])
+    with pytest.raises(BadInput, match="lazy=True"):
+        holdfast.load(tmp_path / "it", lazy=True, cast=torch.bfloat16)
