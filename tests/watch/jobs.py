@@ -53,7 +53,7 @@ def job(rank: int, folder: str, kind: str, seconds: float = TIMEOUT) -> dict[str
             except RuntimeError:
                 came = False
         # A rank that tells is not stopped before it has told.
-        time.sleep(4)
+        time.sleep(6)
         return {"told": [text for text in told.texts if "oll call" in text], "came": came}
     finally:
         holdfast.uninstall()
@@ -120,21 +120,6 @@ def another_operation(rank: int, groups: list[Any], seconds: float) -> None:
         dist.all_reduce(torch.ones(4), group=groups[0])
 
 
-def on_two_threads(rank: int, groups: list[Any], seconds: float) -> None:
-    """One thread saves in the background, the other one meets a barrier, in the same group."""
-
-    def save() -> None:
-        time.sleep(0.5 if rank == 1 else 0.0)
-        with contextlib.suppress(RuntimeError):
-            dist.broadcast(torch.ones(4), 0, group=groups[0])
-
-    thread = threading.Thread(target=save)
-    thread.start()
-    time.sleep(0.0 if rank == 1 else 0.5)
-    dist.all_reduce(torch.ones(4), group=groups[0])
-    thread.join()
-
-
 def past_it(rank: int, groups: list[Any], seconds: float) -> None:
     if rank != 1:
         dist.all_reduce(torch.ones(4), group=groups[0])
@@ -168,7 +153,6 @@ KINDS = {
         with_a_lock,
         in_another_order,
         another_operation,
-        on_two_threads,
         past_it,
         gone,
         healthy,

@@ -63,7 +63,6 @@ def test_a_late_rank_is_told_and_comes(tmp_path: Path) -> None:
         ("with_a_lock", "stuck", (1,)),
         ("in_another_order", "cycle", None),
         ("another_operation", "mismatch", (1,)),
-        ("on_two_threads", "cycle", None),
         ("gone", "died", (1,)),
     ],
 )

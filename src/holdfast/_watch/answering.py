@@ -17,6 +17,7 @@ from holdfast._options import ranks_of_this_host, roll_call_folder
 from holdfast._roster.base import Roster
 from holdfast._roster.presence import Seen, pace, see, spread
 from holdfast._roster.process import Identity
+from holdfast._threads import start_thread
 from holdfast._values import Message
 from holdfast._watch.collector import Collector
 from holdfast._watch.diagnose import diagnose
@@ -28,8 +29,8 @@ from holdfast._watch.rules_stacks import position_of_rank
 from holdfast._watch.verdict import Diagnosis, listed
 
 log = logging.getLogger("holdfast")
-GRACE = 1.5
-"""Seconds in which a rank answers for itself."""
+GRACE = 0.5
+"""Seconds in which a rank that has seen the call answers for itself."""
 LOOKS = 10
 """How often a rank looks whether it moves."""
 LEAST = 1.0
@@ -71,6 +72,7 @@ class Answering:
 
     def __init__(self, base: Roster, number: int, asked: Asked, over: threading.Event) -> None:
         self._base, self._number, self._asked, self._over = base, number, asked, over
+        self._pace = pace(base.world_size)
         folder = roll_call_folder()
         stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(asked.at))
         self._folder = os.path.join(folder, ROLL_CALLS, f"{stamp}-{number}") if folder else ""
@@ -83,7 +85,8 @@ class Answering:
             return
         began, before = time.monotonic(), activity_here()
         near = ranks_of_this_host(rank, self._base.world_size)
-        self._over.wait(GRACE + 0.1 * near.index(rank))
+        # All of them have looked for the call by then.
+        self._over.wait(self._pace + GRACE + 0.1 * near.index(rank))
         held = self._stand_in(near)
         later = self._later(found, began + self._asked.pause)
         cpu, moved = (after - then for after, then in zip(activity_here(), before, strict=True))
@@ -92,8 +95,7 @@ class Answering:
         for other, one in held.items():
             self._put(other, _seen_again(one), {})
         if self._asked.by == rank:
-            # The last rank looks for the call after `pace` seconds.
-            self._over.wait(GRACE + max(0.0, pace(self._base.world_size) - self._asked.pause))
+            self._over.wait(self._pace + GRACE)
             evidence = self._gather()
             log.warning("%s", summary(self._asked.why, diagnose(evidence), evidence, self._folder))
 
@@ -122,10 +124,20 @@ class Answering:
         if not is_first:
             self._base.put(key, message)
         if self._folder:
-            os.makedirs(self._folder, exist_ok=True)
-            with open(os.path.join(self._folder, f"rank-{rank}.json"), "wb") as file:
-                file.write(msgspec.json.encode(answer))
+            # Storage may be what hangs. The result is told without it.
+            start_thread(lambda: self._write(rank, msgspec.json.encode(answer)), "holdfast-roll-call-file")
         return True
+
+    def _write(self, rank: int, answer: bytes) -> None:
+        path = os.path.join(self._folder, f"rank-{rank}.json")
+        try:
+            os.makedirs(self._folder, exist_ok=True)
+            part = f"{path}.{threading.get_ident()}.part"
+            with open(part, "wb") as file:
+                file.write(answer)
+            os.replace(part, path)
+        except OSError as error:
+            log.warning("The roll call's file %s could not be written: %s.", path, error.strerror)
 
     def _answers(self, ranks: Iterable[int]) -> dict[int, Message]:
         ranks = list(ranks)

@@ -16,7 +16,19 @@ LARGEST_DUMP = 256 << 20
 ROLL_CALLS = "roll-calls"
 """The folder of a run that has the files of its roll calls."""
 FILES = 20_000
-_NO_EVIDENCE = (".safetensors", ".distcp", ".pt", ".pth", ".bin", ".npy", ".py", ".so", ".zip", ".gz")
+_NO_EVIDENCE = (
+    ".part",
+    ".safetensors",
+    ".distcp",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".npy",
+    ".py",
+    ".so",
+    ".zip",
+    ".gz",
+)
 """Files of a folder that are not looked at."""
 
 
