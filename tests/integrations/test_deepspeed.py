@@ -312,6 +312,43 @@ def test_weights_that_are_not_there_are_told(name: str, saved: Saved, tmp_path: 
         import_zero(folder, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"dp_world_size": 0}, "no rank has written it"),
+        ({"shared_params": {"tied": ["inner.weight"]}}, "a list where a str is expected"),
+        # The whole would take a gigabyte of memory, of a file of some kilobytes.
+        ({"param_shapes": [{f"w{i}": torch.Size([0]) for i in range(1000)}] * 20_000}, "in two flat tensors"),
+    ],
+)
+def test_a_forged_description_is_refused(
+    change: dict[str, Any], words: str, saved: Saved, tmp_path: Path
+) -> None:
+    folder = copied(saved, "zero1", tmp_path)
+    file = folder / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | change, file)
+    with pytest.raises(CorruptCheckpoint, match=words):
+        import_zero(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [("param_groups", "two of its parameter groups have"), ("param_alignment_paddings", "1 paddings of")],
+)
+def test_a_forged_optimizer_is_refused(key: str, words: str, saved: Saved, tmp_path: Path) -> None:
+    folder = copied(saved, "zero1", tmp_path)
+    file = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    state = content["optimizer_state_dict"]
+    if key == "param_groups":
+        state["base_optimizer_state"][key] *= 100_000
+    else:
+        state[key] = [[1]] * 3
+    torch.save(content, file)
+    with pytest.raises(CorruptCheckpoint, match=words):
+        import_zero(folder, tmp_path / "out")
+
+
 def test_an_elastic_checkpoint_is_refused(tmp_path: Path) -> None:
     run(2, jobs.save, str(tmp_path / "saved"), 1, False, {"elastic_checkpoint": True}, {})
     with pytest.raises(BadInput, match="saved with elastic_checkpoint"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as torch_dcp
 
 import holdfast
+from holdfast._format.columns import Columns
+from holdfast._format.index import Index
 from holdfast.errors import BadInput, ShapeMismatch
 from tests.integrations.huggingface.models import TINY, publish
 from tests.support.threads import on_ranks
@@ -190,6 +193,32 @@ def test_without_a_state_a_part_is_read_in_another_dtype_or_later(
     later = holdfast.load(tmp_path / "it", exclude=["optim"], lazy=True)
     assert later["lr"] == 0.5
     assert torch.equal(later["module"]["1"]["weight"][1:], saved["module"][1].weight[1:])
+
+
+@pytest.mark.parametrize("call", ["cast", "lazy"])
+def test_the_work_for_a_tensor_does_not_grow_with_their_number(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for kind, method in ((Columns, "itemsizes"), (Index, "select")):
+
+        def counted(*args: Any, of: Callable[..., Any]) -> Any:
+            calls.append(of)
+            return of(*args)
+
+        monkeypatch.setattr(kind, method, partialmethod(counted, of=getattr(kind, method)))
+    found = []
+    for number in (10, 100):
+        holdfast.save({f"w{at}": torch.ones(2) for at in range(number)}, tmp_path / f"{number}", job=ALONE)
+        calls.clear()
+        if call == "lazy":
+            assert len(holdfast.load(tmp_path / f"{number}", lazy=True)) == number
+        else:
+            state = {f"w{at}": torch.zeros(2, dtype=torch.float64) for at in range(number)}
+            holdfast.load(state, tmp_path / f"{number}", cast=True, job=ALONE)
+            assert all(bool(value.all()) for value in state.values())
+        found.append(len(calls))
+    assert found[0] == found[1]
 
 
 def test_a_name_below_that_of_a_value_stays_in_one_piece(tmp_path: Path) -> None:

@@ -310,6 +310,26 @@ def test_a_replica_that_differs_is_found_though_its_writer_has_written_nothing(t
     assert verify(str(step_of(tmp_path, 3))).whole
 
 
+def test_prune_spares_the_links_of_a_save_that_has_just_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holdfast.save(layers(OLD), step_of(tmp_path, 1), job=ALONE)
+    (file,) = (step_of(tmp_path, 1) / "data").iterdir()
+    os.utime(file, (1e9, 1e9))
+    real, pruned = LocalStore.create, []
+
+    def create(store: LocalStore, path: str) -> Any:
+        assert len(links(step_of(tmp_path, 2))) == 1
+        pruned.append(prune(str(tmp_path)))
+        return real(store, path)
+
+    monkeypatch.setattr(LocalStore, "create", create)
+    holdfast.save(layers(NEW), step_of(tmp_path, 2), job=ALONE)
+    assert [item.removed for item in pruned] == [()]
+    assert links(step_of(tmp_path, 2))[0].stat().st_ino == file.stat().st_ino
+    assert holds(step_of(tmp_path, 2), NEW)
+
+
 def test_prune_counts_what_it_frees(tmp_path: Path) -> None:
     for step, versions in ((1, OLD), (2, NEW), (3, NEW)):
         holdfast.save(layers(versions), step_of(tmp_path, step), job=ALONE)
@@ -360,3 +380,16 @@ def test_damage_in_a_linked_file_is_found_in_each_step_that_names_it(tmp_path: P
         assert [found.tensor for found in verify(str(step_of(tmp_path, step))).damage] == ["w0"]
     with pytest.raises(CorruptCheckpoint):
         holds(step_of(tmp_path, 2), NEW)
+
+
+def test_a_file_that_a_load_found_damaged_is_not_linked_again(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save(layers(OLD), step_of(tmp_path, step), job=ALONE)
+    (file,) = links(step_of(tmp_path, 2))
+    with file.open("r+b") as opened:
+        opened.seek(100_000)
+        opened.write(b"\xff\x00\xff")
+    with pytest.raises(CorruptCheckpoint):
+        holds(step_of(tmp_path, 2), OLD)
+    assert holdfast.save(layers(OLD), step_of(tmp_path, 3), job=ALONE).bytes_written > file.stat().st_size / 2
+    assert verify(str(step_of(tmp_path, 3))).whole

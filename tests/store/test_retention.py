@@ -84,6 +84,13 @@ def test_one_step_in_every_so_much_time_stays() -> None:
     assert rules.kept(steps)[9] == "one of the newest 1, every 0:10:00"
 
 
+def test_a_clock_that_was_ahead_and_was_set_back_does_not_end_the_rule() -> None:
+    rules = Retention(keep=1, keep_every=timedelta(minutes=10))
+    ahead = [StepFacts(step, 2e9 + 240 * step) for step in range(4)]
+    steps = ahead + [StepFacts(step, 1e9 + 240 * step) for step in range(4, 12)]
+    assert list(rules.kept(steps)) == [0, 3, 4, 7, 10, 11]
+
+
 def test_every_step_stays_without_keep() -> None:
     rules = Retention(best="acc", best_mode="max")
     steps = [StepFacts(1, 1.0, {"acc": 0.5}), StepFacts(2, 2.0, {"acc": 0.4})]

@@ -115,6 +115,7 @@ class _Job:
         self.digest: list[int] = runs.digest.tolist()
         self.digests: list[int] = columns.digests.tolist()
         self.tensor = columns.tensor_of_chunk()
+        self.itemsize: list[int] = columns.itemsizes().tolist()
         self.lock = threading.Lock()
         files = columns.file[runs.chunk]
         done = 0
@@ -219,7 +220,7 @@ class _Job:
     def _scatter(self, chunk: int, pair: int, start: int, data: memoryview) -> None:
         """Copy elements that have no address, or no equal distances."""
         tensor = int(self.tensor[chunk])
-        ndim, itemsize = int(self.columns.ndim[tensor]), int(self.columns.itemsizes()[tensor])
+        ndim, itemsize = int(self.columns.ndim[tensor]), self.itemsize[tensor]
         shape, origin = unpad(self.columns.size[chunk], ndim), unpad(self.columns.offset[chunk], ndim)
         box = Box(unpad(self.plan.pairs.offset[pair], ndim), unpad(self.plan.pairs.size[pair], ndim))
         inner, row = box.relative_to(origin), self.wanted[pair]

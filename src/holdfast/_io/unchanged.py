@@ -72,6 +72,11 @@ def remember_loaded(store: Store, rank: int, attempt: object) -> None:
         remember(store, rank, files)
 
 
+def forget(store: Store, rank: int) -> None:
+    """Note that a step of this run is damaged: the next save writes all, as other steps share its files."""
+    _last.pop((_run_of(store), rank), None)
+
+
 def recall(store: Store, rank: int) -> Earlier | None:
     """Return the last save of a step's run that this process has made or loaded."""
     return _last.get((_run_of(store), rank))

@@ -18,7 +18,7 @@ from holdfast._io.file_reader import read_into
 from holdfast._io.open_checkpoint import open_source
 from holdfast._io.renamed import Rename, Renamed
 from holdfast._io.source import ForeignSource, Source
-from holdfast._io.unchanged import remember_loaded
+from holdfast._io.unchanged import forget, remember_loaded
 from holdfast._layout.tensor import OBJECT, listed
 from holdfast._loading.boxes import are_equal
 from holdfast._loading.filling import announce, give_back
@@ -109,7 +109,9 @@ class LoadJob:
     def run(self) -> None:
         try:
             self.operation.run(load_steps(self.operation.context, self), self.collect_error)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, CorruptCheckpoint):  # on all ranks
+                forget(self.store, self.rank)
             with suppress(HoldfastError):  # storage may be what hangs
                 within(1.0, f"letting go of {self.store.url}", self._let_go)
             raise

@@ -148,8 +148,9 @@ class StoredCheckpoint(Mapping[str, Any]):
             near = nearest(str(name), self._names)
             raise KeyError(f"{self.path} does not hold {name!r}" + (f"; nearest: {near!r}" if near else ""))
         [spec] = self.specs([name])
-        if spec.kind != OBJECT:
-            return StoredTensor(self, spec)
+        return StoredTensor(self, spec) if spec.kind != OBJECT else self._object(name)
+
+    def _object(self, name: str) -> Any:
         with bounded_memory(f"The object {name!r} of {self.path}"):
             columns = self._source.select(np.asarray([self._row[name]]))
             data = read_all(self._store, columns, self._source.where)
@@ -184,14 +185,21 @@ class StoredCheckpoint(Mapping[str, Any]):
         names = [name for name in self._names if is_selected(name, patterns)]
         if lazy and dtype is not None:
             raise BadInput(f"cast={dtype} is for tensors that are read at once, so not with lazy=True.")
-        return nest({name: self[name] for name in names} if lazy else self._values(names, dtype))
+        return nest(self._values(names, dtype, lazy))
 
-    def _values(self, names: Sequence[str], dtype: torch.dtype | None) -> dict[str, Any]:
+    def _values(self, names: Sequence[str], dtype: torch.dtype | None, lazy: bool = False) -> dict[str, Any]:
+        # All at once: each selection reads and verifies parts of the index.
         specs = self.specs(names)
         tensors = [spec for spec in specs if spec.kind != OBJECT]
-        boxes = [Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors]
-        found = dict(zip([spec.name for spec in tensors], self.read_boxes(boxes), strict=True))
-        return {spec.name: self[spec.name] if spec.kind == OBJECT else found[spec.name] for spec in specs}
+        made: Sequence[StoredTensor | torch.Tensor]
+        if lazy:
+            made = [StoredTensor(self, spec) for spec in tensors]
+        else:
+            made = self.read_boxes([Wanted(spec, whole(spec.shape), _code(spec, dtype)) for spec in tensors])
+        found = dict(zip([spec.name for spec in tensors], made, strict=True))
+        return {
+            spec.name: self._object(spec.name) if spec.kind == OBJECT else found[spec.name] for spec in specs
+        }
 
     def specs(self, names: Iterable[str]) -> list[TensorSpec]:
         """Return dtype, shape and kind of each of these names, in the order of the checkpoint."""

@@ -104,7 +104,7 @@ class _Sweep:
         stats = {name: self.store.stat(name) for name in names if name not in named}
         left = {name: entry for name, entry in stats.items() if entry is not None}
         # All or none: ranks of a running save finish at different times, so its first files may be old.
-        if any(entry.modified > self.before for entry in left.values()):
+        if any(_newest_time(entry) > self.before for entry in left.values()):
             self.busy.add(folder)
             self.skipped.append(Skipped(folder, "a file in it is young, so a save may be running"))
             return
@@ -178,6 +178,11 @@ class _Sweep:
         inside = self.store.list(f"{folder}/{DATA}")
         names = [f"{folder}/{DATA}/{name}" for name in inside if not name.endswith("/")]
         return [name for name in [*names, f"{folder}/{INDEX}"] if name not in gone]
+
+
+def _newest_time(entry: Entry) -> float:
+    # A save that is running has linked a file of an old step (`Options.link_unchanged`): the name is young.
+    return entry.modified if entry.links == 1 else max(entry.modified, entry.named)
 
 
 def _freed(entry: Entry) -> int:

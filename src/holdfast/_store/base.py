@@ -67,6 +67,8 @@ class Entry(NamedTuple):
     """Seconds since the epoch, by the storage's clock; 0 if it has none."""
     links: int = 1
     """How many names the file has; its bytes are freed with the last one."""
+    named: float = 0.0
+    """When it got or lost a name, or its content, last, by the same clock; 0 if that is not known."""
 
 
 class Reader(Protocol):

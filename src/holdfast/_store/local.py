@@ -238,7 +238,8 @@ class LocalStore:
                 status = os.stat(target, follow_symlinks=target == self._top)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return Entry(_kind(status.st_mode), status.st_size, status.st_mtime, status.st_nlink)
+        kind = _kind(status.st_mode)
+        return Entry(kind, status.st_size, status.st_mtime, status.st_nlink, status.st_ctime)
 
     def list(self, folder: str = "") -> list[str]:
         target = self._full(folder) if folder else self.root

@@ -82,7 +82,8 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True):
                 if facts.created is None:
                     why.append("its time is not known")
                 # From the oldest on: so the choice is the same however many steps are gone already.
-                elif last is None or facts.created >= last + self.keep_every.total_seconds():
+                # A clock that was ahead and was set back must not end the rule.
+                elif last is None or not 0 <= facts.created - last < self.keep_every.total_seconds():
                     last = facts.created
                     why.append(f"every {self.keep_every}")
             if self.best is not None and facts.metrics is None:

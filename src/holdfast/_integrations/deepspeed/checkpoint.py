@@ -118,6 +118,8 @@ class ZeroCheckpoint:
         self._room = [self._file(model).reader.size + _SOME]
         self._refuse_others(names)
         self.ranks = _as(int, self.common.get("dp_world_size"))
+        if not self.ranks:
+            raise _Unexpected("it says that no rank has written it")
         self._prefix = "bf16_" if f"bf16_{OF_RANK.format(0)}{OPTIMIZER}" in names else ""
         for rank in range(self.ranks):
             for name in self._files_of(rank):
@@ -129,7 +131,7 @@ class ZeroCheckpoint:
                     )
         self.optimizer = self._optimizer(0)
         self.stage = _stage(self.optimizer.get("zero_stage", 1))  # BF16_Optimizer has none, and is stage 1
-        self.shapes = [_shapes(group) for group in _as(list, self.common.get("param_shapes"))]
+        self.shapes = _shapes(_as(list, self.common.get("param_shapes")))
         self.model, self.states = dict[str, Elements](), dict[str, State]()
         self._collect()
         self.groups = self._groups()
@@ -167,7 +169,7 @@ class ZeroCheckpoint:
     def _known(self) -> Iterator[None]:
         try:
             yield
-        except (_Unexpected, IndexError) as error:
+        except (_Unexpected, IndexError, OverflowError) as error:
             raise CorruptCheckpoint(
                 f"{self.store.url} is no ZeRO checkpoint that Holdfast knows: {error}."
             ) from None
@@ -187,7 +189,7 @@ class ZeroCheckpoint:
             not self._is_whole
         ):  # ZeRO 3 cuts parameters that are not trained, too, and has them beside the module
             fragments = _as(dict, self.common.get("frozen_param_fragments") or {})
-            for name, shape in _shapes(self.common.get("frozen_param_shapes") or {}).items():
+            for name, shape in _shapes([self.common.get("frozen_param_shapes") or {}])[0].items():
                 find = partial(self._frozen, name)
                 place = self._cut(0, math.prod(shape), _as(StoredTensor, fragments.get(name)).numel, name)
                 self.model[name] = Elements(fragments[name].dtype, shape, find, place)
@@ -195,7 +197,9 @@ class ZeroCheckpoint:
         for name in tensors.keys() - self.model.keys() - tied.keys():
             self.model[name] = Elements.of(tensors[name], tensors[name].shape)
         # Both names, as in the state dict of the module.
-        self.model |= {name: self.model[first] for name, first in tied.items() if first in self.model}
+        self.model |= {
+            name: self.model[first] for name, first in tied.items() if _as(str, first) in self.model
+        }
         self.extra = self.plain({name: module[name] for name in module if name not in tensors}, "module.")
 
     def _add_group(self, number: int, shapes: Mapping[str, Dims]) -> None:
@@ -205,6 +209,8 @@ class ZeroCheckpoint:
             length += _as(int, _as(list, self.optimizer.get("group_paddings"))[number])
         padding = self.optimizer.get("param_alignment_paddings")
         padding = _as(list, _as(list, padding)[number]) if padding else [0] * len(shapes)
+        if len(padding) != len(shapes):
+            raise _Unexpected(f"it has {len(padding)} paddings of {len(shapes)} parameters")
         state = self._base_state(0, number)
         for (name, shape), more in zip(shapes.items(), padding, strict=True):
             numel = math.prod(shape)
@@ -285,10 +291,14 @@ class ZeroCheckpoint:
         return _as(dict, base)
 
     def _groups(self) -> list[dict[str, Any]]:
-        groups = []
+        groups, taken = [], set[int]()
         for group in _as(list, self._base(0).get("param_groups") or self.optimizer.get("param_groups") or []):
             hyper = {key: group[key] for key in _as(dict, group) if key not in ("params", "param_names")}
-            names = [name for flat in _as(list, group.get("params")) for name in self.shapes[_as(int, flat)]]
+            flats = [_as(int, flat) for flat in _as(list, group.get("params"))]
+            if len(taken | {*flats}) < len(taken) + len(flats):
+                raise _Unexpected("two of its parameter groups have one flat tensor")
+            taken |= {*flats}
+            names = [name for flat in flats for name in self.shapes[flat]]
             groups.append({**self.plain(hyper, "param_groups."), "params": names})
         return groups
 
@@ -307,11 +317,19 @@ def _as(kind: type[_Kind], value: object) -> _Kind:
     return value
 
 
-def _shapes(group: object) -> dict[str, Dims]:
-    return {
-        _as(str, name): tuple(_as(int, n) for n in _as(tuple, shape))
-        for name, shape in _as(dict, group).items()
-    }
+def _shapes(groups: list[object]) -> list[dict[str, Dims]]:
+    made, taken = list[dict[str, Dims]](), set[str]()
+    for group in groups:
+        shapes = {
+            _as(str, name): tuple(_as(int, n) for n in _as(tuple, shape))
+            for name, shape in _as(dict, group).items()
+        }
+        # A small file can name one large group many times.
+        if not taken.isdisjoint(shapes):
+            raise _Unexpected(f"it has {min(taken & shapes.keys())!r} in two flat tensors")
+        taken |= shapes.keys()
+        made.append(shapes)
+    return made
 
 
 def _stage(stage: object) -> int:
