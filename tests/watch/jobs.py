@@ -32,6 +32,9 @@ class Told(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
 
+    def has(self, words: str) -> bool:
+        return any(words in text for text in self.texts)
+
 
 def job(rank: int, folder: str, kind: str, seconds: float = TIMEOUT) -> dict[str, Any]:
     """Train some steps, then hang in one way; return what was told, and whether the last step came."""
@@ -52,8 +55,11 @@ def job(rank: int, folder: str, kind: str, seconds: float = TIMEOUT) -> dict[str
                 KINDS[kind](rank, groups, seconds)
             except RuntimeError:
                 came = False
-        # A rank that tells is not stopped before it has told.
+        # A rank that tells is not stopped before it has told, on a busy machine either.
         time.sleep(6)
+        ends = time.monotonic() + 30
+        while came and told.has("Roll call of") and not told.has("is over") and time.monotonic() < ends:
+            time.sleep(0.1)
         return {"told": [text for text in told.texts if "oll call" in text], "came": came}
     finally:
         holdfast.uninstall()
