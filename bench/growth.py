@@ -18,8 +18,7 @@ import numpy as np
 from bench.harness import Bench, Rank, attempt, main, run_ranks, scratch
 
 PLOT = Path(__file__).resolve().parents[1] / "docs" / "growth.svg"
-STEEPEST = 1.3
-"""The asked exponent at most: n log n from 100,000 on is 1.06, and what no cache holds any more takes longer."""
+STEEPEST = 1.15
 
 
 class Law(NamedTuple):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast._io import unchanged
 from holdfast._io.index_file import open_index
 from holdfast._maintenance.prune import prune
 from holdfast._maintenance.reindex import reindex
@@ -393,3 +394,13 @@ def test_a_file_that_a_load_found_damaged_is_not_linked_again(tmp_path: Path) ->
         holds(step_of(tmp_path, 2), OLD)
     assert holdfast.save(layers(OLD), step_of(tmp_path, 3), job=ALONE).bytes_written > file.stat().st_size / 2
     assert verify(str(step_of(tmp_path, 3))).whole
+
+
+def test_what_is_remembered_of_saves_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the last number of a path is not the step's, each step looks like a run of its own."""
+    monkeypatch.setattr(unchanged, "_last", {})
+    monkeypatch.setattr(unchanged, "RUNS", 3)
+    job = holdfast.Job(no_dist=True, options=holdfast.Options(link_unchanged=True))
+    for step in range(5):
+        holdfast.save({"w": torch.ones(2)}, tmp_path / f"step-{step}" / "part-1", job=job)
+    assert len(unchanged._last) == 3

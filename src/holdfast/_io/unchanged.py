@@ -36,6 +36,9 @@ from holdfast.errors import HoldfastError, StorageError
 log = logging.getLogger("holdfast")
 LINKS = 16
 """Files that a rank links at most. A load opens each, so chunks of more files are written anew, into one."""
+RUNS = 1024
+"""Runs and ranks of which a process remembers the last save: names whose last number is not the step's, such as
+`step-7/part-1`, make a new run of each step."""
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 
@@ -54,6 +57,8 @@ _last: dict[tuple[str, int], Earlier] = {}
 def remember(store: Store, rank: int, files: list[WrittenFile]) -> None:
     """Note that a save was committed, for the next one of the same run in this process."""
     _last[_run_of(store), rank] = Earlier(store.url, files)
+    while len(_last) > RUNS:
+        _last.pop(next(iter(_last)), None)
 
 
 def remember_loaded(store: Store, rank: int, attempt: object) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 import holdfast
 from holdfast._groups.session.session import Session, open_sessions
+from holdfast._groups.session.shutdown import _raise_in, _take_back
 from holdfast._heart import heart
 from holdfast._torch_private import default_store
 from holdfast.errors import HoldfastError
@@ -253,4 +254,11 @@ def profiled(rank: int) -> tuple[float, list[int]]:
         while True:
             time.sleep(0.05)
     counts.append(counted())
+    thread = threading.Thread(target=time.sleep, args=(1.0,))
+    thread.start()
+    assert thread.ident is not None
+    _raise_in(thread.ident, KeyError)  # it can't arrive while the thread is in C, and would be printed then
+    _take_back(thread.ident)
+    counts.append(counted())
+    thread.join()
     return after / before, counts

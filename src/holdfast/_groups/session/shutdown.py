@@ -34,6 +34,7 @@ from holdfast._protocol.task import CollectiveTask
 from holdfast._roster.base import Roster
 from holdfast._roster.presence import Vitals
 from holdfast._stacks import calls_of_frame
+from holdfast._threads import start_thread
 from holdfast._under_way import last_works, wait_for_works
 from holdfast.errors import HoldfastError, RankFailed, RankInfo, RosterLost, from_message
 
@@ -98,7 +99,7 @@ class Leaving:
             with suppress(_Interrupted), self._gate:  # one that was raised before may arrive here
                 self.left.set()
                 if self._raised:
-                    _take_back()
+                    _take_back(self._thread)
 
     def leave_in_order(self, ends: float) -> None:
         """Leave; the rank whose process serves the message store leaves last.
@@ -319,22 +320,28 @@ def _raise_in(thread: int, kind: type[BaseException]) -> None:
 
 
 class _Nothing(BaseException):
-    """Takes the place of an exception that is not to be raised any more."""
+    """Clears the interpreter's mark, and means nothing."""
 
 
-def _take_back() -> None:
-    """Let nothing be raised in this thread that has not been raised yet.
+def _take_back(thread: int) -> None:
+    """Let nothing be raised in a thread that has not been raised yet.
 
-    By an exception of ours that is, because only an arrival clears the interpreter's mark that there may be
-    one. With that mark, which `PyThreadState_SetAsyncExc(thread, NULL)` sets as well, all Python code is a
-    third slower for good, and a profiler hangs (Python 3.11).
+    Up to Python 3.12, taking it back leaves the interpreter's mark that there may be an exception, and only an
+    arrival clears that. With the mark, calls and loops are slower for good (3.12), and a profiler hangs
+    (3.11). So another exception arrives, on a thread of its own, where no Ctrl-C can come between.
     """
-    try:
-        _raise_in(threading.get_ident(), _Nothing)
-        while True:  # until it arrives, which is at once
-            time.sleep(0)
-    except _Nothing:
-        pass
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+    def clear() -> None:
+        try:
+            _raise_in(threading.get_ident(), _Nothing)
+            while True:  # until it arrives, which is at once
+                time.sleep(0)
+        except _Nothing:
+            pass
+
+    with suppress(HoldfastError):  # no thread can be started: the mark stays
+        start_thread(clear, "holdfast-take-back").join(1.0)
 
 
 _BROKEN = (
