@@ -37,8 +37,8 @@ log = logging.getLogger("holdfast")
 LINKS = 16
 """Files that a rank links at most. A load opens each, so chunks of more files are written anew, into one."""
 RUNS = 1024
-"""Runs and ranks of which a process remembers the last save: names whose last number is not the step's, such as
-`step-7/part-1`, make a new run of each step."""
+"""Runs and ranks of which a process remembers the last save: names whose last number is not the step's, such
+as `step-7/part-1`, make a new run of each step."""
 _LAST_NUMBER = re.compile(r"[0-9]+(?=[^0-9]*\Z)")
 
 

@@ -326,8 +326,8 @@ class _Nothing(BaseException):
 def _take_back(thread: int) -> None:
     """Let nothing be raised in a thread that has not been raised yet.
 
-    Up to Python 3.12, taking it back leaves the interpreter's mark that there may be an exception, and only an
-    arrival clears that. With the mark, calls and loops are slower for good (3.12), and a profiler hangs
+    Up to Python 3.12, taking it back leaves the interpreter's mark that there may be an exception, and only
+    an arrival clears that. With the mark, calls and loops are slower for good (3.12), and a profiler hangs
     (3.11). So another exception arrives, on a thread of its own, where no Ctrl-C can come between.
     """
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
