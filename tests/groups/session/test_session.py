@@ -157,11 +157,11 @@ def test_sessions_one_after_another_are_strangers() -> None:
         assert missing == [2]
 
 
-def test_python_is_as_fast_after_a_session_and_can_be_profiled() -> None:
+def test_python_can_be_profiled_after_sessions() -> None:
+    """What makes a profiler hang in Python 3.11 makes all code slower in 3.12."""
     with ProcessWorld(2) as world:
-        for slower, counts in world.run(jobs.profiled, timeout=60):
+        for counts in world.run(jobs.profiled, timeout=60):
             assert len(set(counts)) == 1, counts
-            assert slower < 1.2
 
 
 @pytest.mark.parametrize("how", ["to the end", "destroys"])
